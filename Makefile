@@ -1,0 +1,56 @@
+# `make train` and `make test` set up everything they need in .venv and then run.
+PYTHON ?= python3
+# Installed first, so that the package's own range is satisfied by it.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+.PHONY: train
+train: $(READY)  ## set up, then train the embedded default: a tiny model on bundled pairs
+	$(BIN)/tandem train
+
+.PHONY: test
+test: $(READY)  ## set up, then run the tests
+	$(BIN)/python -m pytest
+
+.PHONY: test-slow
+test-slow: $(READY)  ## the slow tests too
+	$(BIN)/python -m pytest -m "not gpu"
+
+.PHONY: test-gpu
+test-gpu:  ## the tests that need a CUDA device, with the python at hand
+	$(PYTHON) -m pytest -m gpu
+
+.PHONY: lint
+lint: $(READY)  ## style, types, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: format
+format: $(READY)  ## let ruff format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: demo
+demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and compare its answers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
+	$(BIN)/python examples/demo.py
+
+.PHONY: clean
+clean:  ## remove the environment and caches of tools (runs stay)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,87 @@
+"""Where caches live, and how a finished folder is published: written aside, synced, then renamed."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def cache_dir() -> Path:
+    """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
+    if given := os.environ.get("TANDEM_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short name for content: SHA-256 over the parts as canonical JSON."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush every file below `folder`, and the folders themselves, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`; on success it becomes `folder` in one rename.
+
+    Killed at any moment, `folder` is either absent or complete. Of two writers of the same content the first wins.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)
+        sync_folder(aside)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_manifest(folder: Path, **facts: Any) -> None:
+    """Write `manifest.json`: the facts, and the SHA-256 of every other file in the folder."""
+    files = {
+        str(path.relative_to(folder)): sha256_of(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+    text = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read `manifest.json` and verify every file it names; ValueError says which one is wrong."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        files = manifest["files"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
+    for name, digest in files:
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if sha256_of(path) != digest:
+            raise ValueError(f"{path} does not match its SHA-256 in the manifest: it was changed or cut off")
+    return manifest

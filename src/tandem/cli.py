@@ -1,0 +1,121 @@
+"""The command `tandem`: parse, call, exit. Nothing heavy is imported before a command needs it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem import __version__
+from tandem.errors import ConfigError, DiskError, OutOfMemoryError, TandemError
+
+app = typer.Typer(
+    name="tandem",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train language models on preferences: packed, prefix-shared, exact.",
+)
+
+ConfigFile = Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="A YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the configuration: key=value, +key=value, ~key."),
+]
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Go on with the run in DIR, under its own configuration.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run, whatever is there.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
+    from tandem.config.load import load_config
+
+    if resume is not None:
+        if config is not None or fresh:
+            raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
+        if not (Path(resume) / "config.yaml").is_file():
+            raise ConfigError(f"--resume {resume}: holds no config.yaml, so it is no run.")
+        config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
+    loaded = load_config(config, overrides or [])
+
+    from tandem.train.report import Reporter
+    from tandem.train.trainer import train as run_training
+
+    reporter = Reporter("quiet" if quiet else "verbose" if verbose else "normal")
+    run_training(loaded, reporter, fresh=fresh)
+
+
+@app.command("config")
+def show_config(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for editors.")] = False,
+) -> None:
+    """Print the configuration in force, all keys resolved."""
+    if schema:
+        import json
+
+        from tandem.config.schema import Config
+
+        print(json.dumps(Config.model_json_schema(), indent=2))
+        return
+    from tandem.config.load import load_config
+
+    print(load_config(config, overrides or []).as_yaml(), end="")
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    try:
+        app(standalone_mode=True)
+    except TandemError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        print("tandem: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        if error.errno == 28:  # no space left on device
+            _fail(DiskError(f"the disk is full: {error}. Checkpoints already there are whole."))
+        raise
+    except RuntimeError as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            _fail(
+                OutOfMemoryError(
+                    f"{' '.join(str(error).split())} Lower policy.packing.pack_length, "
+                    "policy.packing.packs_per_micro_batch or policy.head_chunk_tokens."
+                )
+            )
+        raise
+
+
+def _fail(error: TandemError) -> None:
+    print(f"tandem: error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

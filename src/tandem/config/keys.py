@@ -1,0 +1,82 @@
+"""Every key of the schema as flat rows: for docs/keys.md, for suggestions and for tests."""
+
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from tandem.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: its dotted name, what it takes, its default as YAML would write it, and its meaning."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
+    keys = []
+    for name, field in model.model_fields.items():
+        inner = _section(field.annotation)
+        if inner is not None and not field.is_required() and isinstance(field.default, BaseModel):
+            keys += all_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(Key(prefix + name, _spell(field.annotation), _default(field), field.description or ""))
+    return keys
+
+
+def key_names() -> set[str]:
+    """Names of keys and of the sections above them."""
+    names = {key.name for key in all_keys()}
+    return names | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}
+
+
+def as_markdown() -> str:
+    """The table of docs/keys.md."""
+    rows = [f"| `{k.name}` | {k.type} | {k.default} | {k.meaning} |" for k in all_keys()]
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _spell(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _spell(typing.get_args(annotation)[0])
+    if origin is Literal:
+        return ", ".join(str(choice) for choice in typing.get_args(annotation))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_spell(part) for part in typing.get_args(annotation))
+    if origin is list:
+        return f"list of {_spell(typing.get_args(annotation)[0])}"
+    if origin is dict:
+        return f"map to {_spell(typing.get_args(annotation)[1])}"
+    if annotation is type(None):
+        return "null"
+    if annotation is Any:
+        return "any"
+    if section := _section(annotation):
+        return {"DatasetFields": "dataset"}.get(section.__name__, section.__name__.lower())
+    return annotation.__name__
+
+
+def _default(field: Any) -> str:
+    if field.default is PydanticUndefined:
+        return "(follows)"
+    if isinstance(field.default, list) and field.default and isinstance(field.default[0], BaseModel):
+        return "warm-up over 20 steps, then constant"
+    return json.dumps(field.default)
+
+
+if __name__ == "__main__":
+    print(as_markdown())

@@ -1,0 +1,269 @@
+"""YAML files, `defaults:` and overrides in; a validated Config out, and where each value came from."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tandem.config.keys import all_keys, key_names
+from tandem.config.schema import Config
+from tandem.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+# Names other trainers use for what the schema knows under another.
+KNOWN_ELSEWHERE = {
+    "beta": "dpo.reference_policy_kl_penalty",
+    "ref_policy_kl_penalty": "dpo.reference_policy_kl_penalty",
+    "lr": "policy.optimizer.kwargs.lr",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "weight_decay": "policy.optimizer.kwargs.weight_decay",
+    "max_steps": "dpo.max_num_steps",
+    "num_train_epochs": "dpo.max_num_epochs",
+    "epochs": "dpo.max_num_epochs",
+    "max_length": "policy.max_total_sequence_length",
+    "batch_size": "policy.train_global_batch_size",
+    "global_batch_size": "policy.train_global_batch_size",
+    "loss_type": "dpo.preference_loss",
+    "output_dir": "run.dir",
+    "seed": "run.seed",
+    "model": "policy.model_name",
+    "data_path": "data.train.data_path",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """The configuration in force, and the file (or command line) each given key came from."""
+
+    config: Config
+    origins: dict[str, str]
+    # Keys whose value came out of the environment: shown by their interpolation, never by value.
+    from_environment: dict[str, str]
+
+    def as_yaml(self) -> str:
+        """The resolved configuration, without any value taken from the environment."""
+        tree = self.config.model_dump()
+        for key, interpolation in self.from_environment.items():
+            _set(tree, key.split("."), interpolation)
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
+    """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated."""
+    parsed = [_parse(override) for override in overrides]
+    tree, origins = _read(Path(file), ()) if file else _start_without_file(parsed)
+    for override in parsed:
+        _apply(override, tree, origins)
+    given = _flat(tree)
+    resolved = _resolve(tree, given)
+    config = _validate(resolved, origins)
+    return LoadedConfig(config, origins, {k: v for k, v in given.items() if isinstance(v, str) and "${oc.env:" in v})
+
+
+def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
+    # The embedded default's learning rate is made for its tiny random model and must not leak into real ones:
+    # it serves only when neither a model nor data is given.
+    own = ("policy.model_name", "data.")
+    if any(override.key_or_group.startswith(own) or override.key_or_group in ("policy", "data") for override in parsed):
+        return {}, {}
+    text = resources.files("tandem.embedded").joinpath("default.yaml").read_text(encoding="utf-8")
+    tree = yaml.safe_load(text)
+    return tree, dict.fromkeys(_flat(tree), "the embedded default")
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first)."""
+    path = path.resolve()
+    if path in above:
+        chain = " -> ".join(str(p) for p in (*above, path))
+        raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")
+    try:
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        asked = f", named by {above[-1]}" if above else ""
+        raise ConfigError(f"{path}: no such configuration file{asked}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of sections, not a {type(loaded).__name__}.")
+    parents = loaded.pop("defaults", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"{path}: `defaults:` takes a file name or a list of them, not {json.dumps(parents)}.")
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for parent in parents:
+        below, below_origins = _read(path.parent / parent, (*above, path))
+        tree = _merge(tree, below)
+        origins |= below_origins
+    return _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
+
+
+def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
+    """`above` over `below`, key by key; a section with `_override_: true` replaces the one below whole."""
+    above = dict(above)
+    merged = {} if above.pop("_override_", False) else dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under if isinstance(under, dict) else {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+def _parse(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(
+            f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that hold "
+            """, = { } [ ] or spaces: 'key="a, b"'."""
+        ) from None
+    if override.is_sweep_override():
+        key = override.key_or_group
+        raise ConfigError(
+            f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "
+            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {key}=[a,b]."
+        )
+    return override
+
+
+def _apply(override: Override, tree: dict[str, Any], origins: dict[str, str]) -> None:
+    path = override.key_or_group.split(".")
+    if override.type == OverrideType.DEL:
+        _delete(override.key_or_group, tree)
+    else:
+        _set(tree, path, _plain(override.value()))
+    prefix = override.key_or_group
+    for key in [key for key in origins if key == prefix or key.startswith(prefix + ".")]:
+        del origins[key]
+    origins[prefix] = COMMAND_LINE
+
+
+def _delete(key: str, tree: dict[str, Any]) -> None:
+    """`~key`: an optional key becomes null; any other goes back to its default."""
+    path = key.split(".")
+    if key not in key_names() and not _holds(tree, path):
+        raise ConfigError(f"override '~{key}': {_unknown(key)}")
+    node = tree
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+    node.pop(path[-1], None)
+    if _optional(key):
+        _set(tree, path, None)
+
+
+def _optional(key: str) -> bool:
+    return any(k.name == key and "null" in k.type.split(" or ") for k in all_keys())
+
+
+def _holds(tree: Any, path: list[str]) -> bool:
+    for part in path:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        under = tree.get(part)
+        # data.train may be a plain path; a key below it makes it a dataset again.
+        if isinstance(under, str) and part in ("train", "validation"):
+            under = {"data_path": under}
+        tree[part] = under = under if isinstance(under, dict) else {}
+        tree = under
+    tree[path[-1]] = value
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's quoted strings and nested values as plain Python."""
+    if isinstance(value, dict):
+        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value.text if hasattr(value, "text") else value
+
+
+def _resolve(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Interpolations see the defaults too, but only what was given stays in the tree."""
+    try:
+        everything = OmegaConf.merge(OmegaConf.create(Config().model_dump()), OmegaConf.create(tree))
+        resolved: Any = OmegaConf.to_container(everything, resolve=True)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"configuration: {_one_line(error)}") from None
+    sparse: dict[str, Any] = {}
+    for key in given:
+        path = key.split(".")
+        value = resolved
+        for part in path:
+            value = value[part]
+        _set(sparse, path, value)
+    return sparse
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif key != "_override_":
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _validate(tree: dict[str, Any], origins: dict[str, str]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e, origins) for e in error.errors()))) from None
+
+
+def _explain(error: Any, origins: dict[str, str]) -> str:
+    # Names of union branches stand in the location too; keys are what the user wrote.
+    loc = [str(part) for part in error["loc"] if not re.match(r"^(function-|list\[|literal\[|[A-Z])", str(part))]
+    key = ".".join(loc)
+    place = _origin(key, origins)
+    if error["type"] == "extra_forbidden":
+        return f"{place}: {_unknown(key)}"
+    if error["type"] == "value_error":
+        return f"{place}: {error['ctx']['error']}."
+    value = json.dumps(error["input"], default=str)
+    return f"{place}: {key} = {value}: {error['msg'][0].lower()}{error['msg'][1:]}."
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    found = [
+        origin
+        for known, origin in origins.items()
+        if known == key or known.startswith(key + ".") or key.startswith(known + ".")
+    ]
+    return COMMAND_LINE if COMMAND_LINE in found else next(iter(found), "configuration")
+
+
+def _unknown(key: str) -> str:
+    """What to say of a key that the schema does not know: the nearest it does know."""
+    section, _, leaf = key.rpartition(".")
+    known = {name.rsplit(".", 1)[-1]: name for name in sorted(key_names(), reverse=True)} | KNOWN_ELSEWHERE
+    here = {name.rsplit(".", 1)[-1]: name for name in key_names() if name.rpartition(".")[0] == section}
+    nearest = next(
+        (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.7))), None
+    )
+    hint = f" Did you mean {nearest}?" if nearest else ""
+    return f"unknown key {key}.{hint} `tandem config` lists all keys."
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

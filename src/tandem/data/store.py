@@ -1,0 +1,307 @@
+"""TokenizedPreferences in; a TokenStore on disk out: Arrow columns, memory-mapped, named by a fingerprint of its content."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tandem.cache import cache_dir, fingerprint, published, read_manifest, sha256_of, write_manifest
+from tandem.config.schema import Data, DatasetFields
+from tandem.data.formats import FORMATS, Preference, detect_format
+from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.data.template import Template
+from tandem.data.tokens import TokenizedPreference, tokenize
+from tandem.errors import DataError
+
+# Raised whenever the same input would give other tokens or another layout.
+FORMAT_VERSION = 1
+ROWS_PER_BATCH = 8192
+SHOWN_PER_REASON = 3
+
+SCHEMA = pa.schema(
+    {
+        "prompt": pa.large_list(pa.int32()),
+        "completions": pa.large_list(pa.int32()),  # of one preference, end to end
+        "lengths": pa.large_list(pa.int32()),  # tokens of each completion
+        "winners": pa.large_list(pa.int32()),
+        "losers": pa.large_list(pa.int32()),
+        "scores": pa.large_list(pa.float32()),
+        "place": pa.large_string(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of every row read: accepted + bad + filtered = rows."""
+
+    rows: int
+    accepted: int
+    bad: dict[str, int]
+    filtered: dict[str, int]
+
+
+class TokenStore:
+    """The tokenised preferences of one set, read from disk as they are needed."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        self.folder = folder
+        self.fingerprint: str = manifest["fingerprint"]
+        self.format: str = manifest["format"]
+        self.counts = Counts(**manifest["counts"])
+        self.examples: list[dict[str, str]] = manifest["examples"]
+        self._columns = _Columns(folder / "tokens.arrow")
+
+    def __len__(self) -> int:
+        return self.counts.accepted
+
+    def __getitem__(self, index: int) -> TokenizedPreference:
+        column = self._columns
+        lengths = column.row("lengths", index)
+        flat = column.row("completions", index)
+        ends = np.cumsum(lengths)
+        return TokenizedPreference(
+            prompt=column.row("prompt", index),
+            completions=tuple(flat[end - n : end] for n, end in zip(lengths, ends, strict=True)),
+            pairs=tuple(zip(column.row("winners", index).tolist(), column.row("losers", index).tolist(), strict=True)),
+            scores=tuple(column.row("scores", index).tolist()),
+            place=self.place(index),
+        )
+
+    def __iter__(self) -> Iterator[TokenizedPreference]:
+        return (self[i] for i in range(len(self)))
+
+    def place(self, index: int) -> str:
+        """The file and line a preference was read from."""
+        return self._columns.text("place", index)
+
+    @cached_property
+    def num_pairs(self) -> NDArray[np.int64]:
+        """Pairs of each preference."""
+        return self._columns.sizes("winners")
+
+    @cached_property
+    def num_prompt_tokens(self) -> NDArray[np.int64]:
+        return self._columns.sizes("prompt")
+
+    @cached_property
+    def num_scored_tokens(self) -> NDArray[np.int64]:
+        """Completion tokens of each preference, over all its completions."""
+        return self._columns.sizes("completions")
+
+    @cached_property
+    def longest(self) -> NDArray[np.int64]:
+        """Tokens of each preference's prompt and longest completion."""
+        longest = self._columns.reduce("lengths", np.maximum)
+        return self.num_prompt_tokens + longest
+
+
+class _Columns:
+    """Arrow record batches as numpy: one offset lookup and one slice a row, no Python objects."""
+
+    def __init__(self, path: Path):
+        self._file = pa.memory_map(str(path))
+        reader = pa.ipc.open_file(self._file)
+        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._arrays = [
+            {
+                name: (
+                    batch.column(name).offsets.to_numpy(),
+                    batch.column(name).values.to_numpy(zero_copy_only=False),
+                )
+                for name in SCHEMA.names
+                if name != "place"
+            }
+            for batch in self._batches
+        ]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return batch, index - int(self._starts[batch])
+
+    def row(self, name: str, index: int) -> NDArray[Any]:
+        batch, i = self._find(index)
+        offsets, values = self._arrays[batch][name]
+        return values[offsets[i] : offsets[i + 1]]
+
+    def text(self, name: str, index: int) -> str:
+        batch, i = self._find(index)
+        return self._batches[batch].column(name)[i].as_py()
+
+    def sizes(self, name: str) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *(np.diff(arrays[name][0]) for arrays in self._arrays)])
+
+    def reduce(self, name: str, ufunc: np.ufunc) -> NDArray[np.int64]:
+        parts = [ufunc.reduceat(values, offsets[:-1]) for offsets, values in (a[name] for a in self._arrays)]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def open_store(source: Path, keys: DatasetFields, template: Template, data: Data, max_length: int) -> TokenStore:
+    """The tokenised form of a file: found in the cache by its fingerprint, or made and kept there."""
+    if not source.is_file():
+        raise DataError(f"{source}: no such file. Check data.train.data_path and the validation paths.")
+    name = fingerprint(
+        FORMAT_VERSION, sha256_of(source), keys.model_dump(), _content_of(template), data.pairing, max_length
+    )
+    folder = cache_dir() / "tokens" / name
+    if folder.is_dir():
+        try:
+            store = TokenStore(folder, read_manifest(folder))
+        except (ValueError, OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
+    else:
+        _write(folder, name, source, keys, template, data, max_length)
+        store = TokenStore(folder, read_manifest(folder))
+    judge(store, source, data)
+    return store
+
+
+def judge(store: TokenStore, source: Path, data: Data) -> None:
+    """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
+    counts = store.counts
+    bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
+    shown = _examples(store)
+    if counts.rows == 0:
+        raise DataError(f"{source}: the file holds no rows.")
+    if bad and data.on_bad_row == "error":
+        raise DataError(
+            f"{source}: {bad} of {counts.rows} rows are malformed:\n{shown}\n"
+            "Mend them, or set data.on_bad_row=skip to leave them out."
+        )
+    if bad > data.max_bad_share * counts.rows:
+        raise DataError(
+            f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{shown}"
+        )
+    if data.overlong == "error" and counts.filtered.get("over-long"):
+        raise DataError(
+            f"{source}: {counts.filtered['over-long']} of {counts.rows} preferences are over-long:\n{shown}\n"
+            "Raise policy.max_total_sequence_length, or set data.overlong=drop."
+        )
+    if filtered > data.max_filtered_share * counts.rows:
+        raise DataError(
+            f"{source}: {filtered} of {counts.rows} rows were filtered, over "
+            f"data.max_filtered_share={data.max_filtered_share}:\n{shown}\n"
+            "Raise policy.max_total_sequence_length if they are over-long, mend the file, or raise the share."
+        )
+    if counts.accepted == 0:
+        raise DataError(f"{source}: no usable preference among {counts.rows} rows:\n{shown}")
+
+
+def _examples(store: TokenStore) -> str:
+    counts = store.counts.bad | store.counts.filtered
+    lines = []
+    for reason, count in counts.items():
+        lines.append(f"  {reason}: {count}")
+        lines += [f"    {e['place']}: {e['message']}" for e in store.examples if e["reason"] == reason]
+    return "\n".join(lines)
+
+
+def _content_of(template: Template) -> list[Any]:
+    """What decides the tokens: the tokenizer's own state, the template, and how it renders today."""
+    tokenizer = template.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return [state, tokenizer.eos_token, tokenizer.bos_token, template.source, template.kwargs, template.probe()]
+
+
+def _write(
+    folder: Path,
+    name: str,
+    source: Path,
+    keys: DatasetFields,
+    template: Template,
+    data: Data,
+    max_length: int,
+) -> None:
+    preferences, format_name = _preferences(source, keys)
+    with published(folder) as aside:
+        bad: Counter[str] = Counter()
+        filtered: Counter[str] = Counter()
+        examples: list[dict[str, str]] = []
+        accepted = 0
+        with (
+            (aside / "rejects.jsonl").open("w", encoding="utf-8") as rejects,
+            pa.OSFile(str(aside / "tokens.arrow"), "wb") as sink,
+            pa.ipc.new_file(sink, SCHEMA) as writer,
+        ):
+
+            def accepted_only(rows: Iterable[TokenizedPreference | RowError]) -> Iterator[TokenizedPreference]:
+                for row in rows:
+                    if isinstance(row, TokenizedPreference):
+                        yield row
+                        continue
+                    counter = bad if row.kind == "bad" else filtered
+                    counter[row.reason] += 1
+                    reject = {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
+                    rejects.write(json.dumps(reject) + "\n")
+                    if counter[row.reason] <= SHOWN_PER_REASON:
+                        examples.append(reject)
+
+            stream = accepted_only(tokenize(preferences, template, pairing=data.pairing, max_length=max_length))
+            while batch := list(islice(stream, ROWS_PER_BATCH)):
+                writer.write_batch(_record_batch(batch))
+                accepted += len(batch)
+        counts = {
+            "rows": accepted + bad.total() + filtered.total(),
+            "accepted": accepted,
+            "bad": dict(bad),
+            "filtered": dict(filtered),
+        }
+        write_manifest(
+            aside,
+            format_version=FORMAT_VERSION,
+            fingerprint=name,
+            format=format_name,
+            counts=counts,
+            examples=examples,
+        )
+
+
+def _preferences(source: Path, keys: DatasetFields) -> tuple[Iterator[Preference | RowError], str]:
+    """The preferences of a file, and the name of its format, told by its first readable row."""
+    name = keys.dataset_name
+    if name == "auto":
+        first = next((row for row in read_rows(source) if isinstance(row, SourceRow)), None)
+        name = detect_format(first, keys) if first else "BinaryPreferenceDataset"
+    read = FORMATS[name]
+
+    def rows() -> Iterator[Preference | RowError]:
+        for row in read_rows(source):
+            if isinstance(row, RowError):
+                yield row
+                continue
+            try:
+                yield read(row, keys)
+            except RowError as error:
+                yield error
+
+    return rows(), name
+
+
+def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
+    def lists(values: list[Any], dtype: Any) -> pa.LargeListArray:
+        flat = np.concatenate([np.asarray(v, dtype) for v in values])
+        offsets = np.cumsum([0, *(len(v) for v in values)], dtype=np.int64)
+        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+    return pa.record_batch(
+        [
+            lists([row.prompt for row in rows], np.int32),
+            lists([np.concatenate(row.completions) for row in rows], np.int32),
+            lists([[len(c) for c in row.completions] for row in rows], np.int32),
+            lists([[winner for winner, _ in row.pairs] for row in rows], np.int32),
+            lists([[loser for _, loser in row.pairs] for row in rows], np.int32),
+            lists([row.scores for row in rows], np.float32),
+            pa.array([row.place for row in rows], pa.large_string()),
+        ],
+        schema=SCHEMA,
+    )

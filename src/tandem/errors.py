@@ -1,0 +1,37 @@
+"""What can go wrong by a user's hand, and the exit code each kind ends with (docs/keys.md, Exit codes)."""
+
+
+class TandemError(Exception):
+    """Shown to the user as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(TandemError):
+    exit_code = 2
+
+
+class DataError(TandemError):
+    exit_code = 3
+
+
+class CheckpointError(TandemError):
+    exit_code = 4
+
+
+class NonFiniteError(TandemError):
+    exit_code = 5
+
+
+class OutOfMemoryError(TandemError):
+    exit_code = 6
+
+
+class DiskError(TandemError):
+    exit_code = 7
+
+
+class AuditError(TandemError):
+    """The model, as packed, does not compute what the plain model computes: nothing was trained."""
+
+    exit_code = 1

@@ -1,0 +1,202 @@
+"""The rule of attention inside a pack, as the function that transformers calls in every attention layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import AttentionInterface
+
+from tandem.errors import TandemError
+from tandem.packing.blocks import block_lists
+from tandem.packing.layout import FILLER, Pack
+from tandem.packing.schedule import BLOCK
+
+IMPLEMENTATION = "tandem_pack"
+
+# Arguments that layers pass along and that do not change attention.
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
+
+
+class PackMask:
+    """Who may see whom in a pack, for every window the model's layers have (None: no window).
+
+    Passed to the model as the keyword `pack`; transformers hands it down to `attend` in every layer.
+    """
+
+    def __init__(self, masks: dict[int | None, Any], *, flex: bool):
+        self.masks = masks
+        self.flex = flex
+
+
+def make_mask(pack: Pack, windows: set[int | None], device: torch.device, *, flex: bool) -> PackMask:
+    make: Callable[[Pack, int | None, torch.device], Any] = _block_mask if flex else _dense_mask
+    longest = int(pack.position_ids.max()) + 1
+    masks: dict[int | None, Any] = {}
+    for window in sorted(windows, key=lambda w: -1 if w is None else w):
+        # A window that reaches past the longest sequence is no window: layers with it share the plain mask.
+        masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
+    return PackMask(masks, flex=flex)
+
+
+def windows_of(model: Any) -> set[int | None]:
+    """The sliding windows of a model's layers, and None."""
+    config = model.config.get_text_config()
+    found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
+    return {None, *(window for window in found if isinstance(window, int) and window > 0)}
+
+
+def may_attend(tree: Tensor, branch: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
+    """The rule: q sees k when k is not later, of the same tree, and on the prompt or on q's own branch.
+
+    A window counts position ids, not columns: a completion may stand far from its prompt in the row.
+    """
+    seen = (k <= q) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[q] == branch[k]))
+    seen = seen & ((tree[q] != FILLER) | (q == k))
+    return seen if window is None else seen & (position[q] - position[k] < window)
+
+
+def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
+    """[rows, 1, length, length] bool."""
+    columns = torch.arange(pack.token_ids.shape[1], device=device)
+    q, k = columns[:, None], columns[None, :]
+    arrays = (torch.from_numpy(array).to(device) for array in (pack.tree, pack.branch, pack.position_ids))
+    rows = [may_attend(tree, branch, position, q, k, window) for tree, branch, position in zip(*arrays, strict=True)]
+    return torch.stack(rows)[:, None]
+
+
+def _block_mask(pack: Pack, window: int | None, device: torch.device) -> BlockMask:
+    lists = block_lists(pack.tree, pack.branch, pack.position_ids, BLOCK, window)
+
+    def on_device(array: Any) -> Tensor:
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)[:, None]
+
+    tree, branch, position = (
+        torch.from_numpy(a.astype("int32")).pin_memory().to(device, non_blocking=True)
+        for a in (pack.tree, pack.branch, pack.position_ids)
+    )
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return may_attend(tree[b], branch[b], position[b], q, k, window)
+
+    length = pack.token_ids.shape[1]
+    return BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=on_device(lists.kv_partial_counts),
+        kv_indices=on_device(lists.kv_partial),
+        full_kv_num_blocks=on_device(lists.kv_full_counts),
+        full_kv_indices=on_device(lists.kv_full),
+        q_num_blocks=on_device(lists.q_partial_counts),
+        q_indices=on_device(lists.q_partial),
+        full_q_num_blocks=on_device(lists.q_full_counts),
+        full_q_indices=on_device(lists.q_full),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=rule,
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pack: PackMask,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[rows, heads, length, dim] in; [rows, length, heads, dim] out, by the rule of the pack."""
+    for name, given in others.items():
+        if given is not None and name not in HARMLESS:
+            raise TandemError(
+                f"this model's attention takes {name}, which packing does not know and must not ignore. "
+                "Train it with policy.packing.mode=none."
+            )
+    if _calls is not None:
+        _calls.append(1)
+    mask = pack.masks[sliding_window]
+    if pack.flex:
+        out = _flex(query, key, value, mask, scaling, softcap, s_aux)
+    elif softcap is None and s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
+    else:
+        out = _explicit(query, key, value, mask, scaling, softcap, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention written out, for what SDPA does not know: a soft-cap of the scores, sinks in the softmax."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if s_aux is not None:
+        sink = s_aux.float().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+_flex_compiled = torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    score_mod = None if softcap is None else cap
+    # Inside a compiled layer flex_attention is part of its graph; outside it would run unfused and fill the memory.
+    call = flex_attention if torch.compiler.is_compiling() else _flex_compiled
+    grouped = query.shape[1] != key.shape[1]
+    if s_aux is None:
+        return call(query, key, value, score_mod, mask, scaling, grouped)
+    # A sink adds exp(sink) to the softmax's denominator: out * exp(lse) / (exp(lse) + exp(sink)).
+    out, aux = call(query, key, value, score_mod, mask, scaling, grouped, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None
+    keep = torch.sigmoid(aux.lse - s_aux.float().reshape(1, -1, 1))
+    return (out * keep.unsqueeze(-1)).to(out.dtype)
+
+
+_calls: list[int] | None = None
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """Collect one entry per call of `attend` inside the block."""
+    global _calls
+    _calls = []
+    try:
+        yield _calls
+    finally:
+        _calls = None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

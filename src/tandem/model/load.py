@@ -1,0 +1,200 @@
+"""A model's name in; its folder, its checked configuration, and the Policy with weights on their device out."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.cache import cache_dir, fingerprint, sha256_of
+from tandem.config.schema import EMBEDDED
+from tandem.config.schema import Policy as PolicyConfig
+from tandem.errors import ConfigError
+from tandem.model.attention import IMPLEMENTATION
+from tandem.model.policy import Policy, auto_head_chunk
+from tandem.model.tiny import tiny_model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on disk: where, and what its configuration says. No weights are loaded yet."""
+
+    name: str
+    folder: Path
+    config: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the model was published in."""
+        given = self.config.get_text_config().dtype or self.config.dtype
+        return getattr(torch, given) if isinstance(given, str) else given or torch.float32
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+
+def find_model(policy: PolicyConfig) -> ModelSource:
+    """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own."""
+    from transformers import AutoConfig
+
+    folder = _folder(policy.model_name, policy.revision)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"policy.model_name = {policy.model_name}: {folder} holds no config.json, so it is no model.")
+    described = _read_json(folder / "config.json")
+    if "auto_map" in described and not _known(described.get("model_type")):
+        raise ConfigError(
+            f"policy.model_name = {policy.model_name}: this model needs Python code from its own repository, "
+            "which tandem does not run. Use a model type that transformers knows."
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"policy.model_name = {policy.model_name}: {_one_line(error)}") from None
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"policy.model_name = {policy.model_name}: {folder} holds no .safetensors weights. "
+            "Pickled weights are not read; convert them with transformers' save_pretrained."
+        )
+    return ModelSource(policy.model_name, folder, config)
+
+
+def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
+    """Refuse packing where a mask cannot keep sequences apart, before any weights load."""
+    if policy.packing.mode == "none":
+        return
+    config = source.config.get_text_config()
+    mixing = {
+        kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind
+    }
+    if mixing or _stateful(source.config):
+        kinds = ", ".join(sorted(mixing)) or config.model_type
+        raise ConfigError(
+            f"policy.model_name = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
+            "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+    if rope.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
+        raise ConfigError(
+            f"policy.model_name = {source.name}: its {rope['rope_type']} position scaling depends on the longest "
+            f"sequence in a row beyond {original} tokens. Set policy.max_total_sequence_length={original} or less, or "
+            "policy.packing.mode=none."
+        )
+
+
+def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device) -> Policy:
+    """The model with float32 weights, loaded straight to its device, dropout off."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    packed = policy.packing.mode != "none"
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.folder),
+        config=without_dropout(source.config),
+        dtype=torch.float32,
+        device_map=device,
+        attn_implementation=IMPLEMENTATION if packed else _plain_attention(source.config),
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    chunk = policy.head_chunk_tokens
+    if chunk == "auto":
+        chunk = auto_head_chunk(source.vocabulary, device)
+    return Policy(model.train(), packed=packed, flex=packed and uses_flex(policy, device), head_chunk=chunk)
+
+
+def uses_flex(policy: PolicyConfig, device: torch.device) -> bool:
+    if policy.attention == "flex" and device.type != "cuda":
+        raise ConfigError(
+            "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
+        )
+    return policy.attention == "flex" or (policy.attention == "auto" and device.type == "cuda")
+
+
+def dropouts(config: Any) -> dict[str, float]:
+    """The dropout settings of a model that are not 0."""
+    values = config.get_text_config().to_dict()
+    return {k: v for k, v in values.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0}
+
+
+def without_dropout(config: Any) -> Any:
+    for name in dropouts(config):
+        setattr(config.get_text_config(), name, 0.0)
+    return config
+
+
+def weights_fingerprint(source: ModelSource) -> str:
+    """A name for what the model computes: the content of its weights and of its configuration."""
+    files = sorted(source.folder.glob("*.safetensors"))
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(_remembered_sha256, files))
+    names = [file.name for file in files]
+    return fingerprint(dict(zip(names, digests, strict=True)), _read_json(source.folder / "config.json"))
+
+
+def _remembered_sha256(path: Path) -> str:
+    """SHA-256 of a file; remembered by its size, time and inode, so that unchanged weights are hashed once."""
+    stat = path.stat()
+    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if note.is_file() and len(known := note.read_text()) == 64:
+        return known
+    digest = sha256_of(path)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(digest)
+    return digest
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    if name == EMBEDDED:
+        return tiny_model()
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"policy.model_name = {name}: no such directory.")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise ConfigError(
+            f"policy.model_name = {name}: neither a directory here nor to be had from the hub: {_one_line(error)}"
+        ) from None
+
+
+def _plain_attention(config: Any) -> str:
+    # transformers' SDPA path drops a soft-cap of attention scores without a word.
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def _stateful(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise ConfigError(
+            f"model type {config.model_type!r} is not a causal language model that transformers knows."
+        ) from None
+    return bool(getattr(model_class, "_is_stateful", False))
+
+
+def _known(model_type: str | None) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,134 @@
+"""Hidden states of predicting positions in; log-probabilities of the scored tokens out, and their sums per completion.
+
+The head works in chunks and keeps no logits: its backward computes them again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRule:
+    """What a model does to its logits after the head: logits * scale, then cap * tanh(logits / cap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionLogps:
+    """Log-probability of each completion, summed over its tokens, and how many there were."""
+
+    total: Tensor  # [completions] float32
+    num_tokens: Tensor  # [completions] int64
+
+
+class _ChunkedLogps(torch.autograd.Function):
+    """log softmax(head(hidden))[target], a chunk of tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rule: HeadRule,
+        chunk: int,
+    ) -> Tensor:
+        logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        normalisers = torch.empty_like(logps)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits, _ = _logits(hidden[part], weight, bias, rule)
+            normalisers[part] = logits.logsumexp(-1)
+            logps[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalisers[part]
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.rule, ctx.chunk = rule, chunk
+        return logps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None else None
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits, capped = _logits(hidden[part], weight, bias, ctx.rule)
+            # d logp / d logits = onehot(target) - softmax(logits)
+            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad[part, None])
+            grad_logits.scatter_add_(-1, targets[part, None], grad[part, None])
+            if capped is not None:
+                grad_logits.mul_(1 - capped.square_())
+            grad_logits = grad_logits.mul_(ctx.rule.scale).to(weight.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None
+
+
+def chunked_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    rule: HeadRule | None = None,
+    chunk: int,
+) -> Tensor:
+    """Log-probability of each target under the head, float32: [tokens, hidden] and [tokens] in, [tokens] out."""
+    return _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk)  # type: ignore[return-value]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
+    """Logits in float32 and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_wide(hidden))
+    if rule.scale != 1.0:
+        logits = logits * rule.scale
+    if rule.softcap is None:
+        return logits, None
+    capped = torch.tanh(logits / rule.softcap)
+    return capped * rule.softcap, capped
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
+
+
+class _SumSegments(torch.autograd.Function):
+    """Sums over contiguous segments; the backward only reads, so no atomic addition makes it vary between runs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, lengths: Tensor, segment: Tensor) -> Tensor:
+        ctx.save_for_backward(segment)
+        return torch.segment_reduce(values, "sum", lengths=lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (segment,) = ctx.saved_tensors
+        return grad[segment], None, None
+
+
+def sum_completions(token_logps: Tensor, lengths: Tensor, completion: Tensor) -> CompletionLogps:
+    """Sum scored tokens per completion.
+
+    `token_logps` and `completion` may be padded at the end; padding belongs to one completion more, which is left out.
+    lengths [2, 1], completion [0, 0, 1, 2, 2]: tokens [a, b, c, -, -] -> [a + b, c]
+    """
+    padding = len(token_logps) - lengths.sum()
+    with_padding = torch.cat([lengths, padding.reshape(1)])
+    total = _SumSegments.apply(token_logps, with_padding, completion)[:-1]
+    return CompletionLogps(total, lengths)

@@ -1,0 +1,66 @@
+"""The mesh of workers, and the policy sharded over it. One process is a mesh of one: the same path everywhere."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from tandem.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The processes that train together, and this one's device."""
+
+    mesh: DeviceMesh
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all workers, on the device, without waiting for it."""
+        dist.all_reduce(values, group=self.mesh.get_group())
+        return values
+
+
+def start_workers() -> Workers:
+    """This process as a mesh of one, on its GPU or its CPU."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
+    return Workers(init_device_mesh(device.type, (1,)), device)
+
+
+def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
+    """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32."""
+    precision = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if bfloat16
+        else MixedPrecisionPolicy()
+    )
+    for layer in decoder_layers(policy):
+        fully_shard(layer, mesh=workers.mesh, mp_policy=precision)
+    # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
+    # a forward without one (validation, reference) `parameters()` would not be what the optimizer updates.
+    fully_shard(policy, mesh=workers.mesh, mp_policy=precision, reshard_after_forward=True)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the pairs of the whole global batch: workers add up, nothing more.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(policy, "plain_logps")
+    return policy
+
+
+def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
+    """The repeated layers of the trunk."""
+    return list(policy.model.base_model.layers)
+
+
+def compile_layers(policy: Policy) -> None:
+    """Compile each layer on its own: one graph serves all layers of a kind."""
+    for layer in decoder_layers(policy):
+        layer.compile(fullgraph=True, dynamic=False)

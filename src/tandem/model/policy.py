@@ -1,0 +1,118 @@
+"""The one module that is trained: trunk and head of a causal language model. A pack in, token log-probabilities out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tandem.model.attention import PackMask, make_mask, windows_of
+from tandem.model.logps import HeadRule, chunked_logps
+from tandem.packing.layout import FILLER, Pack
+
+SCORED_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PackInputs:
+    """A micro-batch on its device. Scored tokens are padded, so that few shapes occur and memory is reused."""
+
+    token_ids: Tensor  # [rows, length]
+    position_ids: Tensor  # [rows, length]
+    mask: PackMask | Tensor  # the rule of attention; unpacked, [rows, length] of which positions are real
+    predicting: Tensor  # [scored, padded]
+    target_ids: Tensor  # [scored, padded]
+    completion: Tensor  # [scored, padded]; padding belongs to one completion past the last
+    completion_lengths: Tensor  # [completions]
+    winners: Tensor  # [pairs]
+    losers: Tensor  # [pairs]
+    best: Tensor  # [preferences]
+    num_scored: int  # without padding
+
+
+class Policy(nn.Module):
+    """A transformers causal LM that answers packs with the log-probability of every scored token."""
+
+    def __init__(self, model: Any, *, packed: bool, flex: bool, head_chunk: int):
+        super().__init__()
+        self.model = model
+        self.packed = packed
+        self.flex = flex
+        self.head_chunk = head_chunk
+        self.head_rule = head_rule(model)
+        self.windows = windows_of(model)
+
+    def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
+        """Bring a pack to the device."""
+        num_scored = len(pack.target_ids)
+        padding = -num_scored % SCORED_MULTIPLE
+        num_completions = len(pack.completion_lengths)
+        completion = np.repeat(np.arange(num_completions), pack.completion_lengths)
+
+        def put(array: Any, pad: int | None = None) -> Tensor:
+            array = array if pad is None else np.pad(array, (0, padding), constant_values=pad)
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        mask = make_mask(pack, self.windows, device, flex=self.flex) if self.packed else put(pack.tree != FILLER)
+        return PackInputs(
+            token_ids=put(pack.token_ids),
+            position_ids=put(pack.position_ids),
+            mask=mask,
+            predicting=put(pack.predicting, pad=0),
+            target_ids=put(pack.target_ids, pad=0),
+            completion=put(completion, pad=num_completions),
+            completion_lengths=put(pack.completion_lengths),
+            winners=put(pack.winners),
+            losers=put(pack.losers),
+            best=put(pack.best),
+            num_scored=num_scored,
+        )
+
+    def forward(self, inputs: PackInputs) -> Tensor:
+        """[scored, padded] float32 log-probabilities; those of padding mean nothing and take no gradient."""
+        hidden = self._trunk(inputs).flatten(0, 1)[inputs.predicting]
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return chunked_logps(hidden, head.weight, bias, inputs.target_ids, rule=self.head_rule, chunk=self.head_chunk)
+
+    def _trunk(self, inputs: PackInputs) -> Tensor:
+        # A pack's own rule replaces the mask that transformers would make.
+        arguments = {"attention_mask": None, "pack": inputs.mask} if self.packed else {"attention_mask": inputs.mask}
+        out = self.model.base_model(
+            input_ids=inputs.token_ids, position_ids=inputs.position_ids, use_cache=False, **arguments
+        )
+        return out.last_hidden_state
+
+    @torch.no_grad()
+    def plain_logps(self, prompt: Tensor, completion: Tensor) -> Tensor:
+        """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick."""
+        own = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        try:
+            ids = torch.cat([prompt, completion])[None]
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        finally:
+            self.model.set_attn_implementation(own)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+
+
+def head_rule(model: Any) -> HeadRule:
+    """What this model does to its logits. The audit at the start catches what is not known here."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
+        scale = float(given)
+    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite
+        scale = 1 / float(given)
+    elif isinstance(given := getattr(config, "lm_head_multiplier", None), int | float):  # Falcon-H1
+        scale = float(given)
+    return HeadRule(scale, getattr(config, "final_logit_softcapping", None))
+
+
+def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
+    """Tokens per chunk so that its float32 logits take about 1 GiB on a GPU, 64 MiB on a CPU; a power of two."""
+    budget = 2**30 if device.type == "cuda" else 2**26
+    return max(64, min(4096, 2 ** ((budget // (4 * vocabulary)).bit_length() - 1)))

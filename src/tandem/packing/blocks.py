@@ -1,0 +1,123 @@
+"""A Pack in; block lists for block-sparse attention out, from segment boundaries, without evaluating a dense mask."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.packing.layout import FILLER, IntArray
+
+IntLists = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """For each block of queries the blocks of keys it needs, and the reverse. Lists are padded to a fixed width.
+
+    `full` blocks are allowed in every element; `partial` ones need the rule of attention inside.
+    """
+
+    kv_partial_counts: IntLists  # [rows, blocks]
+    kv_partial: IntLists  # [rows, blocks, blocks]
+    kv_full_counts: IntLists
+    kv_full: IntLists
+    q_partial_counts: IntLists
+    q_partial: IntLists
+    q_full_counts: IntLists
+    q_full: IntLists
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    start: int
+    end: int
+    first_position: int
+    prompt: "_Segment | None"
+
+
+def block_lists(tree: IntArray, branch: IntArray, position_ids: IntArray, block: int, window: int | None) -> BlockLists:
+    """Which blocks hold allowed (query, key) pairs, by counting: a segment sees its prompt and, causally, itself."""
+    states = [_allowed(*row, block, window) for row in zip(tree, branch, position_ids, strict=True)]
+    partial, full = np.stack([s[0] for s in states]), np.stack([s[1] for s in states])
+    return BlockLists(
+        *_lists(partial),
+        *_lists(full),
+        *_lists(partial.transpose(0, 2, 1)),
+        *_lists(full.transpose(0, 2, 1)),
+    )
+
+
+def _allowed(
+    tree: IntArray, branch: IntArray, position_ids: IntArray, block: int, window: int | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[blocks, blocks] partial and full, of one row."""
+    num = len(tree) // block
+    counts = np.zeros((num, num), np.int64)
+    touched = np.zeros((num, num), bool)
+    for segment in _segments(tree, branch, position_ids):
+        own = _overlap(segment, block, num)
+        lower = np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
+        _count(counts, touched, lower, segment, segment, block, window)
+        if segment.prompt is not None:
+            rectangle = np.outer(own, _overlap(segment.prompt, block, num))
+            _count(counts, touched, rectangle, segment, segment.prompt, block, window)
+    filler = (tree == FILLER).reshape(num, block).sum(1)
+    touched |= np.diag(filler > 0)
+    full = counts == block * block
+    return touched & ~full, full
+
+
+def _count(
+    counts: IntArray,
+    touched: NDArray[np.bool_],
+    area: IntArray,
+    queries: _Segment,
+    keys: _Segment,
+    block: int,
+    window: int | None,
+) -> None:
+    if window is not None:
+        lowest_q, highest_q = _positions(queries, block, len(counts))
+        lowest_k, highest_k = _positions(keys, block, len(counts))
+        near = lowest_q[:, None] - highest_k[None, :] < window  # some pair is inside the window
+        inside = highest_q[:, None] - lowest_k[None, :] < window  # every pair is
+        touched |= (area > 0) & near
+        counts += np.where(inside, area, 0)
+    else:
+        touched |= area > 0
+        counts += area
+
+
+def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> list[_Segment]:
+    """Runs of one tree and branch, filler left out; a completion knows its prompt."""
+    borders = np.flatnonzero(np.diff(tree) | np.diff(branch)) + 1
+    segments: list[_Segment] = []
+    prompt: _Segment | None = None
+    for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tree)], strict=True):
+        if tree[start] == FILLER:
+            continue
+        is_prompt = branch[start] == 0
+        segment = _Segment(start, end, int(position_ids[start]), None if is_prompt else prompt)
+        prompt = segment if is_prompt else prompt
+        segments.append(segment)
+    return segments
+
+
+def _overlap(segment: _Segment, block: int, num: int) -> IntArray:
+    """Positions of a segment in each block: start 100, end 300, block 128 -> [28, 128, 44, 0, ...]."""
+    edges = np.arange(num) * block
+    return np.clip(np.minimum(segment.end, edges + block) - np.maximum(segment.start, edges), 0, None)
+
+
+def _positions(segment: _Segment, block: int, num: int) -> tuple[IntArray, IntArray]:
+    """Lowest and highest position id of a segment inside each block (meaningless where it has none)."""
+    edges = np.arange(num) * block
+    lowest = np.maximum(segment.start, edges) - segment.start + segment.first_position
+    highest = np.minimum(segment.end, edges + block) - 1 - segment.start + segment.first_position
+    return lowest, highest
+
+
+def _lists(blocks: NDArray[np.bool_]) -> tuple[IntLists, IntLists]:
+    """[[1, 0, 1]] -> counts [2], indices [[0, 2, 1]]: wanted blocks first, in order."""
+    order = np.argsort(~blocks, axis=-1, kind="stable")
+    return blocks.sum(-1).astype(np.int32), order.astype(np.int32)

@@ -1,0 +1,185 @@
+"""TokenizedPreferences in; a Pack out: rows of fixed length in which each prompt is followed by its completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.data.tokens import TokenizedPreference
+
+IntArray = NDArray[np.int64]
+
+# How a preference lies in rows:
+#   shared    prompt | completion 0 | completion 1           in one row, the prompt once
+#   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each
+#   separate  prompt | completion 0                          one row each
+Arrangement = Literal["shared", "repeated", "separate"]
+
+FILLER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Rows of tokens, who may see whom, and which positions predict which scored tokens.
+
+    A position attends to itself and to earlier positions of the same tree that are on branch 0 (the prompt) or on its
+    own branch. A tree is a prompt with the completions that share it. Filler has tree -1 and attends to itself.
+    """
+
+    token_ids: IntArray  # [rows, length]
+    position_ids: IntArray  # [rows, length]; a completion's continue from its prompt's length
+    tree: IntArray  # [rows, length]
+    branch: IntArray  # [rows, length]; 0 for the prompt, 1.. for its completions
+    predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
+    target_ids: IntArray  # [scored]
+    completion_lengths: IntArray  # [completions]; scored tokens stand completion by completion
+    winners: IntArray  # [pairs], indices into the completions
+    losers: IntArray  # [pairs]
+    best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
+    owner: IntArray  # [completions], which of the preferences each belongs to
+    preferences: IntArray  # [preferences], where each stands in its TokenStore
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.winners)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not filler."""
+        return int((self.tree != FILLER).sum())
+
+
+def size_of(preference: TokenizedPreference, arrangement: Arrangement) -> int:
+    """Tokens a preference takes in a row (its longest row when separate)."""
+    prompt, lengths = len(preference.prompt), [len(completion) for completion in preference.completions]
+    if arrangement == "shared":
+        return prompt + sum(lengths)
+    if arrangement == "repeated":
+        return prompt * len(lengths) + sum(lengths)
+    return prompt + max(lengths)
+
+
+def lay_out(
+    indices: Sequence[int],
+    preferences: Sequence[TokenizedPreference],
+    *,
+    length: int,
+    arrangement: Arrangement = "shared",
+) -> Pack:
+    """Lay preferences one after another into a row (or, separate, one sequence a row)."""
+    writer = _Writer(length, _num_rows(preferences, arrangement))
+    predicting: list[IntArray] = []
+    winners: list[int] = []
+    losers: list[int] = []
+    best: list[int] = []
+    num_completions = 0
+    for preference in preferences:
+        if arrangement == "shared":
+            predicting += writer.tree(preference.prompt, preference.completions)
+        else:
+            for completion in preference.completions:
+                if arrangement == "separate":
+                    writer.next_row()
+                predicting += writer.tree(preference.prompt, (completion,))
+        winners += [num_completions + winner for winner, _ in preference.pairs]
+        losers += [num_completions + loser for _, loser in preference.pairs]
+        best.append(num_completions + preference.pairs[0][0])
+        num_completions += len(preference.completions)
+    completions = [completion for preference in preferences for completion in preference.completions]
+    return Pack(
+        writer.token_ids,
+        writer.position_ids,
+        writer.tree_ids,
+        writer.branch_ids,
+        predicting=_concatenate(predicting),
+        target_ids=_concatenate(completions),
+        completion_lengths=np.array([len(completion) for completion in completions], np.int64),
+        winners=np.array(winners, np.int64),
+        losers=np.array(losers, np.int64),
+        best=np.array(best, np.int64),
+        owner=np.repeat(np.arange(len(preferences)), [len(p.completions) for p in preferences]),
+        preferences=np.array(indices, np.int64),
+    )
+
+
+def join(packs: Sequence[Pack]) -> Pack:
+    """Several packs of one length as one with more rows: a micro-batch."""
+    if len(packs) == 1:
+        return packs[0]
+    positions = np.cumsum([0, *(pack.token_ids.size for pack in packs)])
+    completions = np.cumsum([0, *(len(pack.completion_lengths) for pack in packs)])
+    preferences = np.cumsum([0, *(len(pack.preferences) for pack in packs)])
+
+    def stacked(field: str) -> IntArray:
+        return np.concatenate([getattr(pack, field) for pack in packs])
+
+    def shifted(field: str, by: IntArray) -> IntArray:
+        return np.concatenate([getattr(pack, field) + start for pack, start in zip(packs, by, strict=False)])
+
+    return Pack(
+        stacked("token_ids"),
+        stacked("position_ids"),
+        stacked("tree"),
+        stacked("branch"),
+        predicting=shifted("predicting", positions),
+        target_ids=stacked("target_ids"),
+        completion_lengths=stacked("completion_lengths"),
+        winners=shifted("winners", completions),
+        losers=shifted("losers", completions),
+        best=shifted("best", completions),
+        owner=shifted("owner", preferences),
+        preferences=stacked("preferences"),
+    )
+
+
+class _Writer:
+    """Fills rows from the left."""
+
+    def __init__(self, length: int, rows: int):
+        self.length, self.row, self.at, self.trees = length, 0, 0, 0
+        self.started = False
+        shape = (max(rows, 1), length)
+        self.token_ids = np.zeros(shape, np.int64)
+        self.position_ids = np.zeros(shape, np.int64)
+        self.tree_ids = np.full(shape, FILLER, np.int64)
+        self.branch_ids = np.zeros(shape, np.int64)
+
+    def next_row(self) -> None:
+        if self.started:
+            self.row, self.at = self.row + 1, 0
+        self.started = True
+
+    def tree(self, prompt: NDArray[np.int32], completions: Sequence[NDArray[np.int32]]) -> list[IntArray]:
+        """Write a prompt and its completions; return, per completion, the positions that predict its tokens.
+
+        A prompt of 4 at columns 0-3, completions of 2 and 3 at 4-5 and 6-8:
+          position ids  0 1 2 3 | 4 5 | 4 5 6
+          predicting              3 4 | 3 6 7     (the last prompt position predicts every first token)
+        """
+        last_prompt = self._write(prompt, 0, 0) + len(prompt) - 1
+        predicting = []
+        for branch, completion in enumerate(completions, start=1):
+            start = self._write(completion, branch, len(prompt))
+            predicting.append(np.array([last_prompt, *range(start, start + len(completion) - 1)], np.int64))
+        self.trees += 1
+        return predicting
+
+    def _write(self, ids: NDArray[np.int32], branch: int, first_position: int) -> int:
+        start, end = self.at, self.at + len(ids)
+        assert end <= self.length, f"{end} tokens do not fit a row of {self.length}"
+        self.token_ids[self.row, start:end] = ids
+        self.position_ids[self.row, start:end] = np.arange(first_position, first_position + len(ids))
+        self.tree_ids[self.row, start:end] = self.trees
+        self.branch_ids[self.row, start:end] = branch
+        self.at = end
+        return self.row * self.length + start
+
+
+def _num_rows(preferences: Sequence[TokenizedPreference], arrangement: Arrangement) -> int:
+    return sum(len(preference.completions) for preference in preferences) if arrangement == "separate" else 1
+
+
+def _concatenate(parts: Sequence[NDArray[np.integer]]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)

@@ -1,0 +1,47 @@
+"""The configuration's optimizer and scheduler, from a table of torch's names."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Optimizer, lr_scheduler
+
+from tandem.config.schema import Milestones, Scheduler
+from tandem.config.schema import Policy as PolicyConfig
+from tandem.errors import ConfigError
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig) -> AdamW:
+    """Fused, so that clipping and the skip of a non-finite step happen on the device."""
+    kwargs = policy.optimizer.kwargs
+    beta1, beta2 = kwargs.betas
+    return AdamW(
+        parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay, fused=True
+    )
+
+
+def make_scheduler(optimizer: Optimizer, policy: PolicyConfig) -> Any:
+    """One of torch's schedulers, several in a row at their milestones, or a constant rate."""
+    given = policy.scheduler
+    if given is None:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    if isinstance(given, Scheduler):
+        return _one(optimizer, given)
+    schedulers = [_one(optimizer, item) for item in given if isinstance(item, Scheduler)]
+    milestones = [step for item in given if isinstance(item, Milestones) for step in item.milestones]
+    if len(schedulers) == 1:
+        return schedulers[0]
+    return lr_scheduler.SequentialLR(optimizer, schedulers, milestones)
+
+
+def check_scheduler(policy: PolicyConfig) -> None:
+    """Build the schedule once over nothing, so that a wrong argument is told before any weights load."""
+    make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr), policy)
+
+
+def _one(optimizer: Optimizer, given: Scheduler) -> Any:
+    name = given.name.rsplit(".", 1)[-1]
+    try:
+        return getattr(lr_scheduler, name)(optimizer, **given.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy.scheduler: {name}: {error}") from None

@@ -1,0 +1,152 @@
+"""What a run says: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tandem.data.preflight import NGRAM, Preflight
+from tandem.train.validation import ValidationReport
+
+Verbosity = Literal["quiet", "normal", "verbose"]
+
+PLAIN_WIDTH = 120
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0):
+        self._file = path.open("a", encoding="utf-8")
+        # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
+        self._file.truncate(min(keep_bytes, path.stat().st_size))
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def size(self) -> int:
+        """Bytes so far, on disk."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+
+class Reporter:
+    """Speaks to the user. The same words on a terminal and in a file; only the bar needs a terminal."""
+
+    def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        if console is None and not self.console.is_terminal:
+            self.console.width = PLAIN_WIDTH
+        self.verbosity = verbosity
+
+    def say(self, text: str = "") -> None:
+        if self.verbosity != "quiet":
+            self.console.print(escape(text))
+
+    def detail(self, text: str) -> None:
+        if self.verbosity == "verbose":
+            self.console.print(escape(text), style="dim")
+
+    def warn(self, text: str) -> None:
+        self.console.print(escape(f"warning: {text}"), style="yellow")
+
+    def choices(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.say("\nChoices that change what is learned")
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.say(f"  {name:<{width}}  {value}")
+
+    def preflight(self, sets: Sequence[Preflight]) -> None:
+        counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
+        rows = []
+        for s in sets:
+            skipped = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
+            numbers = [s.counts.rows, s.counts.accepted, *skipped, s.num_pairs, s.prompt_tokens, s.completion_tokens]
+            rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
+        self._table("Data", ["set", *counted, "sharing saves"], rows)
+        for s in sets:
+            for reason, count in (s.counts.bad | s.counts.filtered).items():
+                self.say(f"  {s.name}: skipped {count}: {reason} (rejects.jsonl)")
+            if s.prompt_overlap is not None and s.ngram_overlap is not None:
+                self.say(
+                    f"  {s.name}: prompt overlap with training {s.prompt_overlap}, "
+                    f"{NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"
+                )
+                if s.prompt_overlap:
+                    self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")
+
+    def step(self, record: dict[str, Any], total: int) -> None:
+        self.say(
+            f"step {record['step']}/{total}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  "
+            f"margin {record['rewards_margin_mean']:.3f}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
+            f"{record['pairs_per_second']:.1f} pairs/s"
+        )
+
+    def validations(self, title: str, reports: Sequence[ValidationReport]) -> None:
+        """A table of validation metrics, a row per set."""
+        names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+        rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
+        self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
+
+    def change(
+        self,
+        title: str,
+        times: tuple[str, str],
+        before: Sequence[ValidationReport],
+        after: Sequence[ValidationReport],
+    ) -> None:
+        """A table of the same metrics at two times, a row per set and metric."""
+        names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+        start = {report.split: report.metrics for report in before}
+        rows = [
+            [report.split, _short(name), _number(start[report.split][name]), _number(report.metrics[name])]
+            for report in after
+            if report.split in start
+            for name in names
+        ]
+        self._table(title, ["set", "metric", *times], rows)
+
+    def _table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        if self.verbosity == "quiet" or not rows:
+            return
+        self.say(title)
+        table = Table(box=None, pad_edge=False)
+        for column in columns:
+            is_text = column in ("set", "metric")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    @contextmanager
+    def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+        """A bar on a terminal; call the yielded function with the number done and, if wanted, a line of words."""
+        if self.verbosity == "quiet" or not self.console.is_terminal:
+            yield lambda advance=1, words="": None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(what, total=total, completed=done, words="")
+            yield lambda advance=1, words="": bar.update(task, advance=advance, words=words)
+
+
+def _short(metric: str) -> str:
+    return metric.removesuffix("_mean").replace("_", " ")
+
+
+def _number(value: float) -> str:
+    return f"{round(value, 4) + 0.0:.4f}"  # + 0.0: no minus before a zero

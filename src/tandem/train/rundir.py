@@ -1,0 +1,94 @@
+"""Which directory a run has: a new one, or one to go on with. One process at a time may hold it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.load import LoadedConfig
+from tandem.errors import CheckpointError, ConfigError
+
+# Keys that do not change what is learned up to a step: they may differ when a run goes on.
+MAY_CHANGE = (
+    "run.",
+    "dpo.max_num_steps",
+    "dpo.val_",
+    "data.validation",
+    "data.val_data_paths",
+    "checkpointing.",
+    "logger.",
+)
+
+
+def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
+    """The run's directory: as given, or the unfinished one of the same configuration, or the next free number."""
+    run = loaded.config.run
+    if run.dir is not None and not fresh:
+        given = Path(run.dir)
+        if (given / "config.yaml").is_file():
+            refuse_other_config(given, loaded)
+        elif given.is_dir() and any(given.iterdir()):
+            raise ConfigError(f"run.dir = {given}: not empty and not a run. Choose another directory.")
+        return given
+    parent, stem = (Path(run.dir).parent, Path(run.dir).name) if run.dir else (Path("runs"), run.name)
+    numbers = sorted(
+        int(number) for path in parent.glob(f"{stem}-*") if (number := path.name[len(stem) + 1 :]).isdigit()
+    )
+    if numbers and not fresh:
+        newest = parent / f"{stem}-{numbers[-1]}"
+        if not is_finished(newest) and _stored_config(newest) == yaml.safe_load(loaded.as_yaml()):
+            return newest
+    return parent / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
+
+
+def is_finished(run: Path) -> bool:
+    """A run's last act is to publish its exported model."""
+    return (run / "model").is_dir()
+
+
+def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
+    """Refuse to go on with a run under settings that would change what is learned; the difference is shown."""
+    old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
+    differences = [
+        f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{run} holds a run with another configuration:\n" + "\n".join(differences) + "\n"
+            "Take the old values back, choose another run.dir, or start anew with --fresh."
+        )
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Hold the directory for this process; a second one is refused. A dead process holds nothing."""
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise CheckpointError(f"{run} is in use by process {lock.read().strip() or 'unknown'}.") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _stored_config(run: Path) -> dict[str, Any] | None:
+    try:
+        return yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.rstrip("."): tree}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}

@@ -1,0 +1,155 @@
+"""From a configuration to everything a run needs before weights load: stores, packers, schedule, and the checks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.data.preflight import Preflight, preflight
+from tandem.data.store import TokenStore, open_store
+from tandem.data.template import Template, make_template
+from tandem.data.tokens import load_tokenizer
+from tandem.embedded.files import TRAIN, VALIDATION
+from tandem.errors import ConfigError, DataError
+from tandem.model.load import ModelSource, check_packable, dropouts, find_model, uses_flex
+from tandem.packing.schedule import Batches, Packer, make_packer
+from tandem.train.optimizer import check_scheduler
+
+# An `auto` pack is at least this long. On a CPU attention is dense, and longer rows cost more than they save.
+SHORTEST_AUTO_PACK = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that is known before any weights load."""
+
+    config: Config
+    device: torch.device
+    precision: str
+    source: ModelSource
+    template: Template
+    train: Packer
+    validation: dict[str, Packer]
+    batches: Batches
+    num_steps: int
+    num_pairs_trained: int
+
+    def preflights(self) -> list[Preflight]:
+        sets = [preflight("train", self.train.store)]
+        return sets + [preflight(f"validation-{n}", p.store, self.train.store) for n, p in self.validation.items()]
+
+    def choices(self) -> list[tuple[str, str]]:
+        """What decides what is learned, in words, with the values in force."""
+        c, dpo, store = self.config, self.config.dpo, self.train.store
+        total = int(store.num_pairs.sum())
+        averaging = {True: "per token", False: "summed"}
+        template = "none (raw text)" if self.template.source is None else "chat template"
+        lost = dropouts(self.source.config)
+        return [
+            ("model", f"{c.policy.model_name} ({self.source.folder})"),
+            ("text", template),
+            ("loss", f"{dpo.preference_loss} x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"),
+            ("beta", f"{dpo.reference_policy_kl_penalty:g}"),
+            (
+                "log-probabilities",
+                f"{averaging[dpo.preference_average_log_probs]} in the preference loss, "
+                f"{averaging[dpo.sft_average_log_probs]} in the SFT loss",
+            ),
+            ("pairing", c.data.pairing),
+            ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
+            ("batch", f"{c.policy.train_global_batch_size} pairs"),
+            (
+                "length",
+                f"{self.num_steps} steps; {self.num_pairs_trained:,} of {total * dpo.max_num_epochs:,} pairs in "
+                f"{dpo.max_num_epochs} epochs are used",
+            ),
+            ("precision", f"{self.precision} computation over float32 weights, 16 bytes a parameter"),
+            ("export rounding", c.export.rounding),
+            ("reference", f"{c.reference.mode}, the model as it starts"),
+            ("dropout", f"0 (the model's own {lost} is switched off)" if lost else "0"),
+        ]
+
+
+def set_up(config: Config, device: torch.device) -> Setup:
+    """Read, tokenise and check everything that can be told wrong without the weights."""
+    check_scheduler(config.policy)
+    uses_flex(config.policy, device)
+    source = find_model(config.policy)
+    check_packable(source, config.policy)
+    tokenizer_folder = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
+    template = make_template(load_tokenizer(tokenizer_folder), config.policy.tokenizer)
+    train = _packer(_train_path(config), _filled(config.data.train, config), template, config, source, device)
+    validation = {
+        name: _packer(_path(given, f"validation set {name}"), given, template, config, source, device)
+        for name, given in _validation_sets(config).items()
+    }
+    batches = Batches(
+        train.store.num_pairs,
+        config.policy.train_global_batch_size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+    )
+    num_steps, num_pairs = _length(batches, config)
+    precision = config.policy.precision
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    return Setup(config, device, precision, source, template, train, validation, batches, num_steps, num_pairs)
+
+
+def _length(batches: Batches, config: Config) -> tuple[int, int]:
+    """Steps of the whole run, and the pairs in them."""
+    counts = [batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch)]
+    counts = counts[: config.dpo.max_num_steps]
+    if not counts:
+        have = int(batches.num_pairs.sum())
+        raise DataError(
+            f"the training set has {have} pairs, fewer than one batch of {batches.batch_size}. "
+            f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
+        )
+    return len(counts), sum(counts)
+
+
+def _packer(
+    path: Path, given: DatasetFields, template: Template, config: Config, source: ModelSource, device: torch.device
+) -> Packer:
+    store = open_store(path, given, template, config.data, config.policy.max_total_sequence_length)
+    _check_vocabulary(store, source)
+    return make_packer(store, config.policy.packing, shortest_auto=SHORTEST_AUTO_PACK[device.type])
+
+
+def _check_vocabulary(store: TokenStore, source: ModelSource) -> None:
+    highest = max(max(int(c.max()) for c in (row.prompt, *row.completions)) for row in store)
+    if highest >= source.vocabulary:
+        raise ConfigError(
+            f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model knows only "
+            f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
+        )
+
+
+def _train_path(config: Config) -> Path:
+    given = _filled(config.data.train, config)
+    return TRAIN if given.data_path == EMBEDDED else _path(given, "data.train")
+
+
+def _validation_sets(config: Config) -> dict[str, DatasetFields]:
+    """Validation sets by name: data.validation is the one named default."""
+    data = config.data
+    given = {"default": data.validation, **data.val_data_paths} if data.validation else dict(data.val_data_paths)
+    if not given and _filled(data.train, config).data_path == EMBEDDED:
+        given = {"default": DatasetFields(data_path=EMBEDDED)}
+    return {name: _filled(dataset, config) for name, dataset in given.items()}
+
+
+def _path(given: DatasetFields, what: str) -> Path:
+    if given.data_path is None:
+        raise ConfigError(f"{what} has no data_path. Give one, or set data.default.data_path.")
+    return VALIDATION if given.data_path == EMBEDDED else Path(given.data_path)
+
+
+def _filled(given: DatasetFields, config: Config) -> DatasetFields:
+    """A dataset with what it leaves out taken from data.default."""
+    default = config.data.default
+    missing = {key: getattr(default, key) for key in default.model_fields_set - given.model_fields_set}
+    return given.model_copy(update=missing)

@@ -1,0 +1,205 @@
+"""A global batch in; one optimizer step, and its StepReport, out. The only place where losses are reduced."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tandem.config.schema import Dpo
+from tandem.errors import NonFiniteError
+from tandem.loss.objective import Pairing, PairLoss, pair_loss
+from tandem.model.logps import sum_completions
+from tandem.model.parallel import Workers
+from tandem.model.policy import Policy
+from tandem.model.reference import Reference
+from tandem.packing.layout import Pack
+from tandem.packing.schedule import GlobalBatch, Packer
+
+# Differences of log-probability that rounding alone makes between two cuts of the same batch: a tie counts one half.
+TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
+
+PAIR_METRICS = (
+    "preference_loss",
+    "accuracy",
+    "logps_accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "rewards_margin_mean",
+    "logps_chosen_mean",
+    "logps_rejected_mean",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a step needs besides the policy: the reference, the loss's settings, the workers and the precision."""
+
+    reference: Reference
+    dpo: Dpo
+    workers: Workers
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did, reduced over workers."""
+
+    metrics: dict[str, float]
+    num_pairs: int
+    num_tokens: int
+    pack_fill: float
+    lr: float
+    seconds: float
+
+
+def pack_loss(policy: Policy, side: Side, pack: Pack) -> PairLoss:
+    """Forward of one micro-batch: policy and reference log-probabilities, then the loss of each pair."""
+    inputs = policy.inputs(pack, side.workers.device)
+    own = sum_completions(policy(inputs), inputs.completion_lengths, inputs.completion)
+    with torch.no_grad():
+        tokens = side.reference.token_logps(pack, inputs)
+        reference = sum_completions(tokens, inputs.completion_lengths, inputs.completion)
+    pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
+    return pair_loss(own.total, reference.total, own.num_tokens, pairing, side.dpo)
+
+
+def metric_sums(loss: PairLoss, dpo: Dpo, precision: str) -> Tensor:
+    """Sums over pairs, in the order of PAIR_METRICS, and last the sum of SFT losses over preferences."""
+    beta, band = dpo.reference_policy_kl_penalty, TIE_BAND[precision]
+    margin = loss.rewards_chosen - loss.rewards_rejected
+    values = [
+        loss.preference.detach(),
+        _above(margin / beta, band),
+        _above(loss.logps_chosen - loss.logps_rejected, band),
+        loss.rewards_chosen,
+        loss.rewards_rejected,
+        margin,
+        loss.logps_chosen,
+        loss.logps_rejected,
+        loss.sft.detach(),
+    ]
+    return torch.stack([value.double().sum() for value in values])
+
+
+def _above(difference: Tensor, band: float) -> Tensor:
+    """1 above zero, 0 below, one half within the band."""
+    return torch.where(difference.abs() <= band, 0.5, (difference > 0).double())
+
+
+def mean_metrics(sums: list[float], num_pairs: int, num_preferences: int, dpo: Dpo) -> dict[str, float]:
+    """Means over pairs (SFT: over preferences), and the total loss."""
+    metrics = {name: value / num_pairs for name, value in zip(PAIR_METRICS, sums, strict=False)}
+    metrics["sft_loss"] = sums[-1] / num_preferences
+    total = dpo.preference_loss_weight * metrics["preference_loss"] + dpo.sft_loss_weight * metrics["sft_loss"]
+    return {"loss": total, **metrics}
+
+
+class StepClock:
+    """Times a step where it runs: by events on the GPU's stream, by the wall clock on a CPU. Starting never waits."""
+
+    def __init__(self, device: torch.device):
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._times = [0.0, 0.0]
+
+    def mark(self, which: Literal["start", "end"]) -> None:
+        index = ("start", "end").index(which)
+        if self._events:
+            self._events[index].record()
+        else:
+            self._times[index] = time.perf_counter()
+
+    def seconds(self) -> float:
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+
+class PendingStep:
+    """A step whose numbers are still on the device. Reading them waits for it, so the loop reads one step late."""
+
+    def __init__(self, batch: GlobalBatch, side: Side, lr: float):
+        self.batch, self.side, self.lr = batch, side, lr
+        self.sums: Tensor = torch.zeros(len(PAIR_METRICS) + 1, dtype=torch.float64, device=side.workers.device)
+        self.grad_norm: Tensor = self.sums.new_zeros(())
+        self.pair_losses: list[tuple[Pack, Tensor]] = []
+        self.num_tokens = self.num_positions = 0
+        self.clock = StepClock(side.workers.device)
+
+    def add(self, pack: Pack, loss: PairLoss) -> None:
+        self.sums += metric_sums(loss, self.side.dpo, self.side.precision)
+        self.pair_losses.append((pack, loss.preference.detach()))
+        self.num_tokens += pack.num_tokens
+        self.num_positions += pack.token_ids.size
+
+    def read(self, place_of: Callable[[int], str]) -> StepReport:
+        """The report; NonFiniteError if the loss or the gradient was not finite (the update was then skipped)."""
+        values = torch.cat([self.side.workers.sum(self.sums), self.grad_norm.double().reshape(1)]).tolist()
+        *sums, norm = values
+        metrics = mean_metrics(sums, self.batch.num_pairs, len(self.batch.preferences), self.side.dpo)
+        metrics["grad_norm"] = norm
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(norm)):
+            raise NonFiniteError(self._blame(metrics, place_of))
+        return StepReport(
+            metrics,
+            num_pairs=self.batch.num_pairs,
+            num_tokens=self.num_tokens,
+            pack_fill=self.num_tokens / max(1, self.num_positions),
+            lr=self.lr,
+            seconds=self.clock.seconds(),
+        )
+
+    def _blame(self, metrics: dict[str, float], place_of: Callable[[int], str]) -> str:
+        named = list(dict.fromkeys(place_of(index) for index in self._non_finite_preferences()))
+        where = f" Pairs at: {', '.join(named[:10])}." if named else " Every single loss was finite."
+        return (
+            f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}: not finite. The update was skipped and "
+            f"nothing was saved.{where} Lower the learning rate, or look at these rows."
+        )
+
+    def _non_finite_preferences(self) -> Iterator[int]:
+        for pack, losses in self.pair_losses:
+            for pair in torch.nonzero(~torch.isfinite(losses)).flatten().tolist():
+                yield int(pack.preferences[pack.owner[pack.winners[pair]]])
+
+
+def train_step(
+    policy: Policy, side: Side, packer: Packer, batch: GlobalBatch, optimizer: Any, max_grad_norm: float | None
+) -> PendingStep:
+    """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
+    step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
+    step.clock.mark("start")
+    dpo = side.dpo
+    for pack in packer.micro_batches(batch.preferences):
+        loss = pack_loss(policy, side, pack)
+        # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
+        preference = loss.preference.sum() / batch.num_pairs
+        sft = loss.sft.sum() / len(batch.preferences)
+        (dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft).backward()
+        step.add(pack, loss)
+    step.grad_norm = grad_norm(policy)
+    _update(optimizer, step, max_grad_norm)
+    step.clock.mark("end")
+    return step
+
+
+def grad_norm(policy: Policy) -> Tensor:
+    """The norm of all gradients together, over all workers."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _update(optimizer: Any, step: PendingStep, max_grad_norm: float | None) -> None:
+    """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
+    norm = step.grad_norm
+    finite = torch.isfinite(norm) & torch.isfinite(step.sums).all()
+    optimizer.found_inf = (~finite).to(torch.float32)
+    scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    optimizer.grad_scale = scale.to(torch.float32)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,305 @@
+"""A configuration in; a finished run directory out. Everything is built first; then the loop, which reads aloud."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.cache import cache_dir
+from tandem.config.load import LoadedConfig
+from tandem.export import export_model
+from tandem.model.audit import audit, start_loss_verdict
+from tandem.model.load import ModelSource, find_model, load_policy, weights_fingerprint
+from tandem.model.parallel import Workers, compile_layers, shard, start_workers
+from tandem.model.policy import Policy
+from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
+from tandem.packing.schedule import GlobalBatch, Packer
+from tandem.train.checkpoint import Progress, load_checkpoint, newest_verified, prune, save_checkpoint
+from tandem.train.optimizer import make_optimizer, make_scheduler
+from tandem.train.report import MetricsFile, Reporter
+from tandem.train.rundir import choose_run_dir, held, is_finished
+from tandem.train.setup import Setup, set_up
+from tandem.train.step import PendingStep, Side, train_step
+from tandem.train.validation import ValidationReport, ValidationSet, validate
+
+
+@dataclass(slots=True)
+class Training:
+    """What the loop works on."""
+
+    setup: Setup
+    run: Path
+    policy: Policy
+    side: Side
+    validation_sets: list[ValidationSet]
+    optimizer: Any
+    scheduler: Any
+    fingerprints: dict[str, str]
+    reporter: Reporter
+    metrics: MetricsFile
+    progress: Progress
+
+
+def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False) -> Path:
+    """Run to the end, or go on with an unfinished run; return its directory."""
+    run = choose_run_dir(loaded, fresh=fresh)
+    if is_finished(run):
+        reporter.say(f"{run} is finished: its model is in {run}/model. --fresh starts another.")
+        return run
+    workers = start_workers()
+    setup = set_up(loaded.config, workers.device)
+    with held(run):
+        (run / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
+        _gather_rejects(setup, run)
+        reporter.preflight(setup.preflights())
+        reporter.choices(setup.choices())
+        training = _build(setup, run, workers, reporter)
+        before = _loop(training)
+        _finish(training, before)
+    return run
+
+
+def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Training:
+    """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
+    config = setup.config
+    torch.manual_seed(config.run.seed)
+    reporter.say("\nLoading the model")
+    policy = _load(setup, setup.source, workers)
+    weights = weights_fingerprint(setup.source)
+    references = _references(setup, policy, workers, weights, reporter)
+    side = Side(references["train"], config.dpo, workers, setup.precision)
+    _audit(setup, policy, side, reporter)
+    if _compiles(setup):
+        compile_layers(policy)
+    optimizer = make_optimizer(policy.parameters(), config.policy)
+    scheduler = make_scheduler(optimizer, config.policy)
+    fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
+    progress = Progress(step=0, epoch=0, batch=0, metrics_bytes=0, val_loss=None)
+    place, damaged = newest_verified(run / "checkpoints")
+    for problem in damaged:
+        reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
+    if place is not None:
+        progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints)
+        reporter.say(f"Going on from {place}")
+    validation_sets = [
+        ValidationSet(
+            name,
+            packer,
+            Side(references[name], config.dpo, workers, setup.precision),
+            config.dpo.val_global_batch_size or config.policy.train_global_batch_size,
+            config.dpo.val_batches if (config.dpo.val_batches or 0) > 0 else None,
+        )
+        for name, packer in setup.validation.items()
+    ]
+    metrics = MetricsFile(run / "metrics.jsonl", progress.metrics_bytes)
+    return Training(
+        setup, run, policy, side, validation_sets, optimizer, scheduler, fingerprints, reporter, metrics, progress
+    )
+
+
+def _load(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
+    policy = load_policy(source, setup.config.policy, workers.device)
+    return shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+
+
+def _compiles(setup: Setup) -> bool:
+    wanted = setup.config.policy.compile
+    return setup.device.type == "cuda" if wanted == "auto" else wanted
+
+
+def _references(
+    setup: Setup, policy: Policy, workers: Workers, weights: str, reporter: Reporter
+) -> dict[str, Reference]:
+    """The reference for the training set ("train") and every validation set, by name."""
+    packers = {"train": setup.train, **setup.validation}
+    if setup.config.reference.mode == "live":
+        frozen = _load(setup, setup.source, workers).requires_grad_(False)
+        return dict.fromkeys(packers, LiveReference(frozen))
+    folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
+    references: dict[str, Reference] = {}
+    for name, packer in packers.items():
+        with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
+            references[name] = cached_reference(
+                policy,
+                packer,
+                workers.device,
+                folder=folder,
+                weights=weights,
+                precision=setup.precision,
+                progress=done,
+            )
+    return references
+
+
+def _audit(setup: Setup, policy: Policy, side: Side, reporter: Reporter) -> None:
+    found = audit(policy, side.reference, setup.train, setup.device, precision=setup.precision, same_start=True)
+    reporter.say(
+        f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a "
+        f"token, policy = reference to {found.reference_difference:.1e}"
+    )
+    if isinstance(side.reference, CachedReference):
+        nats = _chosen_nats(setup.train, side.reference)
+        verdict = start_loss_verdict(nats, setup.source.vocabulary)
+        reporter.say(f"Start model on the chosen completions: {verdict}")
+
+
+def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
+    """Mean loss per token of the best completions under the start model."""
+    total = tokens = 0.0
+    for index in range(min(len(packer.store), 10_000)):
+        preference = packer.store[index]
+        best = preference.pairs[0][0]
+        start = sum(len(completion) for completion in preference.completions[:best])
+        part = reference.of_preference(index)[start : start + len(preference.completions[best])]
+        total -= float(np.sum(part, dtype=np.float64))
+        tokens += len(part)
+    return total / tokens
+
+
+def _loop(t: Training) -> list[ValidationReport]:
+    """Train to the last step; return the validation before the first."""
+    dpo, total = t.setup.config.dpo, t.setup.num_steps
+    before: list[ValidationReport] = []
+    if dpo.val_at_start and t.progress.step == 0:
+        before = _validate(t)
+        t.reporter.validations("\nValidation before training", before)
+    t.reporter.say("")
+    pending: PendingStep | None = None
+    with t.reporter.progress("Training", total, done=t.progress.step) as bar:
+        for step, batch in _remaining(t):
+            current = train_step(
+                t.policy, t.side, t.setup.train, batch, t.optimizer, t.setup.config.policy.max_grad_norm
+            )
+            t.scheduler.step()
+            if pending is not None:
+                _report(t, pending, step - 1, bar)
+            pending = current
+            validating, saving = _due(step, dpo.val_period, total), _saving(t, step)
+            if validating or saving or step == total:
+                _report(t, pending, step, bar)
+                pending = None
+            if validating:
+                t.reporter.validations(f"\nValidation after step {step}", _validate(t))
+            if saving:
+                _save(t)
+    return before
+
+
+def _remaining(t: Training) -> Iterator[tuple[int, GlobalBatch]]:
+    """Steps still to do and their batches, from the place the run stands at; the place is moved along."""
+    step = t.progress.step
+    epoch, done = t.progress.epoch, t.progress.batch
+    while step < t.setup.num_steps:
+        for number, batch in enumerate(t.setup.batches.epoch(epoch)[done:], start=done + 1):
+            if step == t.setup.num_steps:
+                return
+            step += 1
+            t.progress = replace(t.progress, step=step, epoch=epoch, batch=number)
+            yield step, batch
+        epoch, done = epoch + 1, 0
+
+
+def _due(step: int, period: int, total: int) -> bool:
+    return period > 0 and step % period == 0 and step != total
+
+
+def _saving(t: Training, step: int) -> bool:
+    checkpointing = t.setup.config.checkpointing
+    return checkpointing.enabled and _due(step, checkpointing.save_period, t.setup.num_steps)
+
+
+def _report(t: Training, pending: PendingStep, step: int, bar: Any) -> None:
+    """Read a step's numbers, write and show them."""
+    report = pending.read(t.setup.train.store.place)
+    record = {
+        "step": step,
+        "split": "train",
+        **report.metrics,
+        "lr": report.lr,
+        "num_pairs": report.num_pairs,
+        "num_tokens": report.num_tokens,
+        "pack_fill": report.pack_fill,
+        "step_seconds": report.seconds,
+        "pairs_per_second": report.num_pairs / report.seconds,
+        "tokens_per_second": report.num_tokens / report.seconds,
+    }
+    t.metrics.write(record)
+    t.reporter.step(record, t.setup.num_steps)
+    bar(1, f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f}")
+
+
+def _validate(t: Training) -> list[ValidationReport]:
+    reports = []
+    for validation in t.validation_sets:
+        report = validate(t.policy, validation)
+        t.metrics.write(
+            {"step": t.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
+        )
+        reports.append(report)
+    if reports:
+        t.progress = replace(t.progress, val_loss=reports[0].metrics["loss"])
+    return reports
+
+
+def _save(t: Training) -> None:
+    folder = t.run / "checkpoints"
+    t.progress = replace(t.progress, metrics_bytes=t.metrics.size())
+    place = save_checkpoint(folder, t.policy, t.optimizer, t.scheduler, t.progress, t.fingerprints)
+    prune(folder, t.setup.config.checkpointing.keep_top_k)
+    t.reporter.detail(f"saved {place}")
+
+
+def _finish(t: Training, before: list[ValidationReport]) -> None:
+    """Validate, save, export; measure what was exported; say where everything is."""
+    config = t.setup.config
+    after = _validate(t) if config.dpo.val_at_end else []
+    if config.checkpointing.enabled:
+        _save(t)
+    model = t.run / "model"
+    dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
+    export_model(t.policy, t.setup.template, model, dtype=dtype, rounding=config.export.rounding, seed=config.run.seed)
+    t.reporter.change("\nValidation", ("before", "after"), before, after)
+    _measure_export(t, model, dtype, after)
+    t.reporter.say(f"\nDone. Everything is in {t.run}")
+    t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
+    t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
+    if config.checkpointing.enabled:
+        t.reporter.say(f"  {t.run}/checkpoints/best  the best checkpoint by validation loss")
+    t.reporter.say("\nNext: your own pairs (JSONL with prompt, chosen, rejected) and your own model:")
+    t.reporter.say("  tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl")
+
+
+def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
+    """Validate the folder that was written, beside the model in memory: rounding must not have cost the learning."""
+    if not after:
+        return
+    exported = _reload(t, model)
+    reports = [validate(exported, validation) for validation in t.validation_sets]
+    for report in reports:
+        t.metrics.write(
+            {
+                "step": t.progress.step,
+                "split": report.split.replace("validation-", "exported-"),
+                **report.metrics,
+                "num_pairs": report.num_pairs,
+            }
+        )
+    name = str(dtype).removeprefix("torch.")
+    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({name})"), after, reports)
+
+
+def _reload(t: Training, model: Path) -> Policy:
+    config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
+    return _load(t.setup, find_model(config), t.side.workers)
+
+
+def _gather_rejects(setup: Setup, run: Path) -> None:
+    """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
+    with (run / "rejects.jsonl").open("wb") as out:
+        for packer in [setup.train, *setup.validation.values()]:
+            with (packer.store.folder / "rejects.jsonl").open("rb") as rejects:
+                shutil.copyfileobj(rejects, out)
