@@ -1,4 +1,4 @@
-"""One cache for the whole test session, apart from the user's, and no network."""
+"""One cache for the whole test session, apart from the user's; one thread a process; no network."""
 
 import os
 import tempfile
@@ -6,3 +6,5 @@ import tempfile
 os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The models are tiny: threads would only get in each other's way, and runs are compared bit for bit.
+os.environ["OMP_NUM_THREADS"] = "1"

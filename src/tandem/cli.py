@@ -47,11 +47,15 @@ def train(
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
     loaded = load_config(config, overrides or [])
 
+    from tandem.model.parallel import stop_workers
     from tandem.train.report import Reporter
     from tandem.train.trainer import train as run_training
 
     reporter = Reporter("quiet" if quiet else "verbose" if verbose else "normal")
-    run_training(loaded, reporter, fresh=fresh)
+    try:
+        run_training(loaded, reporter, fresh=fresh)
+    finally:
+        stop_workers()
 
 
 @app.command("config")

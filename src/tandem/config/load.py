@@ -23,6 +23,9 @@ from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
 
+# pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
+UNION_BRANCH = re.compile(r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|int|float|bool)\Z")
+
 # Names other trainers use for what the schema knows under another.
 KNOWN_ELSEWHERE = {
     "beta": "dpo.reference_policy_kl_penalty",
@@ -51,7 +54,7 @@ class LoadedConfig:
     config: Config
     origins: dict[str, str]
     # Keys whose value came out of the environment: shown by their interpolation, never by value.
-    from_environment: dict[str, str]
+    from_environment: dict[str, Any]
 
     def as_yaml(self) -> str:
         """The resolved configuration, without any value taken from the environment."""
@@ -68,9 +71,9 @@ def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
     for override in parsed:
         _apply(override, tree, origins)
     given = _flat(tree)
-    resolved = _resolve(tree, given)
-    config = _validate(resolved, origins)
-    return LoadedConfig(config, origins, {k: v for k, v in given.items() if isinstance(v, str) and "${oc.env:" in v})
+    from_environment = _from_environment(given)
+    config = _validate(_resolve(tree), origins, from_environment)
+    return LoadedConfig(config, origins, from_environment)
 
 
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -196,21 +199,32 @@ def _plain(value: Any) -> Any:
     return value.text if hasattr(value, "text") else value
 
 
-def _resolve(tree: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys whose value may come out of the environment, as they were written.
+
+    One interpolation may pass on what another took there, so where one reads the environment all stay as written.
+    """
+    interpolated = {key: value for key, value in given.items() if "${" in json.dumps(value, default=str)}
+    reads = any("oc.env" in json.dumps(value, default=str) for value in interpolated.values())
+    return interpolated if reads else {}
+
+
+def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
     """Interpolations see the defaults too, but only what was given stays in the tree."""
     try:
-        everything = OmegaConf.merge(OmegaConf.create(Config().model_dump()), OmegaConf.create(tree))
+        everything = OmegaConf.create(_merge(Config().model_dump(), tree))
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"configuration: {_one_line(error)}") from None
-    sparse: dict[str, Any] = {}
-    for key in given:
-        path = key.split(".")
-        value = resolved
-        for part in path:
-            value = value[part]
-        _set(sparse, path, value)
-    return sparse
+    return _given_part(tree, resolved)
+
+
+def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: _given_part(value, resolved[key]) if isinstance(value, dict) else resolved[key]
+        for key, value in given.items()
+        if key != "_override_"
+    }
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -224,23 +238,26 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _validate(tree: dict[str, Any], origins: dict[str, str]) -> Config:
+def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(_explain(e, origins) for e in error.errors()))) from None
+        # A default that follows another key is not made when that key's section has errors: no error of its own.
+        own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e, origins, hidden) for e in own))) from None
 
 
-def _explain(error: Any, origins: dict[str, str]) -> str:
-    # Names of union branches stand in the location too; keys are what the user wrote.
-    loc = [str(part) for part in error["loc"] if not re.match(r"^(function-|list\[|literal\[|[A-Z])", str(part))]
+def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> str:
+    loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
     key = ".".join(loc)
     place = _origin(key, origins)
     if error["type"] == "extra_forbidden":
         return f"{place}: {_unknown(key)}"
     if error["type"] == "value_error":
         return f"{place}: {error['ctx']['error']}."
-    value = json.dumps(error["input"], default=str)
+    # What came out of the environment may be a secret: it is shown as it was written.
+    shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
+    value = json.dumps(shown, default=str)
     return f"{place}: {key} = {value}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
 
@@ -255,6 +272,8 @@ def _origin(key: str, origins: dict[str, str]) -> str:
 
 def _unknown(key: str) -> str:
     """What to say of a key that the schema does not know: the nearest it does know."""
+    if key in key_names():
+        return f"the key {key} is written with dots. In a file, write it as sections, one inside the other."
     section, _, leaf = key.rpartition(".")
     known = {name.rsplit(".", 1)[-1]: name for name in sorted(key_names(), reverse=True)} | KNOWN_ELSEWHERE
     here = {name.rsplit(".", 1)[-1]: name for name in key_names() if name.rpartition(".")[0] == section}

@@ -134,7 +134,10 @@ class Packing(Section):
         default="batch", description="batch: pack each global batch; none: one sequence a row, padded, nothing shared"
     )
     pack_length: Positive | Literal["auto"] = Field(default="auto", description="tokens in a row")
-    share_prompts: bool = Field(default=True, description="compute a prompt once for all its completions")
+    share_prompts: bool = Field(
+        default_factory=lambda set_before: set_before.get("mode") != "none",
+        description="compute a prompt once for all its completions; default: true, but false with mode none",
+    )
     packs_per_micro_batch: Positive = Field(default=1, description="rows that go through the model together")
     algorithm: Literal["first_fit_decreasing"] = Field(
         default="first_fit_decreasing", description="how rows are filled"
@@ -142,7 +145,7 @@ class Packing(Section):
 
     @model_validator(mode="after")
     def _unpacked_shares_nothing(self) -> "Packing":
-        if self.mode == "none" and self.share_prompts and "share_prompts" in self.model_fields_set:
+        if self.mode == "none" and self.share_prompts:
             raise ValueError(
                 "policy.packing.share_prompts=true contradicts policy.packing.mode=none, where nothing is shared"
             )
@@ -254,6 +257,22 @@ class Data(Section):
     max_filtered_share: Share = Field(
         default=0.1, description="stop when more than this share of rows is filtered (over-long, equal, empty, ties)"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """Fill what each dataset leaves out from `default`, here, so that the dumped configuration says what is read."""
+        if not isinstance(given, dict) or not isinstance(given.get("default"), dict):
+            return given
+
+        def fill(dataset: Any) -> Any:
+            dataset = _path_as_dataset(dataset)
+            return {**given["default"], **dataset} if isinstance(dataset, dict) else dataset
+
+        filled = {name: fill(given[name]) for name in ("train", "validation") if name in given}
+        if isinstance(given.get("val_data_paths"), dict):
+            filled["val_data_paths"] = {name: fill(dataset) for name, dataset in given["val_data_paths"].items()}
+        return {**given, **filled}
 
     @field_validator("val_data_paths")
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.schema import DatasetFields
-from tandem.data.sources import RowError, SourceRow
+from tandem.data.sources import RowError, SourceRow, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -58,7 +58,7 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
     completions = []
     for i, item in enumerate(given):
         if not isinstance(item, Mapping):
-            raise RowError(row.place, "wrong type", f"completions[{i}]: {_kind(item)}, not an object.")
+            raise RowError(row.place, "wrong type", f"completions[{i}]: {kind_of(item)}, not an object.")
         rank = _field(item, "rank", row, f"completions[{i}].")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise RowError(
@@ -143,7 +143,7 @@ def _completion(row: SourceRow, value: Any, key: str) -> str:
 
 def _messages(value: Any, row: SourceRow, key: str, first: str = "user") -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise RowError(row.place, "wrong type", f"{key}: {_kind(value)}, not a text or a list of messages.")
+        raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text or a list of messages.")
     if not value:
         raise RowError(row.place, "empty prompt", f"{key} is an empty list of messages.")
     messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
@@ -166,12 +166,12 @@ def _may_follow(role: str) -> set[str]:
 
 def _message(item: Any, row: SourceRow, where: str) -> Message:
     if not isinstance(item, Mapping):
-        raise RowError(row.place, "wrong type", f"{where}: {_kind(item)}, not a message with role and content.")
+        raise RowError(row.place, "wrong type", f"{where}: {kind_of(item)}, not a message with role and content.")
     role, content = _field(item, "role", row, f"{where}."), _field(item, "content", row, f"{where}.")
     if role not in ROLES:
         raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
     if not isinstance(content, str):
-        raise RowError(row.place, "wrong type", f"{where}.content: {_kind(content)}, not a text.")
+        raise RowError(row.place, "wrong type", f"{where}.content: {kind_of(content)}, not a text.")
     return Message(role, _clean(content, row, f"{where}.content"))
 
 
@@ -188,18 +188,9 @@ def _clean(text: str, row: SourceRow, key: str) -> str:
 def _score(value: Any, row: SourceRow, where: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")
-    return float(value)
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "null")
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond every float
+        pass
+    raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")

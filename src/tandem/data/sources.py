@@ -59,14 +59,28 @@ def _parse(line: bytes, path: Path, number: int) -> SourceRow | RowError:
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else " The line has no end: was the file cut off?"
         return RowError(place, "malformed JSON", f"column {error.colno}: malformed JSON: {error.msg}.{cut}")
+    except ValueError:  # Python's own limit on the digits of an integer
+        return RowError(place, "malformed JSON", "a number with too many digits to be read.")
     except _DuplicateKey as error:
         return RowError(place, "duplicate key", f"the key {error.args[0]!r} stands twice in one object. Remove one.")
     except RecursionError:
         return RowError(place, "nested too deeply", "JSON nested too deeply to be a preference.")
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        return RowError(place, "not an object", f"a {kind}, not a JSON object with a prompt and completions.")
+        return RowError(place, "not an object", f"{kind_of(value)}, not a JSON object with a prompt and completions.")
     return SourceRow(value, str(path), number)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), "null")
 
 
 class _DuplicateKey(Exception):

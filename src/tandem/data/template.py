@@ -32,7 +32,9 @@ class Template:
     _end_of_turn: re.Pattern[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        ends = sorted({*self.tokenizer.all_special_tokens, self.tokenizer.eos_token}, key=len, reverse=True)
+        t = self.tokenizer
+        ends = {*t.all_special_tokens} - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}
+        ends = sorted(ends, key=len, reverse=True)
         pattern = re.compile(f"({'|'.join(map(re.escape, ends))})\\s*\\Z")
         object.__setattr__(self, "_end_of_turn", pattern)
 

@@ -39,7 +39,9 @@ class ModelSource:
 def find_model(policy: PolicyConfig) -> ModelSource:
     """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own."""
     from transformers import AutoConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = _folder(policy.model_name, policy.revision)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"policy.model_name = {policy.model_name}: {folder} holds no config.json, so it is no model.")
@@ -88,10 +90,8 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
 def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device) -> Policy:
     """The model with float32 weights, loaded straight to its device, dropout off."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     packed = policy.packing.mode != "none"
-    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         str(source.folder),
         config=without_dropout(source.config),
@@ -113,6 +113,11 @@ def uses_flex(policy: PolicyConfig, device: torch.device) -> bool:
             "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
         )
     return policy.attention == "flex" or (policy.attention == "auto" and device.type == "cuda")
+
+
+def has_experts(config: Any) -> bool:
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def dropouts(config: Any) -> dict[str, float]:

@@ -114,7 +114,8 @@ class _SumSegments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor, segment: Tensor) -> Tensor:
         ctx.save_for_backward(segment)
-        return torch.segment_reduce(values, "sum", lengths=lengths)
+        # unsafe: without the check of the lengths, which would wait for the device; they come from a Pack.
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

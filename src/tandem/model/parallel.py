@@ -34,6 +34,12 @@ def start_workers() -> Workers:
     return Workers(init_device_mesh(device.type, (1,)), device)
 
 
+def stop_workers() -> None:
+    """Leave the group; a process that ends without it is warned about."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32."""
     precision = (

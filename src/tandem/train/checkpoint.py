@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, policy: Policy, optimizer: Any, scheduler: Any, progress: Progress, fingerprints: dict[str, str]
+    folder: Path, policy: Policy, optimizer: Any, progress: Progress, fingerprints: dict[str, str]
 ) -> Path:
     """Write `step_N` aside, sync it, rename it, then point `latest` at it."""
     place = folder / f"step_{progress.step}"
@@ -37,7 +38,7 @@ def save_checkpoint(
         return place
     with published(place) as aside:
         dcp.save(_tensors(policy, optimizer), checkpoint_id=aside / "tensors")
-        facts = {"progress": asdict(progress), "scheduler": scheduler.state_dict(), "fingerprints": fingerprints}
+        facts = {"progress": asdict(progress), "fingerprints": fingerprints}
         (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
         write_manifest(aside, format_version=FORMAT_VERSION)
     point(folder / "latest", place)
@@ -47,7 +48,10 @@ def save_checkpoint(
 def load_checkpoint(
     place: Path, policy: Policy, optimizer: Any, scheduler: Any, fingerprints: dict[str, str]
 ) -> Progress:
-    """Put a verified checkpoint back into policy, optimizer, scheduler and random state."""
+    """Put a verified checkpoint back into policy, optimizer, scheduler and random state.
+
+    The scheduler is a function of the step alone: a new one is stepped to where it was.
+    """
     facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
     for name, then in facts["fingerprints"].items():
         if fingerprints.get(name) != then:
@@ -59,8 +63,11 @@ def load_checkpoint(
     tensors = _tensors(policy, optimizer)
     dcp.load(tensors, checkpoint_id=place / "tensors")  # in place
     torch.set_rng_state(tensors["random"])
-    scheduler.load_state_dict(facts["scheduler"])
-    return Progress(**facts["progress"])
+    progress = Progress(**facts["progress"])
+    with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+        for _ in range(progress.step):
+            scheduler.step()
+    return progress
 
 
 def _tensors(policy: Policy, optimizer: Any) -> dict[str, Any]:

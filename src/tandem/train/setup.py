@@ -12,7 +12,7 @@ from tandem.data.template import Template, make_template
 from tandem.data.tokens import load_tokenizer
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import ModelSource, check_packable, dropouts, find_model, uses_flex
+from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
 from tandem.packing.schedule import Batches, Packer, make_packer
 from tandem.train.optimizer import check_scheduler
 
@@ -27,6 +27,7 @@ class Setup:
     config: Config
     device: torch.device
     precision: str
+    compiles: bool
     source: ModelSource
     template: Template
     train: Packer
@@ -79,7 +80,7 @@ def set_up(config: Config, device: torch.device) -> Setup:
     check_packable(source, config.policy)
     tokenizer_folder = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
     template = make_template(load_tokenizer(tokenizer_folder), config.policy.tokenizer)
-    train = _packer(_train_path(config), _filled(config.data.train, config), template, config, source, device)
+    train = _packer(_train_path(config), config.data.train, template, config, source, device)
     validation = {
         name: _packer(_path(given, f"validation set {name}"), given, template, config, source, device)
         for name, given in _validation_sets(config).items()
@@ -95,7 +96,22 @@ def set_up(config: Config, device: torch.device) -> Setup:
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
-    return Setup(config, device, precision, source, template, train, validation, batches, num_steps, num_pairs)
+    compiles = _compiles(config, device, precision, source)
+    return Setup(
+        config, device, precision, compiles, source, template, train, validation, batches, num_steps, num_pairs
+    )
+
+
+def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
+    wanted = config.policy.compile
+    # transformers' float32 experts split rows by numbers that only the device knows; bfloat16 ones do not.
+    cannot = precision == "float32" and has_experts(source.config)
+    if wanted is True and cannot:
+        raise ConfigError(
+            f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "
+            "Use policy.compile=auto, or policy.precision=bfloat16."
+        )
+    return wanted is True or (wanted == "auto" and device.type == "cuda" and not cannot)
 
 
 def _length(batches: Batches, config: Config) -> tuple[int, int]:
@@ -129,7 +145,7 @@ def _check_vocabulary(store: TokenStore, source: ModelSource) -> None:
 
 
 def _train_path(config: Config) -> Path:
-    given = _filled(config.data.train, config)
+    given = config.data.train
     return TRAIN if given.data_path == EMBEDDED else _path(given, "data.train")
 
 
@@ -137,19 +153,12 @@ def _validation_sets(config: Config) -> dict[str, DatasetFields]:
     """Validation sets by name: data.validation is the one named default."""
     data = config.data
     given = {"default": data.validation, **data.val_data_paths} if data.validation else dict(data.val_data_paths)
-    if not given and _filled(data.train, config).data_path == EMBEDDED:
+    if not given and data.train.data_path == EMBEDDED:
         given = {"default": DatasetFields(data_path=EMBEDDED)}
-    return {name: _filled(dataset, config) for name, dataset in given.items()}
+    return given
 
 
 def _path(given: DatasetFields, what: str) -> Path:
     if given.data_path is None:
         raise ConfigError(f"{what} has no data_path. Give one, or set data.default.data_path.")
     return VALIDATION if given.data_path == EMBEDDED else Path(given.data_path)
-
-
-def _filled(given: DatasetFields, config: Config) -> DatasetFields:
-    """A dataset with what it leaves out taken from data.default."""
-    default = config.data.default
-    missing = {key: getattr(default, key) for key in default.model_fields_set - given.model_fields_set}
-    return given.model_copy(update=missing)

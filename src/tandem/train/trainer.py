@@ -73,7 +73,7 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     references = _references(setup, policy, workers, weights, reporter)
     side = Side(references["train"], config.dpo, workers, setup.precision)
     _audit(setup, policy, side, reporter)
-    if _compiles(setup):
+    if setup.compiles:
         compile_layers(policy)
     optimizer = make_optimizer(policy.parameters(), config.policy)
     scheduler = make_scheduler(optimizer, config.policy)
@@ -104,11 +104,6 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
 def _load(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
     policy = load_policy(source, setup.config.policy, workers.device)
     return shard(policy, workers, bfloat16=setup.precision == "bfloat16")
-
-
-def _compiles(setup: Setup) -> bool:
-    wanted = setup.config.policy.compile
-    return setup.device.type == "cuda" if wanted == "auto" else wanted
 
 
 def _references(
@@ -248,7 +243,7 @@ def _validate(t: Training) -> list[ValidationReport]:
 def _save(t: Training) -> None:
     folder = t.run / "checkpoints"
     t.progress = replace(t.progress, metrics_bytes=t.metrics.size())
-    place = save_checkpoint(folder, t.policy, t.optimizer, t.scheduler, t.progress, t.fingerprints)
+    place = save_checkpoint(folder, t.policy, t.optimizer, t.progress, t.fingerprints)
     prune(folder, t.setup.config.checkpointing.keep_top_k)
     t.reporter.detail(f"saved {place}")
 

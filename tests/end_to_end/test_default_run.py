@@ -1,0 +1,98 @@
+"""What a newcomer does: `tandem train`, nothing else; then looks at what is there."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("default")
+    command = [sys.executable, "-m", "tandem.cli", "train"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "default-1", done.stdout
+
+
+def lines(run, split):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["split"] == split]
+
+
+def test_held_out_accuracy_rises_from_a_tie_to_over_nine_in_ten(default):
+    run, _ = default
+    validations = lines(run, "validation-default")
+    assert validations[0]["accuracy"] == 0.5
+    assert validations[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert validations[-1]["accuracy"] > 0.9
+
+
+def test_the_output_tells_the_whole_story(default):
+    _, said = default
+    for words in (
+        "prompt overlap with training 0, 8-gram overlap of completions",
+        "Choices that change what is learned",
+        "Audit: 8 completions, packed = plain forward to",
+        "Validation before training",
+        "step 1/",
+        "What was exported",
+        "Done. Everything is in runs/default-1",
+        "tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl",
+    ):
+        assert words in said
+    assert "\x1b[" not in said  # no colours, no bar, where there is no terminal
+
+
+def test_the_run_directory_holds_what_the_readme_lists(default):
+    run, _ = default
+    for name in ("config.yaml", "metrics.jsonl", "rejects.jsonl", "checkpoints/best", "checkpoints/latest", "model"):
+        assert (run / name).exists(), name
+    assert (run / "rejects.jsonl").read_text() == ""
+
+
+def test_a_training_record_holds_every_metric_of_the_contract(default):
+    run, _ = default
+    assert set(lines(run, "train")[0]) == {
+        "step",
+        "split",
+        "loss",
+        "preference_loss",
+        "sft_loss",
+        "accuracy",
+        "logps_accuracy",
+        "rewards_chosen_mean",
+        "rewards_rejected_mean",
+        "rewards_margin_mean",
+        "logps_chosen_mean",
+        "logps_rejected_mean",
+        "grad_norm",
+        "lr",
+        "num_pairs",
+        "num_tokens",
+        "pack_fill",
+        "step_seconds",
+        "pairs_per_second",
+        "tokens_per_second",
+    }
+
+
+def test_own_data_with_own_keys_and_messages(tmp_path):
+    rows = [
+        {
+            "question": [{"role": "user", "content": f"Say {i}"}],
+            "good": f"{i}",
+            "bad": [{"role": "assistant", "content": "no"}],
+        }
+        for i in range(6)
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["data.train.prompt_key=question", "data.train.chosen_key=good", "data.train.rejected_key=bad"]
+    command = [sys.executable, "-m", "tandem.cli", "train", "-q", "data.train.data_path=own.jsonl", *keys]
+    done = subprocess.run(
+        [*command, "policy.train_global_batch_size=3"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(lines(tmp_path / "runs" / "tandem-1", "train")) == 2

@@ -1,0 +1,180 @@
+"""Promises 1 and 4: resumed = uninterrupted, bit for bit; exported = in memory, as far as its dtype allows."""
+
+import shutil
+
+import pytest
+import torch
+from running import largest_difference, metrics_of, short_run, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.errors import CheckpointError
+from tandem.export import round_stochastically
+from tandem.train import trainer
+
+# Two schedulers with a milestone before the place the run is cut at: both must be where they were.
+SCHEDULE = (
+    "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.5, total_iters: 3}},"
+    "{name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [1, 2], gamma: 0.5}}, {milestones: [3]}]"
+)
+SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6", SCHEDULE]
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(monkeypatch, step):
+    """Die like a killed process: after the step's numbers were written, before anything is tidied up."""
+    report = trainer._report
+
+    def dying(t, pending, number, bar):
+        report(t, pending, number, bar)
+        if number == step:
+            raise Killed
+
+    monkeypatch.setattr(trainer, "_report", dying)
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, monkeypatch):
+    whole = short_run(tmp_path / "whole", *SAVING)
+    for step in (3, 5):
+        with monkeypatch.context() as patch:
+            killed_after(patch, step)
+            with pytest.raises(Killed):
+                short_run(tmp_path / "cut", *SAVING)
+    cut = short_run(tmp_path / "cut", *SAVING)
+    assert metrics_of(cut) == metrics_of(whole)
+    assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
+    assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, monkeypatch, capsys):
+    whole = short_run(tmp_path / "whole", *SAVING)
+    with monkeypatch.context() as patch:
+        killed_after(patch, 5)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    tensors = next((tmp_path / "cut/checkpoints/step_4/tensors").glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    cut = short_run(tmp_path / "cut", *SAVING)
+    assert "Falling back to an earlier checkpoint" in capsys.readouterr().out
+    assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
+def test_no_whole_checkpoint_stops_the_run_and_never_starts_from_scratch(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    (tmp_path / "cut/checkpoints/step_2/state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no checkpoint of this run is whole"):
+        short_run(tmp_path / "cut", *SAVING)
+
+
+def test_another_configuration_in_the_same_directory_is_refused_with_the_difference(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    with pytest.raises(CheckpointError) as refused:
+        short_run(tmp_path / "cut", *SAVING, "dpo.reference_policy_kl_penalty=0.2")
+    assert str(refused.value) == (
+        f"{tmp_path}/cut holds a run with another configuration:\n"
+        "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
+        "Take the old values back, choose another run.dir, or start anew with --fresh."
+    )
+
+
+def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
+    run = short_run(tmp_path / "run")
+    before = (run / "metrics.jsonl").read_bytes()
+    short_run(tmp_path / "run")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_kept_checkpoints_are_the_best_and_the_latest(tmp_path):
+    run = short_run(
+        tmp_path / "run",
+        "checkpointing.save_period=1",
+        "checkpointing.keep_top_k=1",
+        "dpo.val_period=1",
+        "dpo.val_at_end=true",
+    )
+    folder = run / "checkpoints"
+    assert (folder / "latest").resolve().name == "step_4"
+    losses = {line["step"]: line["loss"] for line in metrics_of(run, "validation-default")}
+    best = min(losses, key=losses.__getitem__)
+    assert (folder / "best").resolve().name == f"step_{best}"
+    kept = {path.name for path in folder.glob("step_*")}
+    assert kept == {"step_4", f"step_{best}"}
+
+
+def test_exported_model_loads_in_transformers_and_equals_the_one_in_memory(tmp_path):
+    run = short_run(tmp_path / "run", "dpo.val_at_end=true")
+    memory, exported = metrics_of(run, "validation-default")[-1], metrics_of(run, "exported-default")[-1]
+    assert {k: v for k, v in memory.items() if k != "split"} == {k: v for k, v in exported.items() if k != "split"}
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert model.generate(torch.tensor([ids]), max_new_tokens=3).shape[1] == len(ids) + 3
+
+
+def margin(run, split):
+    return metrics_of(run, split)[-1]["rewards_margin_mean"]
+
+
+def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_path):
+    """At DPO's own learning rate the change of a weight is below half a unit in its last bfloat16 place."""
+    gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=20"]
+    common = [*gentle, "dpo.val_at_end=true", "export.dtype=bfloat16", "checkpointing.enabled=false"]
+    start = bfloat16_start(tmp_path)
+    kept = short_run(
+        tmp_path / "stochastic",
+        *common,
+        f"policy.model_name={start}",
+        "data.train.data_path=embedded",
+        "policy.max_total_sequence_length=512",
+    )
+    lost = short_run(
+        tmp_path / "nearest",
+        *common,
+        f"policy.model_name={start}",
+        "data.train.data_path=embedded",
+        "policy.max_total_sequence_length=512",
+        "export.rounding=nearest",
+    )
+    learned = margin(kept, "validation-default")
+    assert margin(lost, "validation-default") == learned
+    assert learned > 0
+    assert margin(kept, "exported-default") == pytest.approx(learned, rel=0.25)
+    assert margin(lost, "exported-default") < 0.5 * learned
+
+
+def bfloat16_start(tmp_path):
+    """The embedded model with weights that bfloat16 holds exactly, as published models have."""
+    from tandem.model.tiny import tiny_model
+
+    folder = tmp_path / "start"
+    shutil.copytree(tiny_model(), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_stochastic_rounding_is_right_in_expectation_and_keeps_what_fits():
+    value = torch.tensor([1.0 + 2**-10])  # bfloat16 knows 1 and 1 + 2^-7: an eighth of the way up
+    generator = torch.Generator().manual_seed(0)
+    rounded = round_stochastically(value.expand(80_000).contiguous(), torch.bfloat16, generator).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(1.0 + 2**-10, abs=1e-4)
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), float("-inf"), 2.0**-120])
+    assert torch.equal(round_stochastically(exact, torch.bfloat16, generator).float(), exact)
+    assert torch.isnan(round_stochastically(torch.tensor([float("nan")]), torch.bfloat16, generator)).all()
+
+
+def test_stochastic_rounding_to_float16_is_right_in_expectation():
+    value = torch.full((80_000,), -(1.0 + 2**-12))  # float16 knows 1 and 1 + 2^-10: a quarter of the way
+    rounded = round_stochastically(value, torch.float16, torch.Generator().manual_seed(0)).float()
+    assert set(rounded.tolist()) == {-1.0, -(1.0 + 2**-10)}
+    assert rounded.mean().item() == pytest.approx(-(1.0 + 2**-12), abs=1e-5)

@@ -1,0 +1,147 @@
+"""What only a GPU can show: FlexAttention with our block lists, compiled layers, and no wait inside a step."""
+
+import numpy as np
+import pytest
+import torch
+from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
+from running import metrics_of, short_run
+
+from tandem.model.load import has_experts
+from tandem.model.parallel import compile_layers, decoder_layers
+from tandem.packing.layout import lay_out
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+# FlexAttention wants heads of at least 16.
+HEADS = {"head_dim": 16, "hidden_size": 64}
+
+
+def preferences(seed=7):
+    rng = np.random.default_rng(seed)
+    few = [random_preference(rng, num_completions=n) for n in (2, 3, 4)]
+    return [*few, random_preference(rng, num_completions=3, max_prompt=200, max_completion=150)]
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    chosen = preferences()
+    model = tiny_model(architecture, **HEADS).to(CUDA)
+    want = torch.cat([logp for preference in chosen for logp in plain_token_logps(model, preference)])
+    weights = torch.randn(len(want), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    (want * weights).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    policy = as_policy(model, head_chunk=64)
+    policy.flex = True
+    if compiled and has_experts(model.config):
+        pytest.skip("float32 experts are not compiled")
+    if compiled:
+        compile_layers(policy)
+    inputs = policy.inputs(lay_out(range(4), chosen, length=1024), CUDA)
+    got = policy(inputs)[: inputs.num_scored]
+    (got * weights).sum().backward()
+    assert (got - want).abs().max().item() < 2e-3
+    for name, gradient in expected.items():
+        difference = (gradients(model)[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference.item() < 5e-3, name
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_bfloat16_experts_compile_and_equal_the_uncompiled(architecture):
+    torch._dynamo.reset()
+    changes = {**HEADS, "intermediate_size": 64, "moe_intermediate_size": 64}
+    policy = as_policy(tiny_model(architecture, **changes).to(CUDA, torch.bfloat16), head_chunk=64)
+    policy.flex = True
+    inputs = policy.inputs(lay_out(range(4), preferences(), length=1024), CUDA)
+    plain = policy(inputs)[: inputs.num_scored]
+    plain.sum().backward()
+    compile_layers(policy)
+    compiled = policy(inputs)[: inputs.num_scored]
+    compiled.sum().backward()
+    assert (compiled - plain).abs().mean().item() < 0.05
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_all_layers_of_a_kind_share_one_graph(architecture):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layers = {"num_hidden_layers": 6}
+    if architecture == "gemma3_text":
+        layers["layer_types"] = ["sliding_attention", "full_attention"] * 3
+    policy = as_policy(tiny_model(architecture, **HEADS, **layers).to(CUDA), head_chunk=64)
+    policy.flex = True
+    compile_layers(policy)
+    assert len(decoder_layers(policy)) == 6
+    for seed in range(3):  # other preferences, same shapes: nothing is compiled anew
+        inputs = policy.inputs(lay_out(range(4), preferences(seed), length=1024), CUDA)
+        policy(inputs).sum().backward()
+    kinds = 1 if architecture == "llama" else 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kinds
+
+
+def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch):
+    from tandem.train import trainer
+
+    step = trainer.train_step
+    calls = []
+
+    def watched(*arguments):
+        calls.append(1)
+        # The first steps compile and load kernels, which waits once.
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 2 else "default")
+        try:
+            return step(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    run = short_run(tmp_path / "run", "dpo.max_num_steps=5", "policy.packing.pack_length=1024")
+    assert len(metrics_of(run)) == 5
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_default_learns_on_the_gpu_as_on_the_cpu(tmp_path, precision):
+    run = short_run(
+        tmp_path / "run",
+        f"policy.precision={precision}",
+        "dpo.max_num_steps=12",
+        "policy.train_global_batch_size=32",
+        "dpo.val_at_start=true",
+        "dpo.val_at_end=true",
+    )
+    first, last = metrics_of(run, "validation-default")
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-3 if precision == "bfloat16" else 1e-5)
+    assert first["accuracy"] == 0.5
+    assert last["accuracy"] > 0.9
+    exported = metrics_of(run, "exported-default")[-1]
+    assert exported["loss"] == pytest.approx(last["loss"], abs=2e-3)
+
+
+def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
+    from tandem.train import trainer
+
+    saving = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
+    whole = metrics_of(short_run(tmp_path / "whole", *saving))
+    report = trainer._report
+
+    class Killed(Exception):
+        pass
+
+    def dying(t, pending, number, bar):
+        report(t, pending, number, bar)
+        if number == 3:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_report", dying)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *saving)
+    cut = metrics_of(short_run(tmp_path / "cut", *saving))
+    np.testing.assert_allclose([m["loss"] for m in cut], [m["loss"] for m in whole], rtol=1e-2)

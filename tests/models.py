@@ -1,0 +1,99 @@
+"""Tiny random models of real architectures, and random preferences to try them on."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.data.tokens import TokenizedPreference
+from tandem.model.attention import IMPLEMENTATION
+from tandem.model.policy import Policy
+
+VOCABULARY = 96
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 7  # shorter than most of the test's sequences
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {},
+    "gemma2": {
+        "num_hidden_layers": 2,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "gpt_oss": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(architecture, **{**SMALL, **ARCHITECTURES.get(architecture, {}), **changes})
+
+
+def tiny_model(architecture: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A model whose weights are large enough that every part of it shows in the output."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.float()
+
+
+def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True) -> Policy:
+    model.set_attn_implementation(IMPLEMENTATION if packed else "eager")
+    return Policy(model, packed=packed, flex=False, head_chunk=head_chunk)
+
+
+def random_preference(
+    rng: np.random.Generator, *, num_completions: int = 2, max_prompt: int = 12, max_completion: int = 9
+) -> TokenizedPreference:
+    def ids(longest: int) -> np.ndarray:
+        return rng.integers(3, VOCABULARY, rng.integers(1, longest + 1)).astype(np.int32)
+
+    completions = tuple(ids(max_completion) for _ in range(num_completions))
+    pairs = tuple((i, j) for i in range(num_completions) for j in range(i + 1, num_completions))
+    return TokenizedPreference(ids(max_prompt), completions, pairs, (float("nan"),) * num_completions, "test:1")
+
+
+def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch.Tensor]:
+    """Each sequence alone through the model's own eager forward and a full log-softmax, with gradients."""
+    model.set_attn_implementation("eager")
+    logps = []
+    for completion in preference.completions:
+        ids = torch.from_numpy(np.concatenate([preference.prompt, completion]).astype(np.int64))[None].to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(preference.prompt) - 1 : -1]
+        targets = ids[0, len(preference.prompt) :, None]
+        logps.append(logits.log_softmax(-1).gather(-1, targets)[:, 0])
+    return logps

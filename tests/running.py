@@ -1,0 +1,45 @@
+"""Short runs of the trainer on the embedded model, inside the test's own directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tandem.config.load import load_config
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
+
+# A run of a few seconds: four steps of eight pairs, one validation set of 70 pairs left out.
+SHORT = [
+    "dpo.max_num_steps=4",
+    "policy.train_global_batch_size=8",
+    "dpo.val_at_start=false",
+    "dpo.val_at_end=false",
+    "dpo.val_period=0",
+    "policy.scheduler=null",
+]
+
+VARYING = ("step_seconds", "pairs_per_second", "tokens_per_second")
+
+
+def short_run(folder: Path, *overrides: str, fresh: bool = False) -> Path:
+    """Train into `folder` and return it."""
+    loaded = load_config(None, [*SHORT, f"run.dir={folder}", *overrides])
+    return train(loaded, Reporter("quiet"), fresh=fresh)
+
+
+def metrics_of(run: Path, split: str = "train") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one split, without what varies from run to run."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in VARYING} for line in lines if line["split"] == split]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name].float() - b[name].float()).abs().max().item() for name in a)

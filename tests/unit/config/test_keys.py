@@ -1,0 +1,66 @@
+"""Every key as a row, and docs/keys.md, which shows them to users."""
+
+import re
+from pathlib import Path
+
+from tandem import errors
+from tandem.config.keys import Key, all_keys, as_markdown, key_names
+from tandem.config.schema import Config
+
+PAGE = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
+
+
+def between(start: str, end: str) -> str:
+    return PAGE.split(start, 1)[1].split(end, 1)[0]
+
+
+def test_the_page_shows_the_schema_exactly():
+    assert between("<!-- keys:begin -->\n", "\n<!-- keys:end -->") == as_markdown()
+
+
+def test_the_exit_codes_of_the_page_are_those_of_the_errors():
+    section = PAGE.split("\n## Exit codes\n", 1)[1]
+    rows = re.findall(r"^\| (\d+) \|[^|]*\|([^|]*)\|$", section, re.MULTILINE)
+    shown = {int(code): set(re.findall(r"`(\w+)`", names)) for code, names in rows}
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TandemError)]
+    codes = {}
+    for error in classes:
+        codes.setdefault(error.exit_code, set()).add(error.__name__)
+    assert shown == {0: set(), 130: set(), **codes}
+
+
+def test_a_key_shows_its_type_its_default_as_json_and_its_meaning():
+    keys = {key.name: key for key in all_keys()}
+    assert keys["run.seed"] == Key("run.seed", "int", "42", "all randomness")
+    assert keys["dpo.max_num_steps"].type == "int or null"
+    assert keys["policy.packing.pack_length"].type == "int or auto"
+    assert keys["policy.packing.mode"].type == "batch, none"
+    assert keys["data.val_data_paths"].type == "map to dataset"
+    assert keys["policy.optimizer.kwargs.betas"].default == "[0.9, 0.98]"
+
+
+def test_a_default_that_follows_another_key_says_so():
+    assert [key.name for key in all_keys() if key.default == "(follows)"] == [
+        "dpo.sft_average_log_probs",
+        "policy.packing.share_prompts",
+    ]
+
+
+def test_every_key_has_a_meaning():
+    assert [key.name for key in all_keys() if not key.meaning] == []
+
+
+def test_names_hold_keys_and_the_sections_above_them():
+    assert {"policy", "policy.optimizer", "policy.optimizer.kwargs", "policy.optimizer.kwargs.lr"} <= key_names()
+    assert "lr" not in key_names()
+
+
+def test_the_rows_cover_the_whole_schema():
+    def leaves(tree, prefix=""):
+        for key, value in tree.items():
+            inside = isinstance(value, dict) and value and f"{prefix}{key}" in sections
+            yield from leaves(value, f"{prefix}{key}.") if inside else [prefix + key]
+
+    sections = key_names() - {key.name for key in all_keys()}
+    empty = {"logger", "cluster"}  # sections without keys so far
+    assert set(leaves(Config().model_dump())) - empty == {key.name for key in all_keys()}

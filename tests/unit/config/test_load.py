@@ -1,0 +1,572 @@
+"""Configuration files and overrides: what is in force, where it came from, and what a user reads after a mistake."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from tandem.config.load import load_config
+from tandem.config.schema import Config
+from tandem.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_file
+
+
+def refusal(file: str | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+LISTS = " `tandem config` lists all keys."
+
+
+# Inheritance
+
+
+def test_a_file_named_by_defaults_gives_what_the_file_leaves_out(write):
+    write("base.yaml", "dpo: {max_num_epochs: 2, val_period: 7}")
+    dpo = load_config(write("a.yaml", "defaults: base.yaml\ndpo: {max_num_epochs: 5}"), []).config.dpo
+    assert (dpo.max_num_epochs, dpo.val_period) == (5, 7)
+
+
+def test_of_several_defaults_the_later_wins(write):
+    write("one.yaml", "run: {seed: 1, name: one}")
+    write("two.yaml", "run: {seed: 2}")
+    run = load_config(write("a.yaml", "defaults: [one.yaml, two.yaml]"), []).config.run
+    assert (run.seed, run.name) == (2, "one")
+
+
+def test_defaults_nest_and_each_is_relative_to_the_file_that_names_it(write):
+    write("shared/deep/grand.yaml", "run: {seed: 1, name: grand}\ndpo: {val_period: 3}")
+    write("shared/parent.yaml", "defaults: deep/grand.yaml\nrun: {seed: 2}")
+    config = load_config(write("here/a.yaml", "defaults: ../shared/parent.yaml\nrun: {name: own}"), []).config
+    assert (config.run.seed, config.run.name, config.dpo.val_period) == (2, "own", 3)
+
+
+def test_a_later_file_is_read_over_everything_below_an_earlier_one(write):
+    write("grand.yaml", "run: {seed: 1}")
+    write("one.yaml", "defaults: grand.yaml")
+    write("two.yaml", "run: {seed: 2}")
+    assert load_config(write("a.yaml", "defaults: [two.yaml, one.yaml]"), []).config.run.seed == 1
+
+
+def test_a_list_replaces_the_list_below(write):
+    write("base.yaml", "policy: {optimizer: {kwargs: {betas: [0.1, 0.2]}}}")
+    file = write("a.yaml", "defaults: base.yaml\npolicy: {optimizer: {kwargs: {betas: [0.3, 0.4]}}}")
+    assert load_config(file, []).config.policy.optimizer.kwargs.betas == [0.3, 0.4]
+
+
+def test_override_true_replaces_the_section_below_whole(write):
+    write("base.yaml", "dpo: {max_num_epochs: 2, val_period: 7}\nrun: {seed: 9}")
+    config = load_config(write("a.yaml", "defaults: base.yaml\ndpo: {_override_: true, val_period: 8}"), []).config
+    assert (config.dpo.max_num_epochs, config.dpo.val_period, config.run.seed) == (1, 8, 9)
+
+
+def test_defaults_in_a_circle_are_refused_with_the_chain(write, tmp_path):
+    a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    write("b.yaml", "defaults: a.yaml")
+    assert refusal(write("a.yaml", "defaults: b.yaml")) == (
+        f"{a}: `defaults:` go in a circle: {a} -> {b} -> {a}. Remove one of them."
+    )
+
+
+def test_a_file_that_two_others_name_is_no_circle(write):
+    write("base.yaml", "run: {seed: 3}")
+    write("one.yaml", "defaults: base.yaml")
+    write("two.yaml", "defaults: base.yaml")
+    assert load_config(write("a.yaml", "defaults: [one.yaml, two.yaml]"), []).config.run.seed == 3
+
+
+@pytest.mark.parametrize(("given", "shown"), [("3", "3"), ("[a.yaml, 3]", '["a.yaml", 3]'), ("{a: b}", '{"a": "b"}')])
+def test_defaults_that_are_no_file_names_are_refused(write, given, shown):
+    file = write("a.yaml", f"defaults: {given}")
+    assert refusal(file) == f"{file}: `defaults:` takes a file name or a list of them, not {shown}."
+
+
+def test_each_value_is_known_to_come_from_its_file_or_the_command_line(write, tmp_path):
+    base = write("base.yaml", "run: {seed: 1, name: base}\ndpo: {val_period: 2}")
+    file = write("a.yaml", "defaults: base.yaml\nrun: {seed: 2}")
+    assert load_config(file, ["dpo.val_period=3"]).origins == {
+        "run.seed": file,
+        "run.name": base,
+        "dpo.val_period": "command line",
+    }
+
+
+# Files that cannot be read
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert refusal(str(tmp_path / "no.yaml")) == f"{tmp_path}/no.yaml: no such configuration file."
+
+
+def test_a_missing_default_is_named_with_the_file_that_asks_for_it(write, tmp_path):
+    file = write("a.yaml", "defaults: no.yaml")
+    assert refusal(file) == f"{tmp_path}/no.yaml: no such configuration file, named by {file}."
+
+
+def test_yaml_that_does_not_parse_is_refused_with_line_and_column(write):
+    file = write("a.yaml", "run:\n  name: [")
+    assert refusal(file) == (
+        f"{file}: not readable as YAML: while parsing a flow node expected the node content, but found "
+        f"'<stream end>' in \"{file}\", line 2, column 10"
+    )
+
+
+def test_a_key_given_twice_in_a_file_is_refused(write):
+    file = write("a.yaml", "dpo:\n  val_period: 3\n  val_period: 4")
+    assert refusal(file) == (
+        f'{file}: not readable as YAML: while constructing a mapping in "{file}", line 2, column 3 '
+        f'found duplicate key val_period in "{file}", line 3, column 3'
+    )
+
+
+def test_a_file_that_is_a_list_is_refused(write):
+    file = write("a.yaml", "- 1")
+    assert refusal(file) == f"{file}: a configuration is a mapping of sections, not a list."
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"run: {name: \xff}")
+    assert refusal(str(file)) == (
+        f"{file}: not readable as YAML: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte"
+    )
+
+
+def test_an_empty_file_is_the_defaults(write):
+    assert load_config(write("a.yaml", ""), []).config == Config()
+
+
+# Interpolation
+
+
+def test_interpolations_see_given_values_defaults_and_neighbours(write):
+    file = write("a.yaml", 'run: {name: x}\nreference: {cache_dir: "${run.name}/${run.seed}/${.mode}"}')
+    assert load_config(file, []).config.reference.cache_dir == "x/42/cached"
+
+
+def test_an_interpolation_sees_overrides(write):
+    file = write("a.yaml", 'reference: {cache_dir: "c-${run.name}"}')
+    assert load_config(file, ["run.name=y"]).config.reference.cache_dir == "c-y"
+
+
+def test_an_override_may_be_an_interpolation():
+    assert load_config(None, ["run.seed=7", "dpo.val_period=${run.seed}"]).config.dpo.val_period == 7
+
+
+def test_an_interpolation_of_no_key_is_refused(write):
+    assert refusal(write("a.yaml", 'run: {name: "${nosuch}"}')) == (
+        "configuration: Interpolation key 'nosuch' not found full_key: run.name object_type=dict"
+    )
+
+
+def test_an_interpolation_of_itself_is_refused(write):
+    assert refusal(write("a.yaml", 'run: {name: "${run.name}"}')) == (
+        "configuration: Recursive interpolation detected full_key: run.name object_type=dict"
+    )
+
+
+def test_a_variable_that_is_not_in_the_environment_is_refused(write, monkeypatch):
+    monkeypatch.delenv("TANDEM_TEST_NONE", raising=False)
+    assert refusal(write("a.yaml", 'run: {name: "${oc.env:TANDEM_TEST_NONE}"}')) == (
+        "configuration: KeyError raised while resolving interpolation: "
+        "\"Environment variable 'TANDEM_TEST_NONE' not found\" full_key: run.name object_type=dict"
+    )
+
+
+@pytest.mark.parametrize("written", ["${oc.env:HUSH}", "a/${oc.env:HUSH}", "${ oc.env:HUSH }", "${oc.env:HUSH,none}"])
+def test_a_value_from_the_environment_is_used_and_never_shown(write, monkeypatch, written):
+    monkeypatch.setenv("HUSH", "s3cret")
+    loaded = load_config(write("a.yaml", f'reference: {{cache_dir: "{written}"}}'), [])
+    assert loaded.config.reference.cache_dir is not None
+    assert "s3cret" in loaded.config.reference.cache_dir
+    assert "s3cret" not in loaded.as_yaml()
+    assert yaml.safe_load(loaded.as_yaml())["reference"]["cache_dir"] == written
+
+
+def test_a_value_from_the_environment_is_not_shown_by_a_key_that_refers_to_it(write, monkeypatch):
+    monkeypatch.setenv("HUSH", "s3cret")
+    loaded = load_config(write("a.yaml", 'run: {name: "${oc.env:HUSH}"}\nreference: {cache_dir: "${run.name}"}'), [])
+    assert loaded.config.reference.cache_dir == "s3cret"
+    assert "s3cret" not in loaded.as_yaml()
+
+
+def test_a_value_from_the_environment_inside_a_list_is_not_shown(write, monkeypatch):
+    monkeypatch.setenv("HUSH", "0.625")
+    file = write("a.yaml", 'policy: {optimizer: {kwargs: {betas: ["${oc.decode:${oc.env:HUSH}}", 0.5]}}}')
+    loaded = load_config(file, [])
+    assert loaded.config.policy.optimizer.kwargs.betas == [0.625, 0.5]
+    assert "0.625" not in loaded.as_yaml()
+
+
+def test_a_value_from_the_environment_is_not_shown_by_the_error_about_it(write, monkeypatch):
+    monkeypatch.setenv("HUSH", "s3cret/")
+    file = write("a.yaml", 'run: {name: "${oc.env:HUSH}"}')
+    assert refusal(file) == (
+        f"{file}: run.name = \"${{oc.env:HUSH}}\": string should match pattern '^[A-Za-z0-9._-]+$'."
+    )
+
+
+def test_without_the_environment_interpolations_are_shown_resolved(write):
+    loaded = load_config(write("a.yaml", 'reference: {cache_dir: "${run.name}"}'), [])
+    assert yaml.safe_load(loaded.as_yaml())["reference"]["cache_dir"] == "tandem"
+
+
+# Overrides
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_an_override_wins_over_the_file_however_it_is_signed(write, sign):
+    file = write("a.yaml", "dpo: {max_num_epochs: 2}")
+    assert load_config(file, [f"{sign}dpo.max_num_epochs=3"]).config.dpo.max_num_epochs == 3
+
+
+def test_the_last_of_two_overrides_wins():
+    assert load_config(None, ["run.seed=1", "run.seed=2"]).config.run.seed == 2
+
+
+def test_an_override_reads_values_as_hydra_does():
+    config = load_config(
+        None,
+        [
+            "policy.optimizer.kwargs.lr=1e-4",
+            "policy.optimizer.kwargs.betas=[0.5,0.75]",
+            "dpo.max_num_steps=null",
+            "data.shuffle=false",
+            "run.dir='a, b=c'",
+        ],
+    ).config
+    assert config.policy.optimizer.kwargs.lr == 0.0001
+    assert config.policy.optimizer.kwargs.betas == [0.5, 0.75]
+    assert config.dpo.max_num_steps is None
+    assert config.data.shuffle is False
+    assert config.run.dir == "a, b=c"
+
+
+def test_an_override_of_a_section_replaces_the_section(write):
+    file = write("a.yaml", "run: {seed: 5, name: file}")
+    run = load_config(file, ["run={name: line}"]).config.run
+    assert (run.seed, run.name) == (42, "line")
+
+
+def test_a_key_below_a_dataset_given_by_its_path_leaves_the_path(write):
+    train = load_config(
+        write("a.yaml", "data: {train: pairs.jsonl}"), ["data.train.prompt_key=question"]
+    ).config.data.train
+    assert (train.data_path, train.prompt_key) == ("pairs.jsonl", "question")
+
+
+def test_a_tilde_makes_an_optional_key_null(write):
+    file = write("a.yaml", "policy: {max_grad_norm: 3.0}")
+    assert load_config(file, ["~policy.max_grad_norm"]).config.policy.max_grad_norm is None
+
+
+def test_a_tilde_takes_any_other_key_back_to_its_default(write):
+    file = write("a.yaml", "dpo: {max_num_epochs: 7, val_period: 8}")
+    assert load_config(file, ["~dpo.max_num_epochs"]).config.dpo.max_num_epochs == 1
+    assert load_config(file, ["~dpo"]).config.dpo == Config().dpo
+
+
+def test_a_tilde_before_an_unknown_key_is_refused():
+    assert refusal(None, "~dpo.val_perod") == (
+        f"override '~dpo.val_perod': unknown key dpo.val_perod. Did you mean dpo.val_period?{LISTS}"
+    )
+
+
+def test_a_tilde_may_remove_an_unknown_key_that_a_file_holds(write):
+    file = write("a.yaml", "dpo: {gamma: 1, val_period: 3}")
+    assert load_config(file, ["~dpo.gamma"]).config.dpo.val_period == 3
+
+
+@pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
+def test_a_sweep_is_refused_with_the_loop_that_does_it(values):
+    assert refusal(None, f"run.seed={values}") == (
+        f"override 'run.seed={values}': several values are a sweep, which one run cannot do. Start one run per value: "
+        "for v in ...; do tandem train run.seed=$v run.name=sweep-$v; done. For a list write run.seed=[a,b]."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("run.seed", "missing EQUAL at '<EOF>'"), ("run={name", "no viable alternative at input '{name'")],
+)
+def test_an_override_that_does_not_parse_is_refused_with_the_grammar(text, reason):
+    assert refusal(None, text) == (
+        f"override {text!r}: {reason}. Write key=value, +key=value or ~key; quote values that hold "
+        """, = { } [ ] or spaces: 'key="a, b"'."""
+    )
+
+
+# Unknown keys
+
+
+def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(write):
+    file = write("a.yaml", "dpo: {max_num_epoch: 3}")
+    assert refusal(file) == f"{file}: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
+
+
+def test_an_unknown_key_from_a_default_names_that_file(write):
+    base = write("base.yaml", "dpo: {max_num_epoch: 3}")
+    file = write("a.yaml", "defaults: base.yaml\ndpo: {val_period: 1}")
+    assert refusal(file) == f"{base}: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
+
+
+def test_an_unknown_key_on_the_command_line_says_so():
+    assert refusal(None, "dpo.max_num_epoch=3") == (
+        f"command line: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
+    )
+    assert refusal(None, "+dpo.max_num_epoch=3") == refusal(None, "++dpo.max_num_epoch=3")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("beta", "dpo.reference_policy_kl_penalty"),
+        ("dpo.beta", "dpo.reference_policy_kl_penalty"),
+        ("lr", "policy.optimizer.kwargs.lr"),
+        ("learning_rate", "policy.optimizer.kwargs.lr"),
+        ("max_steps", "dpo.max_num_steps"),
+        ("num_train_epochs", "dpo.max_num_epochs"),
+        ("max_length", "policy.max_total_sequence_length"),
+        ("loss_type", "dpo.preference_loss"),
+        ("output_dir", "run.dir"),
+        ("seed", "run.seed"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered_with_ours(theirs, ours):
+    assert refusal(None, f"{theirs}=1") == f"command line: unknown key {theirs}. Did you mean {ours}?{LISTS}"
+
+
+def test_a_key_like_no_other_gets_no_suggestion():
+    assert refusal(None, "zzqq=1") == f"command line: unknown key zzqq.{LISTS}"
+
+
+def test_an_unknown_key_is_shown_as_written_even_with_a_capital(write):
+    file = write("a.yaml", "Beta: 1")
+    assert refusal(file) == f"{file}: unknown key Beta. Did you mean dpo.reference_policy_kl_penalty?{LISTS}"
+
+
+def test_a_known_key_written_with_dots_in_a_file_is_refused_not_ignored(write):
+    file = write("a.yaml", "dpo.max_num_epochs: 3")
+    assert refusal(file) == (
+        f"{file}: the key dpo.max_num_epochs is written with dots. In a file, write it as sections, one inside the other."
+    )
+
+
+def test_a_key_that_is_no_text_is_refused(write):
+    file = write("a.yaml", "dpo: {1: 3}")
+    assert refusal(file) == f"{file}: dpo.1 = 1: keys should be strings."
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("dpo.max_num_epochs='3'", 'dpo.max_num_epochs = "3": input should be a valid integer.'),
+        ("dpo.max_num_epochs=1.0", "dpo.max_num_epochs = 1.0: input should be a valid integer."),
+        ("dpo.max_num_epochs=0", "dpo.max_num_epochs = 0: input should be greater than 0."),
+        ("dpo.val_at_start=1", "dpo.val_at_start = 1: input should be a valid boolean."),
+        ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0."),
+        ("run.name=a/b", "run.name = \"a/b\": string should match pattern '^[A-Za-z0-9._-]+$'."),
+        ("policy.optimizer.kwargs.lr=abc", 'policy.optimizer.kwargs.lr = "abc": input should be a valid number.'),
+        ("policy.optimizer.kwargs.lr=nan", "policy.optimizer.kwargs.lr = NaN: input should be a finite number."),
+        (
+            "policy.optimizer.kwargs.betas=[0.9]",
+            "policy.optimizer.kwargs.betas = [0.9]: list should have at least 2 items after validation, not 1.",
+        ),
+        (
+            "dpo.reference_policy_kl_penalty=0",
+            "dpo.reference_policy_kl_penalty = 0: input should be greater than 0.",
+        ),
+        ("dpo.preference_loss=ipo", "dpo.preference_loss = \"ipo\": input should be 'dpo' or 'sigmoid'."),
+        ("dpo=3", "dpo = 3: input should be a valid dictionary or instance of Dpo."),
+        ("data.train=3", "data.train = 3: input should be a valid dictionary or instance of DatasetFields."),
+        ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_refused_with_key_and_value(override, reason):
+    assert refusal(None, override) == f"command line: {reason}"
+
+
+def test_a_key_of_two_types_names_both_and_nothing_internal():
+    assert refusal(None, "policy.packing.pack_length=0") == (
+        "command line: policy.packing.pack_length = 0: input should be greater than 0.\n"
+        "command line: policy.packing.pack_length = 0: input should be 'auto'."
+    )
+
+
+def test_all_errors_of_a_file_are_shown_together(write):
+    file = write("a.yaml", 'dpo: {max_num_epochs: "3", gamma: 1}\nrun: {seed: -1}\nfoo: 1')
+    assert refusal(file, "data.shuffle=2").splitlines() == [
+        f"{file}: run.seed = -1: input should be greater than or equal to 0.",
+        f'{file}: dpo.max_num_epochs = "3": input should be a valid integer.',
+        f"{file}: unknown key dpo.gamma.{LISTS}",
+        "command line: data.shuffle = 2: input should be a valid boolean.",
+        f"{file}: unknown key foo.{LISTS}",
+    ]
+
+
+def test_both_loss_weights_zero_is_refused(write):
+    file = write("a.yaml", "dpo: {preference_loss_weight: 0}")
+    assert refusal(file) == (
+        f"{file}: dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so nothing would be learned."
+    )
+    assert load_config(file, ["dpo.sft_loss_weight=1"]).config.dpo.sft_loss_weight == 1
+
+
+def test_the_sft_average_follows_the_preference_average_unless_given():
+    follows = load_config(None, ["dpo.preference_average_log_probs=true"]).config.dpo
+    given = load_config(None, ["dpo.preference_average_log_probs=true", "dpo.sft_average_log_probs=false"]).config.dpo
+    assert (follows.sft_average_log_probs, given.sft_average_log_probs) == (True, False)
+
+
+LINEAR = "{name: torch.optim.lr_scheduler.LinearLR}"
+
+
+@pytest.mark.parametrize(
+    ("items", "schedulers", "steps"),
+    [
+        ([LINEAR, LINEAR], 2, []),
+        ([LINEAR, "{milestones: [5]}"], 1, [5]),
+        ([LINEAR, LINEAR, LINEAR, "{milestones: [5, 5]}"], 3, [5, 5]),
+        ([LINEAR, LINEAR, LINEAR, "{milestones: [9, 5]}"], 3, [9, 5]),
+        ([LINEAR, LINEAR, "{milestones: [5]}", "{milestones: [6]}"], 2, [5]),
+    ],
+)
+def test_milestones_that_do_not_fit_the_schedulers_are_refused(write, items, schedulers, steps):
+    file = write("a.yaml", f"policy: {{scheduler: [{', '.join(items)}]}}")
+    assert refusal(file) == (
+        f"{file}: policy.scheduler has {schedulers} schedulers and milestones {steps}: give one list of rising "
+        "milestones, one fewer than there are schedulers."
+    )
+
+
+def test_two_schedulers_take_one_milestone(write):
+    file = write("a.yaml", f"policy: {{scheduler: [{LINEAR}, {LINEAR}, {{milestones: [5]}}]}}")
+    scheduler = load_config(file, []).config.policy.scheduler
+    assert isinstance(scheduler, list)
+    assert scheduler[2].model_dump() == {"milestones": [5]}
+
+
+def test_the_schedule_may_be_one_scheduler_without_a_list_or_null(write):
+    file = write("a.yaml", f"policy: {{scheduler: {LINEAR}}}")
+    one = load_config(file, []).config.policy.scheduler
+    assert one is not None and not isinstance(one, list)
+    assert one.name == "torch.optim.lr_scheduler.LinearLR"
+    assert load_config(file, ["~policy.scheduler"]).config.policy.scheduler is None
+
+
+def test_sharing_prompts_contradicts_not_packing(write):
+    file = write("a.yaml", "policy: {packing: {mode: none, share_prompts: true}}")
+    assert refusal(file) == (
+        f"{file}: policy.packing.share_prompts=true contradicts policy.packing.mode=none, where nothing is shared."
+    )
+
+
+def test_without_packing_nothing_is_shared_by_default():
+    assert load_config(None, ["policy.packing.mode=none"]).config.policy.packing.share_prompts is False
+    assert Config().policy.packing.share_prompts is True
+
+
+def test_another_version_of_the_schema_is_refused(write):
+    file = write("a.yaml", "config_version: 2")
+    assert refusal(file) == f"{file}: config_version 2 is not known here; this tandem reads version 1."
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a b", "'a b' is no name; use letters, digits, - and _."),
+        ("a.b", "'a.b' is no name; use letters, digits, - and _."),
+        ("default", "the name default belongs to data.validation."),
+    ],
+)
+def test_a_validation_set_is_named_as_files_are(write, name, reason):
+    file = write("a.yaml", f"data: {{val_data_paths: {{{name}: x.jsonl}}}}")
+    assert refusal(file) == f"{file}: data.val_data_paths: {reason}"
+
+
+# The embedded default
+
+
+def test_with_nothing_given_the_embedded_default_is_in_force():
+    loaded = load_config(None, [])
+    assert (loaded.config.run.name, loaded.config.policy.optimizer.kwargs.lr) == ("default", 0.001)
+    assert set(loaded.origins.values()) == {"the embedded default"}
+
+
+def test_overrides_of_other_keys_leave_the_embedded_default_in_force():
+    assert load_config(None, ["run.seed=1"]).config.policy.optimizer.kwargs.lr == 0.001
+
+
+@pytest.mark.parametrize(
+    "override", ["policy.model_name=m", "data.train=x.jsonl", "data.train.data_path=x.jsonl", "policy={model_name: m}"]
+)
+def test_the_embedded_default_does_not_leak_into_a_given_model_or_data(override):
+    config = load_config(None, [override]).config
+    assert (config.run.name, config.policy.optimizer.kwargs.lr) == ("tandem", 5e-6)
+
+
+def test_the_embedded_default_does_not_leak_into_a_file(write):
+    config = load_config(write("a.yaml", "run: {seed: 1}"), []).config
+    assert (config.run.name, config.policy.optimizer.kwargs.lr) == ("tandem", 5e-6)
+
+
+# The resolved configuration
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["policy.packing.mode=none"],
+        ["policy.scheduler=null", "data.validation=v.jsonl", "data.val_data_paths={hard: h.jsonl}"],
+        ["policy.scheduler={name: torch.optim.lr_scheduler.CosineAnnealingLR, kwargs: {T_max: 10}}"],
+        ["dpo.preference_average_log_probs=true"],
+    ],
+)
+def test_the_printed_configuration_reads_back_as_the_same(tmp_path, overrides):
+    loaded = load_config(None, overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(loaded.as_yaml(), encoding="utf-8")
+    assert load_config(str(file), []).config == loaded.config
+
+
+def test_the_schema_is_frozen_and_closed():
+    config = Config()
+    with pytest.raises(ValidationError, match="Instance is frozen"):
+        config.run.seed = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        Config.model_validate({"run": {"sed": 1}})
+
+
+def test_every_section_of_the_schema_is_frozen_and_closed():
+    found = [Config]
+    for section in found:
+        for field in section.model_fields.values():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, type(Config()).__mro__[1]):
+                found.append(inner)
+    assert len(found) == 16
+    assert all(s.model_config.get("frozen") and s.model_config.get("extra") == "forbid" for s in found)
+
+
+def test_loading_does_not_change_the_file(write):
+    text = "run: {seed: 1}\n"
+    file = write("a.yaml", text)
+    load_config(file, ["run.seed=2", "~dpo"])
+    assert Path(file).read_text(encoding="utf-8") == text

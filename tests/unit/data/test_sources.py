@@ -1,0 +1,119 @@
+"""JSONL lines: rows with their places, and why a line is none."""
+
+import pytest
+
+from tandem.data import sources
+from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.errors import DataError
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "pairs.jsonl"
+
+
+def read(file, content: bytes) -> list[SourceRow | RowError]:
+    file.write_bytes(content)
+    return list(read_rows(file))
+
+
+def only_error(file, content: bytes) -> RowError:
+    (error,) = read(file, content)
+    assert isinstance(error, RowError)
+    return error
+
+
+def test_each_line_is_a_row_that_knows_its_place(file):
+    rows = read(file, b'{"a": 1}\n{"b": "\xc3\xa4"}\n')
+    assert rows == [SourceRow({"a": 1}, str(file), 1), SourceRow({"b": "ä"}, str(file), 2)]
+    assert [row.place for row in rows] == [f"{file}:1", f"{file}:2"]
+
+
+def test_the_last_line_needs_no_line_end(file):
+    assert len(read(file, b'{"a": 1}\n{"a": 2}')) == 2
+
+
+def test_malformed_json_is_told_by_line_and_column(file):
+    good, bad, other = read(file, b'{"a": 1}\n{"a": 1,}\n{"a": 3}\n')
+    assert isinstance(good, SourceRow) and isinstance(other, SourceRow)
+    assert str(bad) == f"{file}:2: column 9: malformed JSON: Expecting property name enclosed in double quotes."
+    assert (bad.reason, bad.kind) == ("malformed JSON", "bad")
+
+
+def test_a_last_line_that_was_cut_off_is_said_to_be(file):
+    assert str(only_error(file, b'{"prompt": "a", "chosen": ')) == (
+        f"{file}:1: column 27: malformed JSON: Expecting value. The line has no end: was the file cut off?"
+    )
+
+
+def test_a_key_that_stands_twice_is_refused_at_any_depth(file):
+    assert str(only_error(file, b'{"a": 1, "b": 2, "a": 1}\n')) == (
+        f"{file}:1: the key 'a' stands twice in one object. Remove one."
+    )
+    assert only_error(file, b'{"x": [{"c": 1, "c": 2}]}\n').message == (
+        "the key 'c' stands twice in one object. Remove one."
+    )
+
+
+def test_bytes_that_are_no_utf8_are_told_by_their_offset_in_the_line(file):
+    rows = read(file, b'{"a": 1}\n{"a": "\xff"}\n')
+    assert str(rows[1]) == f"{file}:2: not UTF-8 at byte 7 of the line. Save the file as UTF-8."
+    assert rows[1].reason == "not UTF-8"
+
+
+def test_a_byte_order_mark_is_left_out(file):
+    assert read(file, b'\xef\xbb\xbf{"a": 1}\n') == [SourceRow({"a": 1}, str(file), 1)]
+
+
+def test_crlf_reads_as_lf_does(file):
+    lines = [b'{"a": "x"}', b"", b'{"b": }', b'{"c": 3}', b""]
+    unix, dos = read(file, b"\n".join(lines)), read(file, b"\r\n".join(lines))
+    assert [str(row) for row in unix] == [str(row) for row in dos]
+    assert len(unix) == 3
+
+
+def test_blank_lines_are_left_out_and_counted(file):
+    rows = read(file, b'\n  \n{"a": 1}\n\t\n\n{"a": 2}\n\n')
+    assert [row.line for row in rows] == [3, 6]
+
+
+@pytest.mark.parametrize(("line", "kind"), [(b"[1]", "list"), (b'"x"', "str"), (b"1.5", "float")])
+def test_a_line_that_is_no_object_is_refused(file, line, kind):
+    error = only_error(file, line + b"\n")
+    assert str(error) == f"{file}:1: a {kind}, not a JSON object with a prompt and completions."
+    assert error.reason == "not an object"
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_absurd_nesting_is_refused_and_the_next_line_read(file, opening):
+    deep, after = read(file, opening * 100_000 + b'\n{"a": 1}\n')
+    assert str(deep) == f"{file}:1: JSON nested too deeply to be a preference."
+    assert isinstance(after, SourceRow)
+
+
+def test_a_number_with_absurdly_many_digits_is_refused_and_the_next_line_read(file):
+    number, after = read(file, b'{"a": ' + b"1" * 5000 + b'}\n{"a": 1}\n')
+    assert str(number) == f"{file}:1: a number with too many digits to be read."
+    assert isinstance(after, SourceRow)
+
+
+def test_an_empty_file_has_no_rows(file):
+    assert read(file, b"") == []
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError) as caught:
+        list(read_rows(tmp_path / "no.jsonl"))
+    assert str(caught.value) == (
+        f"{tmp_path}/no.jsonl: no such file. Check data.train.data_path and the validation paths."
+    )
+
+
+def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 20)
+    file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 40)
+    rows = read_rows(file)
+    assert isinstance(next(rows), SourceRow)
+    with pytest.raises(DataError) as caught:
+        next(rows)
+    assert str(caught.value) == f"{file}:2: a line over 64 MB. JSONL has one preference on a line."

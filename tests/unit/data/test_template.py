@@ -1,0 +1,160 @@
+"""How preferences become texts: prompt as prefix, one end of turn, and what is said of a template that cannot do it."""
+
+import pytest
+from letters import CHAT, letter_tokenizer
+
+from tandem.config.schema import Tokenizer as TokenizerConfig
+from tandem.data.formats import Completion, Message, Preference
+from tandem.data.sources import RowError
+from tandem.data.template import Rendered, Template, make_template
+from tandem.errors import ConfigError
+
+TOKENIZER = letter_tokenizer()
+PAIR = Preference("hi", (Completion("yes", 0), Completion("no", 1)), "pairs.jsonl:3")
+
+
+def with_template(source: str | None, **kwargs) -> Template:
+    return Template(TOKENIZER, source, kwargs)
+
+
+def refusal(template: Template, preference: Preference = PAIR) -> RowError:
+    with pytest.raises(RowError) as caught:
+        template.render(preference)
+    assert (caught.value.kind, caught.value.place) == ("bad", "pairs.jsonl:3")
+    return caught.value
+
+
+def of_text(text: str) -> Preference:
+    return Preference("hi", (Completion(text, 0), Completion("no", 1)), "pairs.jsonl:3")
+
+
+# Chat templates
+
+
+def test_the_prompt_ends_where_the_answer_begins_and_the_answer_with_its_end_of_turn():
+    assert with_template(CHAT).render(PAIR) == Rendered(
+        "user:hi<end>\nassistant:", ("yes<end>", "no<end>"), adds_bos=False
+    )
+
+
+def test_prompt_and_completion_joined_are_the_whole_conversation_but_for_what_follows_its_end():
+    messages = (Message("system", "be kind"), Message("user", "hi"), Message("assistant", "ho"), Message("user", "so?"))
+    rendered = with_template(CHAT).render(Preference(messages, PAIR.completions, "x"))
+    conversation = [{"role": m.role, "content": m.content} for m in (*messages, Message("assistant", "yes"))]
+    whole = TOKENIZER.apply_chat_template(conversation, chat_template=CHAT, tokenize=False)
+    assert whole == rendered.prompt + rendered.completions[0] + "\n"
+
+
+def test_a_plain_prompt_is_the_users_turn():
+    as_message = Preference((Message("user", "hi"),), PAIR.completions, PAIR.place)
+    assert with_template(CHAT).render(PAIR) == with_template(CHAT).render(as_message)
+
+
+def test_the_newline_after_the_end_of_turn_is_dropped_and_no_other():
+    assert with_template(CHAT).render(of_text("a\n")).completions[0] == "a\n<end>"
+
+
+def test_a_template_that_does_not_end_the_turn_gets_eos_once():
+    bare = CHAT.replace("<end>", "")
+    assert with_template(bare).render(PAIR).completions == ("yes\n</s>", "no\n</s>")
+
+
+def test_a_template_that_ends_in_eos_gets_no_second():
+    ending = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
+    assert with_template(ending).render(PAIR) == Rendered("hi</s>", ("yes</s>", "no</s>"), adds_bos=False)
+
+
+def test_kwargs_reach_the_template():
+    template = with_template("{{ mood }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", mood="calm")
+    assert template.render(PAIR).prompt == "calmhi</s>"
+
+
+def test_a_template_that_raises_is_told_with_its_reason():
+    error = refusal(with_template("{{ raise_exception('no\n  turns') }}"))
+    assert (error.reason, str(error)) == ("template fails", "pairs.jsonl:3: the chat template fails: no turns")
+
+
+def test_a_template_that_does_not_parse_is_told_with_its_reason():
+    assert str(refusal(with_template("{% for %}"))) == (
+        "pairs.jsonl:3: the chat template fails: Expected an expression, got 'end of statement block'"
+    )
+
+
+def test_a_template_that_changes_the_prompt_once_answered_is_told_with_the_first_difference():
+    changing = "{{ messages|length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
+    error = refusal(with_template(changing))
+    assert (error.reason, error.message) == (
+        "prompt is no prefix",
+        "the chat template writes the prompt differently once the answer follows: "
+        "...'1hi</s>' becomes ...'2hi</s>yes</s>'. "
+        "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja.",
+    )
+
+
+def test_a_template_that_writes_less_once_answered_is_no_prefix():
+    shrinking = "{{ messages[-1].content }}{% if add_generation_prompt %}</s>{% endif %}"
+    assert refusal(with_template(shrinking), of_text("hi")).message == (
+        "the chat template writes the prompt differently once the answer follows: "
+        "...'hi</s>' becomes ...'hi'. "
+        "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja."
+    )
+
+
+def test_the_probe_is_a_rendered_conversation_and_empty_for_raw_text():
+    assert with_template(CHAT).probe() == "user:How far is the moon?<end>\nassistant:"
+    assert with_template(None).probe() == ""
+
+
+# Raw text
+
+
+def test_raw_text_is_kept_and_ends_in_eos_once():
+    rendered = with_template(None).render(Preference("hi ", (Completion("yes", 0), Completion("no</s>", 1)), "x"))
+    assert rendered == Rendered("hi ", ("yes</s>", "no</s>"), adds_bos=True)
+
+
+def test_raw_text_already_ended_loses_what_blank_follows():
+    assert with_template(None).render(of_text("yes<end>\n\n")).completions[0] == "yes<end>"
+
+
+def test_an_end_of_turn_inside_a_text_does_not_end_it():
+    assert with_template(None).render(of_text("yes<end> or no")).completions[0] == "yes<end> or no</s>"
+
+
+def test_messages_without_a_template_are_refused_with_the_way_out():
+    error = refusal(with_template(None), Preference((Message("user", "hi"),), PAIR.completions, PAIR.place))
+    assert (error.reason, str(error)) == (
+        "messages without a template",
+        "pairs.jsonl:3: the prompt is a list of messages, but there is no chat template to write it with. "
+        "Give policy.tokenizer.chat_template=FILE.jinja, or prompts as plain text.",
+    )
+
+
+# What the configuration asks for
+
+
+def test_the_configuration_chooses_the_tokenizers_own_template_none_or_a_file(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages }}", encoding="utf-8")
+    tokenizer = letter_tokenizer(chat_template=CHAT)
+    assert make_template(tokenizer, TokenizerConfig()).source == CHAT
+    assert make_template(tokenizer, TokenizerConfig(chat_template=None)).source is None
+    assert make_template(tokenizer, TokenizerConfig(chat_template=str(file))).source == "{{ messages }}"
+    assert make_template(letter_tokenizer(), TokenizerConfig()).source is None
+
+
+def test_a_template_file_that_is_missing_is_refused(tmp_path):
+    file = f"{tmp_path}/no.jinja"
+    with pytest.raises(ConfigError) as caught:
+        make_template(TOKENIZER, TokenizerConfig(chat_template=file))
+    assert str(caught.value) == (
+        f"policy.tokenizer.chat_template = {file}: not readable: [Errno 2] No such file or directory: '{file}'"
+    )
+
+
+def test_a_template_that_is_neither_a_file_nor_a_known_word_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        make_template(TOKENIZER, TokenizerConfig(chat_template="chatml"))
+    assert str(caught.value) == (
+        "policy.tokenizer.chat_template = 'chatml': give default, null (raw text), or a file ending in .jinja."
+    )

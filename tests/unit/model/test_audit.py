@@ -1,0 +1,132 @@
+"""The audit stops a run before its first update when what is trained is not what the plain model computes."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from running import SHORT, short_run
+
+from tandem.config.load import load_config
+from tandem.errors import AuditError
+from tandem.model import attention, audit, policy, reference
+from tandem.model.audit import start_loss_verdict
+from tandem.train.setup import set_up
+
+
+def assert_nothing_was_trained(run):
+    assert (run / "metrics.jsonl").exists() is False
+
+
+def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
+    def leaking(tree, branch, position, q, k, window):
+        return (k <= q) & (tree[q] == tree[k])  # a completion sees the other one
+
+    monkeypatch.setattr(attention, "may_attend", leaking)
+    # Both sides share the error, so policy and reference agree; only the plain forward tells.
+    with pytest.raises(AuditError, match=r"audit: .*train.jsonl:\d+ \(completion 1\): packed log-probabilities differ"):
+        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+    assert_nothing_was_trained(tmp_path / "run")
+
+
+def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
+    inputs = policy.Policy.inputs
+
+    def shifted(self, pack, device):
+        import dataclasses
+
+        return inputs(self, dataclasses.replace(pack, predicting=pack.predicting + 1), device)
+
+    monkeypatch.setattr(policy.Policy, "inputs", shifted)
+    with pytest.raises(AuditError, match="packed log-probabilities differ from the model's plain forward"):
+        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+    assert_nothing_was_trained(tmp_path / "run")
+
+
+def test_a_reference_with_other_numbers_is_caught(tmp_path, monkeypatch):
+    of_preference = reference.CachedReference.of_preference
+    monkeypatch.setattr(reference.CachedReference, "of_preference", lambda self, i: of_preference(self, i) + 0.01)
+    with pytest.raises(AuditError) as caught:
+        short_run(tmp_path / "run")
+    assert re.fullmatch(
+        r"audit: .*train\.jsonl:\d+ \(completion 0\): the reference differs from the model it was made of by 0\.01 nats a "
+        r"token \(rounding explains 0\.0001\)\. Nothing was trained\. Remove the cached reference "
+        r"\(reference\.cache_dir\) and start again\.",
+        str(caught.value),
+    )
+    assert_nothing_was_trained(tmp_path / "run")
+
+
+def test_a_damaged_cache_file_is_put_aside_and_computed_anew(tmp_path):
+    cache = tmp_path / "cache"
+    short_run(tmp_path / "one", f"reference.cache_dir={cache}")
+    files = sorted(cache.glob("*/logps.f32"))
+    whole = [file.read_bytes() for file in files]
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[1] ^= 0xFF
+        file.write_bytes(content)
+    short_run(tmp_path / "two", f"reference.cache_dir={cache}")
+    assert [file.read_bytes() for file in files] == whole
+    assert len(list(cache.glob("*.damaged"))) == len(files)
+
+
+def test_a_model_that_never_asks_for_the_mask_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "counted_calls", lambda: _Nothing())
+    with pytest.raises(AuditError, match="0 of 4 attention layers asked for the pack's mask"):
+        short_run(tmp_path / "run")
+
+
+class _Nothing:
+    def __enter__(self):
+        return []
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_the_sample_holds_the_longest_preference():
+    store = set_up(load_config(None, SHORT).config, torch.device("cpu")).train.store
+    sample = audit._sample(store)
+    assert sample.tolist()[:3] == [0, 1, 2]
+    assert store.longest[sample].max() == store.longest.max()
+
+
+@pytest.mark.parametrize(
+    ("nats", "words"),
+    [
+        (1.6, "1.60 nats a token"),
+        (4.9, "4.90 nats a token: implausible; is this the template it was trained with?"),
+        (10.4, "10.40 nats a token, as much as guessing (10.37): these weights are untrained"),
+    ],
+)
+def test_the_start_loss_is_put_into_words(nats, words):
+    assert start_loss_verdict(nats, 32_000) == words
+
+
+def test_cached_reference_equals_the_live_one(tmp_path):
+    """In numbers, not only in what is learned: every token of every preference."""
+    from tandem.model.load import load_policy
+    from tandem.model.parallel import shard, start_workers
+
+    workers = start_workers()
+    setup = set_up(load_config(None, SHORT).config, workers.device)
+    frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+    cached = reference.cached_reference(
+        frozen,
+        setup.train,
+        workers.device,
+        folder=tmp_path,
+        weights="w",
+        precision="float32",
+        progress=lambda n: None,
+    )
+    live = reference.LiveReference(frozen)
+    for pack in setup.train.micro_batches(np.array([5, 2, 300, 17])):  # other neighbours than in the cached pass
+        inputs = frozen.inputs(pack, workers.device)
+        torch.testing.assert_close(
+            cached.token_logps(pack, inputs)[: inputs.num_scored],
+            live.token_logps(pack, inputs)[: inputs.num_scored],
+            atol=2e-5,
+            rtol=0,
+        )

@@ -1,0 +1,149 @@
+"""Folders that are either absent or whole, and manifests that know when a file changed."""
+
+import json
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tandem.cache import cache_dir, fingerprint, published, read_manifest, sha256_of, write_manifest
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("TANDEM_CACHE", "/t")
+    assert cache_dir() == Path("/t")
+    monkeypatch.delenv("TANDEM_CACHE")
+    assert cache_dir() == Path("/x/tandem")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_dir() == Path("/h/.cache/tandem")
+
+
+def test_a_fingerprint_is_told_by_content_not_by_the_order_of_keys():
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint("a", "b") == sha256(b'["a","b"]').hexdigest()[:32]
+
+
+def test_parts_of_a_fingerprint_do_not_run_together():
+    assert len({fingerprint("ab", "c"), fingerprint("a", "bc"), fingerprint("abc"), fingerprint(["ab", "c"])}) == 4
+
+
+def test_a_fingerprint_of_half_a_character_is_a_fingerprint():
+    assert fingerprint("\ud800") != fingerprint("\ud801")
+
+
+# Publishing
+
+
+def test_a_published_folder_appears_whole(tmp_path):
+    folder = tmp_path / "made" / "here"
+    with published(folder) as aside:
+        (aside / "file").write_text("x")
+        assert not folder.exists()
+    assert (folder / "file").read_text() == "x"
+    assert names(folder.parent) == ["here"]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), published(tmp_path / "folder") as aside:
+        (aside / "file").write_text("x")
+        raise RuntimeError
+    assert names(tmp_path) == []
+
+
+def test_of_two_writers_the_first_wins_and_the_second_leaves_nothing(tmp_path):
+    folder = tmp_path / "folder"
+    with published(folder) as second:
+        with published(folder) as first:
+            (first / "file").write_text("first")
+        (second / "file").write_text("second")
+    assert (folder / "file").read_text() == "first"
+    assert names(tmp_path) == ["folder"]
+
+
+def test_a_file_in_the_way_is_not_passed_over(tmp_path):
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(OSError), published(tmp_path / "folder"):
+        pass
+    assert names(tmp_path) == ["folder"]
+
+
+def test_a_writer_that_is_killed_leaves_no_folder_and_the_next_one_writes_it(tmp_path):
+    folder = tmp_path / "folder"
+    script = (
+        "import os, signal, sys; from pathlib import Path; from tandem.cache import published\n"
+        "with published(Path(sys.argv[1])) as aside:\n"
+        "    (aside / 'file').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(folder)]).returncode == -9
+    assert not folder.exists()
+    assert all(name.startswith(".folder.") for name in names(tmp_path))  # what it left is hidden
+    with published(folder) as aside:
+        (aside / "file").write_text("whole")
+    assert (folder / "file").read_text() == "whole"
+
+
+# Manifests
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "inner" / "b").write_bytes(b"two")
+    write_manifest(tmp_path, version=7)
+    return tmp_path
+
+
+def refusal(folder) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_manifest(folder)
+    return str(caught.value)
+
+
+def test_a_manifest_holds_its_facts_and_the_sha256_of_every_file(folder):
+    assert read_manifest(folder) == {
+        "version": 7,
+        "files": {"a": sha256(b"one").hexdigest(), "inner/b": sha256(b"two").hexdigest()},
+    }
+    assert sha256_of(folder / "a") == sha256(b"one").hexdigest()
+
+
+def test_a_changed_file_is_named(folder):
+    (folder / "inner" / "b").write_bytes(b"twp")
+    assert refusal(folder) == (
+        f"{folder}/inner/b does not match its SHA-256 in the manifest: it was changed or cut off"
+    )
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / "a").unlink()
+    assert refusal(folder) == f"{folder}/a is missing"
+
+
+def test_a_missing_manifest_is_named(tmp_path):
+    assert refusal(tmp_path) == (
+        f"{tmp_path}/manifest.json is missing or damaged "
+        f"([Errno 2] No such file or directory: '{tmp_path}/manifest.json')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{}", "'files'"),
+        (json.dumps({"files": [1]}), "'list' object has no attribute 'items'"),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path, text, reason):
+    (tmp_path / "manifest.json").write_text(text)
+    assert refusal(tmp_path) == f"{tmp_path}/manifest.json is missing or damaged ({reason})"

@@ -1,0 +1,138 @@
+"""One optimizer step: ties, means, clipping, and what happens when a number is not finite."""
+
+import pytest
+import torch
+from running import SHORT, metrics_of, short_run
+
+from tandem.config.load import load_config
+from tandem.config.schema import Dpo
+from tandem.errors import NonFiniteError
+from tandem.loss.objective import PairLoss
+from tandem.model.load import load_policy
+from tandem.model.parallel import shard, start_workers
+from tandem.model.reference import LiveReference
+from tandem.train.optimizer import make_optimizer
+from tandem.train.setup import set_up
+from tandem.train.step import Side, mean_metrics, metric_sums, train_step
+
+
+def test_ties_within_rounding_count_one_half():
+    rewards = torch.tensor([0.0, 0.00005, 0.5, -0.5])  # margins of 0, 0.0005, 5 and -5 nats at beta 0.1
+    zeros = torch.zeros(4)
+    loss = PairLoss(zeros, zeros[:2], rewards, zeros, zeros, zeros)
+    metrics = mean_metrics(metric_sums(loss, Dpo(), "float32").tolist(), 4, 2, Dpo())
+    assert metrics["accuracy"] == (0.5 + 0.5 + 1 + 0) / 4
+    assert metrics["logps_accuracy"] == 0.5
+    wide = mean_metrics(metric_sums(loss, Dpo(), "bfloat16").tolist(), 4, 2, Dpo())
+    assert wide["accuracy"] == metrics["accuracy"]
+
+
+def test_sft_is_averaged_over_preferences_and_the_rest_over_pairs():
+    loss = PairLoss(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([4.0]), *(torch.zeros(3) for _ in range(4)))
+    dpo = Dpo(sft_loss_weight=0.5)
+    metrics = mean_metrics(metric_sums(loss, dpo, "float32").tolist(), 3, 1, dpo)
+    assert metrics["preference_loss"] == 3.0
+    assert metrics["sft_loss"] == 4.0
+    assert metrics["loss"] == 5.0
+
+
+@pytest.fixture
+def started():
+    workers = start_workers()
+    setup = set_up(load_config(None, SHORT).config, workers.device)
+
+    def load():
+        return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+
+    side = Side(LiveReference(load()), setup.config.dpo, workers, "float32")
+    return setup, side, load()
+
+
+def whole(policy):
+    return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
+
+
+def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
+    setup, side, policy = started
+    batch = setup.batches.epoch(0)[0]
+    culprit = int(batch.preferences[3])
+
+    class Poisoned:
+        def token_logps(self, pack, inputs):
+            logps = side.reference.token_logps(pack, inputs)
+            owners = torch.from_numpy(pack.preferences[pack.owner])
+            poisoned = (owners == culprit)[inputs.completion[: inputs.num_scored]]
+            logps[: inputs.num_scored][poisoned] = float("nan")
+            return logps
+
+    optimizer = make_optimizer(policy.parameters(), setup.config.policy)
+    before = whole(policy)
+    step = train_step(
+        policy, Side(Poisoned(), side.dpo, side.workers, "float32"), setup.train, batch, optimizer, max_grad_norm=1.0
+    )
+    store = setup.train.store
+    with pytest.raises(NonFiniteError) as stopped:
+        step.read(store.place)
+    assert str(stopped.value) == (
+        "loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. "
+        f"Pairs at: {store.place(culprit)}. Lower the learning rate, or look at these rows."
+    )
+    after = whole(policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(state["step"].item() == 0 for state in optimizer.state.values())
+
+
+def test_clipping_scales_the_gradient_to_its_norm(started):
+    setup, side, policy = started
+    batch = setup.batches.epoch(0)[0]
+    # SGD-like: with eps far above any gradient, AdamW's first step is proportional to the clipped gradient.
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e6, weight_decay=0.0, fused=True)
+    before = whole(policy)
+    step = train_step(policy, side, setup.train, batch, optimizer, max_grad_norm=0.5)
+    norm = step.read(setup.train.store.place).metrics["grad_norm"]
+    assert norm > 0.5
+    moved = sum(((after - before[name]) ** 2).sum() for name, after in whole(policy).items()).sqrt().item()
+    assert moved * 1e6 == pytest.approx(0.5, rel=0.05)
+
+
+def test_weights_are_sharded_tensors_after_a_forward_without_backward(started):
+    """Otherwise an optimizer, a checkpoint or an export made then would hold other tensors than those trained."""
+    from torch.distributed.tensor import DTensor
+
+    setup, side, policy = started
+    for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
+        with torch.no_grad():
+            policy(policy.inputs(pack, side.workers.device))
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+
+
+def test_bfloat16_weights_alone_hardly_learn_where_float32_masters_do(started):
+    """At DPO's rates an update is below half a unit in the last place of a bfloat16 weight: rounding undoes it."""
+    setup, side, _ = started
+    margins = {}
+    for weights in ("float32", "bfloat16"):
+        policy = shard(load_policy(setup.source, setup.config.policy, side.workers.device), side.workers, bfloat16=True)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-6, weight_decay=0.0, fused=True)
+        for batch in setup.batches.epoch(0)[:12]:
+            _rounded(policy, weights)
+            step = train_step(policy, side, setup.train, batch, optimizer, max_grad_norm=1.0)
+        margins[weights] = step.read(setup.train.store.place).metrics["rewards_margin_mean"]
+    assert margins["float32"] > 0.005
+    assert margins["bfloat16"] < 0.35 * margins["float32"]
+
+
+def _rounded(policy, weights):
+    if weights == "bfloat16":
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                local = parameter.to_local()
+                local.copy_(local.bfloat16().float())
+
+
+def test_the_learning_rate_follows_schedulers_and_milestones(tmp_path):
+    schedule = (
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.5, total_iters: 2}},"
+        "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 0.1, total_iters: 100}}, {milestones: [2]}]"
+    )
+    run = short_run(tmp_path / "run", schedule)
+    assert [line["lr"] for line in metrics_of(run)] == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
