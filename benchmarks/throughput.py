@@ -110,7 +110,8 @@ def main() -> None:
     store = PairsInMemory(make_pairs(options.pairs * total, shape["vocab_size"], seed=0))
     arrangement = "shared" if options.mode == "batch" else "separate"
     length = options.pack_length if options.mode == "batch" else 2048
-    packer = Packer(store, length, arrangement, 1, "first_fit_decreasing")  # type: ignore[arg-type]
+    sizes = np.array([len(p.prompt) + sum(map(len, p.completions)) for p in store.preferences])
+    packer = Packer(store, sizes, length, arrangement, 1, "first_fit_decreasing")  # type: ignore[arg-type]
     seconds, reports = [], []
     for batch in Batches(store.num_pairs, options.pairs).epoch(0):
         started = time.perf_counter()

@@ -134,8 +134,8 @@ def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
     class Killed(Exception):
         pass
 
-    def dying(t, pending, number, bar):
-        report(t, pending, number, bar)
+    def dying(t, number, pending, bar):
+        report(t, number, pending, bar)
         if number == 3:
             raise Killed
 

@@ -31,8 +31,7 @@ class Preflight:
 def preflight(name: str, store: TokenStore, train: TokenStore | None = None) -> Preflight:
     prompt_tokens = int(store.num_prompt_tokens.sum())
     completion_tokens = int(store.num_scored_tokens.sum())
-    num_completions = np.array([len(store[i].completions) for i in range(min(len(store), 1000))])
-    repeated = prompt_tokens * float(num_completions.mean())
+    repeated = int((store.num_prompt_tokens * store.num_completions).sum())
     return Preflight(
         name=name,
         format=store.format,

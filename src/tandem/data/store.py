@@ -98,6 +98,14 @@ class TokenStore:
         return self._columns.sizes("completions")
 
     @cached_property
+    def num_completions(self) -> NDArray[np.int64]:
+        return self._columns.sizes("lengths")
+
+    @cached_property
+    def highest_token_id(self) -> int:
+        return max(self._columns.highest("prompt"), self._columns.highest("completions"))
+
+    @cached_property
     def longest(self) -> NDArray[np.int64]:
         """Tokens of each preference's prompt and longest completion."""
         longest = self._columns.reduce("lengths", np.maximum)
@@ -139,6 +147,9 @@ class _Columns:
 
     def sizes(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(arrays[name][0]) for arrays in self._arrays)])
+
+    def highest(self, name: str) -> int:
+        return max(int(arrays[name][1].max()) for arrays in self._arrays)
 
     def reduce(self, name: str, ufunc: np.ufunc) -> NDArray[np.int64]:
         parts = [ufunc.reduceat(values, offsets[:-1]) for offsets, values in (a[name] for a in self._arrays)]

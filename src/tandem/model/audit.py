@@ -37,13 +37,13 @@ def audit(
     `same_start`: the reference is the model the policy starts from, so that their numbers must agree.
     """
     tolerance = TOLERANCE[precision]
+    _check_calls(policy, packer, device)
     plain_worst = reference_worst = 0.0
     num_completions = 0
     for pack in packer.micro_batches(_sample(packer.store)):
         inputs = policy.inputs(pack, device)
-        with torch.no_grad(), counted_calls() as calls:
+        with torch.no_grad():
             packed = policy(inputs)[: inputs.num_scored]
-        _check_calls(policy, len(calls))
         against = reference.token_logps(pack, inputs)[: inputs.num_scored].to(packed)
         lengths = pack.completion_lengths.tolist()
         ours, theirs = packed.split(lengths), against.split(lengths)
@@ -98,16 +98,20 @@ def _mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().mean())
 
 
-def _check_calls(policy: Policy, calls: int) -> None:
+def _check_calls(policy: Policy, packer: Packer, device: torch.device) -> None:
+    """Every attention layer must ask for the pack's mask once; seen uncompiled, where calls can be counted."""
     if not policy.packed:
         return
+    pack = next(packer.micro_batches(_sample(packer.store)))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), counted_calls() as calls:
+        policy(policy.inputs(pack, device))
     config = policy.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
-    if calls != expected:
+    if len(calls) != expected:
         raise AuditError(
-            f"audit: {calls} of {expected} attention layers asked for the pack's mask, so sequences would see each other. "
-            "Nothing was trained. Train this model with policy.packing.mode=none."
+            f"audit: {len(calls)} of {expected} attention layers asked for the pack's mask, so sequences would see each "
+            "other. Nothing was trained. Train this model with policy.packing.mode=none."
         )
 
 

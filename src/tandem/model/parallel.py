@@ -67,6 +67,11 @@ def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each layer on its own: one graph serves all layers of a kind."""
+    """Compile each layer on its own: one graph serves all layers of a kind.
+
+    A layer has a graph per pack length, with and without gradients, and per kind of attention. Beyond torch's own limit
+    of 8 it would quietly run uncompiled.
+    """
+    torch._dynamo.config.recompile_limit = 64
     for layer in decoder_layers(policy):
         layer.compile(fullgraph=True, dynamic=False)

@@ -86,6 +86,7 @@ class Policy(nn.Module):
         return out.last_hidden_state
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes
     def plain_logps(self, prompt: Tensor, completion: Tensor) -> Tensor:
         """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick."""
         own = self.model.config._attn_implementation

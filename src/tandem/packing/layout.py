@@ -51,16 +51,6 @@ class Pack:
         return int((self.tree != FILLER).sum())
 
 
-def size_of(preference: TokenizedPreference, arrangement: Arrangement) -> int:
-    """Tokens a preference takes in a row (its longest row when separate)."""
-    prompt, lengths = len(preference.prompt), [len(completion) for completion in preference.completions]
-    if arrangement == "shared":
-        return prompt + sum(lengths)
-    if arrangement == "repeated":
-        return prompt * len(lengths) + sum(lengths)
-    return prompt + max(lengths)
-
-
 def lay_out(
     indices: Sequence[int],
     preferences: Sequence[TokenizedPreference],

@@ -136,7 +136,7 @@ def _packer(
 
 
 def _check_vocabulary(store: TokenStore, source: ModelSource) -> None:
-    highest = max(max(int(c.max()) for c in (row.prompt, *row.completions)) for row in store)
+    highest = store.highest_token_id
     if highest >= source.vocabulary:
         raise ConfigError(
             f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model knows only "

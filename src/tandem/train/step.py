@@ -113,6 +113,10 @@ class StepClock:
         else:
             self._times[index] = time.perf_counter()
 
+    def is_over(self) -> bool:
+        """Whether the step has ended, without waiting for it."""
+        return self._events is None or self._events[1].query()
+
     def seconds(self) -> float:
         if self._events:
             self._events[1].synchronize()
@@ -121,7 +125,7 @@ class StepClock:
 
 
 class PendingStep:
-    """A step whose numbers are still on the device. Reading them waits for it, so the loop reads one step late."""
+    """A step whose numbers are still on the device. Reading them waits for it, so the loop reads when it is done."""
 
     def __init__(self, batch: GlobalBatch, side: Side, lr: float):
         self.batch, self.side, self.lr = batch, side, lr
@@ -136,6 +140,9 @@ class PendingStep:
         self.pair_losses.append((pack, loss.preference.detach()))
         self.num_tokens += pack.num_tokens
         self.num_positions += pack.token_ids.size
+
+    def is_done(self) -> bool:
+        return self.clock.is_over()
 
     def read(self, place_of: Callable[[int], str]) -> StepReport:
         """The report; NonFiniteError if the loss or the gradient was not finite (the update was then skipped)."""

@@ -73,8 +73,6 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     references = _references(setup, policy, workers, weights, reporter)
     side = Side(references["train"], config.dpo, workers, setup.precision)
     _audit(setup, policy, side, reporter)
-    if setup.compiles:
-        compile_layers(policy)
     optimizer = make_optimizer(policy.parameters(), config.policy)
     scheduler = make_scheduler(optimizer, config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
@@ -89,7 +87,7 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
         ValidationSet(
             name,
             packer,
-            Side(references[name], config.dpo, workers, setup.precision),
+            Side(references[f"validation-{name}"], config.dpo, workers, setup.precision),
             config.dpo.val_global_batch_size or config.policy.train_global_batch_size,
             config.dpo.val_batches if (config.dpo.val_batches or 0) > 0 else None,
         )
@@ -103,14 +101,17 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
 
 def _load(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
     policy = load_policy(source, setup.config.policy, workers.device)
-    return shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+    if setup.compiles:
+        compile_layers(policy)
+    return policy
 
 
 def _references(
     setup: Setup, policy: Policy, workers: Workers, weights: str, reporter: Reporter
 ) -> dict[str, Reference]:
-    """The reference for the training set ("train") and every validation set, by name."""
-    packers = {"train": setup.train, **setup.validation}
+    """The reference for the training set and every validation set, by split."""
+    packers = {"train": setup.train, **{f"validation-{name}": packer for name, packer in setup.validation.items()}}
     if setup.config.reference.mode == "live":
         frozen = _load(setup, setup.source, workers).requires_grad_(False)
         return dict.fromkeys(packers, LiveReference(frozen))
@@ -163,20 +164,18 @@ def _loop(t: Training) -> list[ValidationReport]:
         before = _validate(t)
         t.reporter.validations("\nValidation before training", before)
     t.reporter.say("")
-    pending: PendingStep | None = None
+    unread: list[tuple[int, PendingStep]] = []
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
         for step, batch in _remaining(t):
             current = train_step(
                 t.policy, t.side, t.setup.train, batch, t.optimizer, t.setup.config.policy.max_grad_norm
             )
             t.scheduler.step()
-            if pending is not None:
-                _report(t, pending, step - 1, bar)
-            pending = current
+            unread.append((step, current))
             validating, saving = _due(step, dpo.val_period, total), _saving(t, step)
-            if validating or saving or step == total:
-                _report(t, pending, step, bar)
-                pending = None
+            # A step is read once it is done, at most one step late: reading earlier would make the device wait.
+            while unread and (len(unread) > 1 or validating or saving or step == total or unread[0][1].is_done()):
+                _report(t, *unread.pop(0), bar)
             if validating:
                 t.reporter.validations(f"\nValidation after step {step}", _validate(t))
             if saving:
@@ -207,7 +206,7 @@ def _saving(t: Training, step: int) -> bool:
     return checkpointing.enabled and _due(step, checkpointing.save_period, t.setup.num_steps)
 
 
-def _report(t: Training, pending: PendingStep, step: int, bar: Any) -> None:
+def _report(t: Training, step: int, pending: PendingStep, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
     report = pending.read(t.setup.train.store.place)
     record = {
@@ -240,9 +239,9 @@ def _validate(t: Training) -> list[ValidationReport]:
     return reports
 
 
-def _save(t: Training) -> None:
+def _save(t: Training, metrics_bytes: int | None = None) -> None:
     folder = t.run / "checkpoints"
-    t.progress = replace(t.progress, metrics_bytes=t.metrics.size())
+    t.progress = replace(t.progress, metrics_bytes=t.metrics.size() if metrics_bytes is None else metrics_bytes)
     place = save_checkpoint(folder, t.policy, t.optimizer, t.progress, t.fingerprints)
     prune(folder, t.setup.config.checkpointing.keep_top_k)
     t.reporter.detail(f"saved {place}")
@@ -251,13 +250,18 @@ def _save(t: Training) -> None:
 def _finish(t: Training, before: list[ValidationReport]) -> None:
     """Validate, save, export; measure what was exported; say where everything is."""
     config = t.setup.config
+    # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
+    trained_bytes = t.metrics.size()
     after = _validate(t) if config.dpo.val_at_end else []
     if config.checkpointing.enabled:
-        _save(t)
+        _save(t, trained_bytes)
     model = t.run / "model"
     dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
     export_model(t.policy, t.setup.template, model, dtype=dtype, rounding=config.export.rounding, seed=config.run.seed)
-    t.reporter.change("\nValidation", ("before", "after"), before, after)
+    if before:
+        t.reporter.change("\nValidation", ("before", "after"), before, after)
+    else:
+        t.reporter.validations("\nValidation after training", after)
     _measure_export(t, model, dtype, after)
     t.reporter.say(f"\nDone. Everything is in {t.run}")
     t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")

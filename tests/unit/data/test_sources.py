@@ -77,10 +77,12 @@ def test_blank_lines_are_left_out_and_counted(file):
     assert [row.line for row in rows] == [3, 6]
 
 
-@pytest.mark.parametrize(("line", "kind"), [(b"[1]", "list"), (b'"x"', "str"), (b"1.5", "float")])
+@pytest.mark.parametrize(
+    ("line", "kind"), [(b"[1]", "a list"), (b'"x"', "a text"), (b"1.5", "a number"), (b"null", "null")]
+)
 def test_a_line_that_is_no_object_is_refused(file, line, kind):
     error = only_error(file, line + b"\n")
-    assert str(error) == f"{file}:1: a {kind}, not a JSON object with a prompt and completions."
+    assert str(error) == f"{file}:1: {kind}, not a JSON object with a prompt and completions."
     assert error.reason == "not an object"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.data.tokens import TokenizedPreference
-from tandem.packing.layout import Pack, join, lay_out, size_of
+from tandem.packing.layout import Pack, join, lay_out
 
 
 def preference(prompt, *completions, pairs=((0, 1),)) -> TokenizedPreference:
@@ -26,11 +26,6 @@ B = preference([40], [50], [60, 61], [70], pairs=((0, 1), (0, 2), (1, 2)))
 
 def lists(pack: Pack, *fields: str) -> list:
     return [getattr(pack, field).tolist() for field in fields]
-
-
-def test_sizes_of_the_three_arrangements():
-    assert [size_of(A, "shared"), size_of(A, "repeated"), size_of(A, "separate")] == [8, 11, 6]
-    assert [size_of(B, "shared"), size_of(B, "repeated"), size_of(B, "separate")] == [5, 7, 3]
 
 
 def test_shared_lays_each_prompt_once_before_all_its_completions():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem.config.schema import Packing
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
-from tandem.packing.schedule import Batches, make_packer
+from tandem.packing.schedule import Batches, make_packer, row_sizes
 
 
 def batches(num_pairs, size: int, **options) -> Batches:
@@ -99,6 +99,22 @@ class Store(list[TokenizedPreference]):
     def place(self, index: int) -> str:
         return self[index].place
 
+    @property
+    def num_prompt_tokens(self):
+        return np.array([len(row.prompt) for row in self])
+
+    @property
+    def num_scored_tokens(self):
+        return np.array([sum(map(len, row.completions)) for row in self])
+
+    @property
+    def num_completions(self):
+        return np.array([len(row.completions) for row in self])
+
+    @property
+    def longest(self):
+        return np.array([row.longest for row in self])
+
 
 def store(*sizes: tuple[int, int, int]) -> Store:
     """Preferences of (prompt, completion, completion) tokens."""
@@ -116,6 +132,13 @@ def store(*sizes: tuple[int, int, int]) -> Store:
 
 def packer(of: Store, *, shortest_auto=1, **packing):
     return make_packer(of, Packing(**packing), shortest_auto=shortest_auto)  # type: ignore[arg-type]
+
+
+def test_sizes_of_the_three_arrangements():
+    of = store((4, 2, 3), (1, 1, 2))
+    assert row_sizes(of, "shared").tolist() == [9, 4]
+    assert row_sizes(of, "repeated").tolist() == [13, 5]
+    assert row_sizes(of, "separate").tolist() == [7, 3]
 
 
 def test_the_arrangement_follows_mode_and_sharing():
