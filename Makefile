@@ -24,11 +24,11 @@ train: $(READY)  ## set up, then train the embedded default: a tiny model on bun
 
 .PHONY: test
 test: $(READY)  ## set up, then run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 .PHONY: test-slow
 test-slow: $(READY)  ## the slow tests too
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 .PHONY: test-gpu
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
