@@ -68,9 +68,9 @@ def show_config(
     if schema:
         import json
 
-        from tandem.config.schema import Config
+        from tandem.config.schema import json_schema
 
-        print(json.dumps(Config.model_json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
         return
     from tandem.config.load import load_config
 

@@ -227,7 +227,7 @@ class DatasetFields(Section):
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
 
 
-Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset)]
+Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset, json_schema_input_type=str | DatasetFields)]
 
 
 class Data(Section):
@@ -335,3 +335,14 @@ class Config(Section):
         if value != CONFIG_VERSION:
             raise ValueError(f"config_version {value} is not known here; this tandem reads version {CONFIG_VERSION}")
         return value
+
+
+def json_schema() -> dict[str, Any]:
+    """What a configuration file may hold, for editors: the schema, and the key `defaults` that the loader reads."""
+    schema = Config.model_json_schema()
+    names = {"type": "array", "items": {"type": "string"}}
+    schema["properties"]["defaults"] = {
+        "anyOf": [{"type": "string"}, names],
+        "description": "files this one inherits from, relative to it; later ones win",
+    }
+    return schema

@@ -16,6 +16,9 @@ from tandem.model.attention import IMPLEMENTATION
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.tiny import tiny_model
 
+# Parts of the names of settings that add randomness while training.
+RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -121,9 +124,9 @@ def has_experts(config: Any) -> bool:
 
 
 def dropouts(config: Any) -> dict[str, float]:
-    """The dropout settings of a model that are not 0."""
+    """The settings of a model that add randomness while training and are not 0."""
     values = config.get_text_config().to_dict()
-    return {k: v for k, v in values.items() if ("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0}
+    return {k: v for k, v in values.items() if any(part in k for part in RANDOM) and isinstance(v, float) and v > 0}
 
 
 def without_dropout(config: Any) -> Any:
