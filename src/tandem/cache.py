@@ -10,12 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import ConfigError
+
 
 def cache_dir() -> Path:
     """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
     if given := os.environ.get("TANDEM_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def check_cache_dir() -> None:
+    """Refuse a cache directory that cannot be made or written, before any work is done."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the cache directory {folder} cannot be written ({error.strerror}). Set TANDEM_CACHE to one that can."
+        ) from None
 
 
 def sha256_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.errors import ConfigError, DiskError, OutOfMemoryError, TandemError
+from tandem.errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, TandemError
 
 app = typer.Typer(
     name="tandem",
@@ -43,7 +43,7 @@ def train(
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
         if not (Path(resume) / "config.yaml").is_file():
-            raise ConfigError(f"--resume {resume}: holds no config.yaml, so it is no run.")
+            raise CheckpointError(f"--resume {resume}: holds no config.yaml, so it is no run.")
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
     loaded = load_config(config, overrides or [])
 
@@ -56,6 +56,40 @@ def train(
         run_training(loaded, reporter, fresh=fresh)
     finally:
         stop_workers()
+
+
+@app.command("inspect")
+def inspect_row(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A data file, a pattern, or embedded.")],
+    overrides: Overrides = None,
+    row: Annotated[
+        int | None, typer.Option(metavar="N", help="The line (or element) to show; the first usable one.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="M", help="Whose tokenizer and template: policy.model_name.")
+    ] = None,
+    config: ConfigFile = None,
+    positions: Annotated[bool, typer.Option("--positions", help="Show position ids too.")] = False,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same as a page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show a preference as the model will see it: tokens, special tokens, and which are scored."""
+    from tandem.config.load import load_config
+
+    changes = [*(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]
+    loaded = load_config(config, changes)
+
+    from rich.console import Console
+
+    from tandem import inspect
+
+    found = inspect.inspect_data(data, loaded.config, row)
+    if html is not None:
+        inspect.write_page(found, Path(html), positions=positions)
+    elif as_json:
+        print(inspect.as_json(found))
+    else:
+        inspect.show(found, Console(highlight=False, soft_wrap=True), positions=positions)
 
 
 @app.command("config")

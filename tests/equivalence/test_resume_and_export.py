@@ -81,7 +81,7 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
     assert str(refused.value) == (
         f"{tmp_path}/cut holds a run with another configuration:\n"
         "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
-        "Take the old values back, choose another run.dir, or start anew with --fresh."
+        "Take the old values back, or choose another run.dir for another run."
     )
 
 

@@ -114,7 +114,7 @@ def test_an_unknown_option_ends_with_code_2(monkeypatch, capsys):
 
 def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path)) == (
-        2,
+        4,
         "",
         f"tandem: error: --resume {tmp_path}: holds no config.yaml, so it is no run.\n",
     )

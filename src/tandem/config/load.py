@@ -133,6 +133,8 @@ def _parse(text: str) -> Override:
             f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that hold "
             """, = { } [ ] or spaces: 'key="a, b"'."""
         ) from None
+    if not override.key_or_group:
+        raise ConfigError(f"override {text!r}: there is no key before the =.")
     if override.is_sweep_override():
         key = override.key_or_group
         raise ConfigError(
@@ -278,7 +280,7 @@ def _unknown(key: str) -> str:
     known = {name.rsplit(".", 1)[-1]: name for name in sorted(key_names(), reverse=True)} | KNOWN_ELSEWHERE
     here = {name.rsplit(".", 1)[-1]: name for name in key_names() if name.rpartition(".")[0] == section}
     nearest = next(
-        (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.7))), None
+        (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.6))), None
     )
     hint = f" Did you mean {nearest}?" if nearest else ""
     return f"unknown key {key}.{hint} `tandem config` lists all keys."

@@ -215,13 +215,33 @@ def _path_as_dataset(value: Any) -> Any:
     return {"data_path": value} if isinstance(value, str) else value
 
 
+DatasetName = Literal[
+    "auto",
+    "BinaryPreferenceDataset",
+    "PreferenceDataset",
+    "HelpSteer3",
+    "Tulu3Preference",
+    "aligner",
+    "scored",
+    "sharegpt",
+    "alpaca",
+    "alpaca_pair",
+    "messages_pair",
+    "question_responses",
+    "dialogue_text",
+    "implicit_prompt",
+]
+
+
 class DatasetFields(Section):
     """Where a preference set is and how it reads."""
 
-    data_path: str | None = Field(default=None, description="a JSONL file; embedded: the bundled pairs")
-    dataset_name: Literal["auto", "BinaryPreferenceDataset", "PreferenceDataset"] = Field(
-        default="auto", description="format; auto: told by the keys of the first row"
+    data_path: str | None = Field(
+        default=None,
+        description="a .jsonl, .json, .csv (each also .gz, .zst), .parquet or .arrow file, or a pattern of such; "
+        "embedded: the bundled pairs",
     )
+    dataset_name: DatasetName = Field(default="auto", description="format; auto: told by the keys of the first row")
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
@@ -247,8 +267,8 @@ class Data(Section):
     pairing: Literal["best_worst", "all", "adjacent"] = Field(
         default="best_worst", description="pairs made of more than two ranked completions"
     )
-    overlong: Literal["drop", "error"] = Field(
-        default="drop", description="preferences over policy.max_total_sequence_length: drop and count, or stop"
+    overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
+        default="drop", description="preferences over policy.max_total_sequence_length: drop and count, cut, or stop"
     )
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="malformed rows: stop, or skip and count")
     max_bad_share: Share = Field(

@@ -1,196 +1,259 @@
 """SourceRows in; Preferences out. One small function per format, a table of their names, detection by keys."""
 
-import difflib
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.schema import DatasetFields
+from tandem.data.preference import (
+    Completion,
+    Message,
+    Preference,
+    checked,
+    completion_of,
+    ended_before_answer,
+    field_of,
+    messages_of,
+    prompt_of,
+    score_of,
+)
 from tandem.data.sources import RowError, SourceRow, kind_of
 
-ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer: its text, its rank (lower is better) and its score where the data gives one."""
-
-    text: str
-    rank: int
-    score: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """A prompt (a plain text, or messages) and two or more ranked completions."""
-
-    prompt: str | tuple[Message, ...]
-    completions: tuple[Completion, ...]
-    place: str
+Prompt = str | tuple[Message, ...]
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
     """`prompt`, `chosen`, `rejected` under configurable keys: texts, or messages."""
-    prompt = _prompt(row, keys.prompt_key)
-    completions = tuple(
-        Completion(_completion(row, _field(row.value, key, row), key), rank)
-        for rank, key in enumerate((keys.chosen_key, keys.rejected_key))
-    )
-    return _checked(Preference(prompt, completions, row.place))
+    return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
     """NeMo RL's PreferenceDataset: `context` (messages), `completions` of {rank, completion}; lower rank is better."""
-    given = _field(row.value, "completions", row)
-    if not isinstance(given, list) or len(given) < 2:
-        raise RowError(
-            row.place, "one completion", "completions: a preference needs a list of two or more completions."
-        )
+    given = _several(row, "completions")
     completions = []
     for i, item in enumerate(given):
-        if not isinstance(item, Mapping):
-            raise RowError(row.place, "wrong type", f"completions[{i}]: {kind_of(item)}, not an object.")
-        rank = _field(item, "rank", row, f"completions[{i}].")
+        where = f"completions[{i}]"
+        rank = field_of(item, "rank", row, f"{where}.")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            raise RowError(
-                row.place, "bad rank", f"completions[{i}].rank: {rank!r} is no rank; ranks are integers from 0."
-            )
-        answer = _field(item, "completion", row, f"completions[{i}].")
-        score = _score(item.get("score", item.get("reward")), row, f"completions[{i}].score")
-        completions.append(Completion(_completion(row, answer, f"completions[{i}].completion"), rank, score))
-    return _checked(Preference(_prompt(row, "context"), tuple(completions), row.place))
+            raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is no rank; ranks are integers from 0.")
+        text = completion_of(row, field_of(item, "completion", row, f"{where}."), f"{where}.completion")
+        completions.append(Completion(text, rank, _score(item, row, where)))
+    return checked(Preference(prompt_of(row, "context"), tuple(completions), row.place))
 
 
-FORMATS: dict[str, Callable[[SourceRow, DatasetFields], Preference]] = {
-    "BinaryPreferenceDataset": binary,
-    "PreferenceDataset": ranked,
+def scored(row: SourceRow, keys: DatasetFields) -> Preference:
+    """A prompt and completions with a `score` (or `reward`) each, which also gives the ranks: higher is better."""
+    key = next((name for name in ("completions", "responses") if name in row.value), "completions")
+    answers = []
+    for i, item in enumerate(_several(row, key)):
+        where = f"{key}[{i}]"
+        score = _score(item, row, where)
+        if score is None:
+            raise RowError(row.place, "missing key", f"no key {where}.score (or reward).")
+        text = next((name for name in ("completion", "response", "text", "content") if name in item), "completion")
+        answers.append((completion_of(row, field_of(item, text, row, f"{where}."), f"{where}.{text}"), score))
+    order = sorted({score for _, score in answers}, reverse=True)
+    completions = tuple(Completion(text, order.index(score), score) for text, score in answers)
+    return checked(Preference(prompt_of(row, keys.prompt_key), completions, row.place))
+
+
+def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
+    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, maybe `chosen_reward` and `rejected_reward`."""
+    scores = [score_of(row.value.get(key), row, key) for key in ("chosen_reward", "rejected_reward")]
+    return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response", scores)
+
+
+def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen` and `rejected` are whole conversations; the prompt is all but the last message, the same in both."""
+    return _from_conversations(row, keys.chosen_key, keys.rejected_key)
+
+
+def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen_messages` and `rejected_messages`: whole conversations, contents maybe as typed parts."""
+    return _from_conversations(row, "chosen_messages", "rejected_messages")
+
+
+def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen` and `rejected` are whole dialogues as one text (Anthropic HH), split at the last assistant turn."""
+    (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
+    if chosen != rejected:
+        raise _prompts_differ(row)
+    turns = messages_of(_turns(chosen), row, keys.chosen_key)
+    completions = (Completion(first, 0), Completion(second, 1))
+    return checked(Preference(ended_before_answer(turns, row, keys.chosen_key), completions, row.place))
+
+
+def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
+    """LLaMA-Factory's sharegpt ranking: `conversations` of {from, value}; `chosen` and `rejected` of the same form."""
+    turns = field_of(row.value, "conversations", row)
+    if not isinstance(turns, list):
+        raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
+    given = row.value.get("system")
+    system = messages_of([{"role": "system", "content": given}], row, "system") if given else ()
+    translated = [_from_sharegpt(turn, row, f"conversations[{i}]") for i, turn in enumerate(turns)]
+    prompt = ended_before_answer(messages_of(translated, row, "conversations"), row, "conversations")
+    if system and prompt[0].role == "system":
+        raise RowError(row.place, "late system turn", "conversations[0]: a system turn beside the key system.")
+    texts = [
+        completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
+        for key in (keys.chosen_key, keys.rejected_key)
+    ]
+    return checked(Preference(system + prompt, tuple(Completion(text, i) for i, text in enumerate(texts)), row.place))
+
+
+def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`instruction` and `input` make the prompt; `chosen`/`rejected`, or `output` as a pair, the completions."""
+    instruction = prompt_of(row, "instruction")
+    extra = "" if row.value.get("input") is None else row.value["input"]
+    if not isinstance(instruction, str) or not isinstance(extra, str):
+        raise RowError(row.place, "wrong type", "instruction and input must be texts.")
+    prompt = f"{instruction}\n\n{completion_of(row, extra, 'input')}" if extra.strip() else instruction
+    if keys.chosen_key in row.value:
+        return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
+    output = field_of(row.value, "output", row)
+    if not isinstance(output, list) or len(output) != 2:
+        raise RowError(row.place, "one completion", "output: without chosen and rejected it must be a pair of texts.")
+    texts = (completion_of(row, text, f"output[{i}]") for i, text in enumerate(output))
+    return checked(Preference(prompt, tuple(Completion(text, i) for i, text in enumerate(texts)), row.place))
+
+
+def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`question`, `response_j` (better), `response_k`: Stack Exchange pairs."""
+    return _pair(row, prompt_of(row, "question"), "response_j", "response_k")
+
+
+def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
+    """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
+    preferred = field_of(row.value, "overall_preference", row)
+    if not isinstance(preferred, int) or isinstance(preferred, bool):
+        raise RowError(row.place, "wrong type", f"overall_preference: {kind_of(preferred)}, not a whole number.")
+    ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
+    texts = [completion_of(row, field_of(row.value, key, row), key) for key in ("response1", "response2")]
+    completions = tuple(Completion(text, rank) for text, rank in zip(texts, ranks, strict=True))
+    return checked(Preference(prompt_of(row, "context"), completions, row.place))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to read rows, and the fields that tell it; a field may be asked to hold a kind of value."""
+
+    read: Callable[[SourceRow, DatasetFields], Preference]
+    told_by: tuple[str, ...]
+    holds: Callable[[Any], bool] = lambda value: True  # what the last of those fields must hold
+
+
+def _is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and ASSISTANT in value
+
+
+def _is_one_answer(value: Any) -> bool:
+    """Not a whole conversation, as some sets have it beside a prompt that repeats its first turn."""
+    return not (isinstance(value, list) and len(value) > 1)
+
+
+# In the order they are tried; {prompt}, {chosen} and {rejected} stand for the configured keys.
+FORMATS: dict[str, Format] = {
+    "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_one_answer),
+    "PreferenceDataset": Format(ranked, ("context", "completions")),
+    "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
+    "aligner": Format(aligner, ("{prompt}", "chosen_response", "rejected_response")),
+    "scored": Format(scored, ("{prompt}", "completions")),
+    "sharegpt": Format(sharegpt, ("conversations", "{chosen}", "{rejected}")),
+    "alpaca": Format(alpaca, ("instruction", "{chosen}", "{rejected}")),
+    "alpaca_pair": Format(alpaca, ("instruction", "output"), lambda value: isinstance(value, list)),
+    "messages_pair": Format(messages_pair, ("chosen_messages", "rejected_messages")),
+    "question_responses": Format(question_responses, ("question", "response_j", "response_k")),
+    "dialogue_text": Format(dialogue_text, ("{chosen}", "{rejected}"), _is_dialogue),
+    "Tulu3Preference": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
+    "implicit_prompt": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
 }
 
 
-def detect_format(row: SourceRow, keys: DatasetFields) -> str:
-    """The name of the format, told by the keys of a row."""
-    if "completions" in row.value and keys.chosen_key not in row.value:
-        return "PreferenceDataset"
-    return "BinaryPreferenceDataset"
+def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
+    """The name of the format, told by the keys of a row, and the reason in words."""
+    names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
+    for name, known in FORMATS.items():
+        fields = [names.get(field, field) for field in known.told_by]
+        if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
+            return name, f"told by the keys {', '.join(fields)}"
+    return "BinaryPreferenceDataset", "no other format fits its keys"
 
 
-def _checked(preference: Preference) -> Preference:
-    texts = [completion.text for completion in preference.completions]
-    if not all(text.strip() for text in texts):
-        raise RowError(preference.place, "empty completion", "a completion is empty.", kind="filtered")
-    if len(set(texts)) == 1:
-        raise RowError(
-            preference.place,
-            "equal completions",
-            "chosen and rejected are identical, so the pair teaches nothing.",
-            kind="filtered",
-        )
-    if len({completion.rank for completion in preference.completions}) == 1:
-        raise RowError(preference.place, "equal ranks", "all completions have the same rank: a tie.", kind="filtered")
-    return preference
+ASSISTANT = "\n\nAssistant:"
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def _field(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
-    if key not in holder:
-        near = difflib.get_close_matches(key, list(holder), n=1, cutoff=0.7)
-        hint = f" Is {above}{near[0]} meant?" if near else ""
-        found = ", ".join(holder) or "none"
-        way_out = "" if above else f" Keys found: {found}. data.train.{_config_key(key)} names another."
-        raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
-    if holder[key] is None:
-        raise RowError(row.place, "null", f"{above}{key} is null; it must hold a text or messages.")
-    return holder[key]
+def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str, scores: Any = (None, None)) -> Preference:
+    texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
+    completions = tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
+    return checked(Preference(prompt, completions, row.place))
 
 
-def _config_key(key: str) -> str:
-    return f"{key}_key" if key in ("prompt", "chosen", "rejected") else "prompt_key (chosen_key, rejected_key)"
+def _several(row: SourceRow, key: str) -> list[Mapping[str, Any]]:
+    given = field_of(row.value, key, row)
+    if not isinstance(given, list) or len(given) < 2:
+        message = f"{key}: a preference needs a list of two or more completions."
+        raise RowError(row.place, "one completion", message)
+    for i, item in enumerate(given):
+        if not isinstance(item, Mapping):
+            raise RowError(row.place, "wrong type", f"{key}[{i}]: {kind_of(item)}, not an object.")
+    return given
 
 
-def _prompt(row: SourceRow, key: str) -> str | tuple[Message, ...]:
-    value = _field(row.value, key, row)
-    if isinstance(value, str):
-        if not value.strip():
-            raise RowError(row.place, "empty prompt", f"{key} is empty.")
-        return _clean(value, row, key)
-    messages = _messages(value, row, key)
-    if messages[-1].role == "assistant":
-        raise RowError(
-            row.place,
-            "context ends in an assistant turn",
-            f"{key}[{len(messages) - 1}]: the prompt ends in an assistant turn; it must end before the answer.",
-        )
-    return messages
+def _score(item: Mapping[str, Any], row: SourceRow, where: str) -> float | None:
+    # A table has every column in every row: null where the row has none.
+    name = "reward" if item.get("score") is None else "score"
+    return score_of(item.get(name), row, f"{where}.{name}")
 
 
-def _completion(row: SourceRow, value: Any, key: str) -> str:
-    if isinstance(value, str):
-        return _clean(value, row, key)
-    messages = _messages(value if isinstance(value, list) else [value], row, key, first="assistant")
-    if len(messages) != 1 or messages[0].role != "assistant":
-        roles = ", ".join(message.role for message in messages)
-        raise RowError(row.place, "wrong roles", f"{key}: roles {roles}; a completion is one assistant message.")
-    return messages[0].content
+def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
+    """What comes before the last assistant turn, and what that turn says."""
+    text = completion_of(row, field_of(row.value, key, row), key)
+    before, found, answer = text.rpartition(ASSISTANT)
+    before = f"\n\n{before.lstrip()}"
+    if not found or not TURN.match(before):
+        raise RowError(row.place, "no dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
+    return before, answer.strip()
 
 
-def _messages(value: Any, row: SourceRow, key: str, first: str = "user") -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text or a list of messages.")
-    if not value:
-        raise RowError(row.place, "empty prompt", f"{key} is an empty list of messages.")
-    messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
-    turns = [i for i, message in enumerate(messages) if message.role != "system"]
-    if any(message.role == "system" for message in messages[1:]):
-        late = next(i for i, message in enumerate(messages) if i and message.role == "system")
-        raise RowError(row.place, "late system turn", f"{key}[{late}]: a system turn may only come first.")
-    for before, i in zip([None, *turns], turns, strict=False):
-        role = messages[i].role
-        wanted = {first} if before is None else _may_follow(messages[before].role)
-        if role not in wanted:
-            after = "first" if before is None else f"after {messages[before].role}"
-            raise RowError(row.place, "roles out of order", f"{key}[{i}]: role {role} cannot come {after}.")
-    return messages
+def _turns(dialogue: str) -> list[dict[str, str]]:
+    """A dialogue as messages; turns of one side in a row are one message."""
+    turns: list[dict[str, str]] = []
+    _, *parts = TURN.split(dialogue)
+    for who, said in zip(parts[::2], parts[1::2], strict=True):
+        role = ROLES[who.lower()]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{said.strip()}"
+        else:
+            turns.append({"role": role, "content": said.strip()})
+    return turns
 
 
-def _may_follow(role: str) -> set[str]:
-    return {"user": {"assistant"}, "assistant": {"user", "tool"}, "tool": {"tool", "assistant"}}[role]
+def _prompts_differ(row: SourceRow) -> RowError:
+    message = "chosen and rejected do not answer the same conversation."
+    return RowError(row.place, "prompts differ", message, kind="filtered")
 
 
-def _message(item: Any, row: SourceRow, where: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError(row.place, "wrong type", f"{where}: {kind_of(item)}, not a message with role and content.")
-    role, content = _field(item, "role", row, f"{where}."), _field(item, "content", row, f"{where}.")
-    if role not in ROLES:
-        raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
-    if not isinstance(content, str):
-        raise RowError(row.place, "wrong type", f"{where}.content: {kind_of(content)}, not a text.")
-    return Message(role, _clean(content, row, f"{where}.content"))
+def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
+    keys = (chosen_key, rejected_key)
+    chosen, rejected = (messages_of(field_of(row.value, key, row), row, key) for key in keys)
+    if chosen[:-1] != rejected[:-1]:
+        raise _prompts_differ(row)
+    for key, last in zip(keys, (chosen[-1], rejected[-1]), strict=True):
+        if last.role != "assistant":
+            raise RowError(
+                row.place, "wrong roles", f"{key} ends in a {last.role} turn; it must end in an assistant's."
+            )
+    completions = (Completion(chosen[-1].content, 0), Completion(rejected[-1].content, 1))
+    return checked(Preference(chosen[:-1], completions, row.place))
 
 
-def _clean(text: str, row: SourceRow, key: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(
-            row.place, "lone surrogate", f"{key}: half a character (a lone surrogate) at position {error.start}."
-        ) from None
-    return text
-
-
-def _score(value: Any, row: SourceRow, where: str) -> float | None:
-    if value is None:
-        return None
-    try:
-        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer beyond every float
-        pass
-    raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")
+def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise RowError(row.place, "wrong type", f"{where}: {kind_of(turn)}, not a turn with from and value.")
+    who, said = (field_of(turn, key, row, f"{where}.") for key in ("from", "value"))
+    if not isinstance(who, str) or who not in ROLES:
+        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is none of {', '.join(ROLES)}.")
+    return {"role": ROLES[who], "content": said}

@@ -18,6 +18,7 @@ class Preflight:
 
     name: str
     format: str
+    format_reason: str
     counts: Counts
     num_pairs: int
     prompt_tokens: int
@@ -35,6 +36,7 @@ def preflight(name: str, store: TokenStore, train: TokenStore | None = None) -> 
     return Preflight(
         name=name,
         format=store.format,
+        format_reason=store.format_reason,
         counts=store.counts,
         num_pairs=int(store.num_pairs.sum()),
         prompt_tokens=prompt_tokens,

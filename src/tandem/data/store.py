@@ -1,6 +1,7 @@
 """TokenizedPreferences in; a TokenStore on disk out: Arrow columns, memory-mapped, named by a fingerprint of its content."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from tandem.cache import cache_dir, fingerprint, published, read_manifest, sha256_of, write_manifest
 from tandem.config.schema import Data, DatasetFields
-from tandem.data.formats import FORMATS, Preference, detect_format
-from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.data.formats import FORMATS, detect_format
+from tandem.data.preference import Preference
+from tandem.data.sources import RowError, SourceRow, find_files, read_rows
 from tandem.data.template import Template
 from tandem.data.tokens import TokenizedPreference, tokenize
 from tandem.errors import DataError
@@ -56,6 +58,7 @@ class TokenStore:
         self.folder = folder
         self.fingerprint: str = manifest["fingerprint"]
         self.format: str = manifest["format"]
+        self.format_reason: str = manifest["format_reason"]
         self.counts = Counts(**manifest["counts"])
         self.examples: list[dict[str, str]] = manifest["examples"]
         self._columns = _Columns(folder / "tokens.arrow")
@@ -156,13 +159,13 @@ class _Columns:
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def open_store(source: Path, keys: DatasetFields, template: Template, data: Data, max_length: int) -> TokenStore:
-    """The tokenised form of a file: found in the cache by its fingerprint, or made and kept there."""
-    if not source.is_file():
-        raise DataError(f"{source}: no such file. Check data.train.data_path and the validation paths.")
-    name = fingerprint(
-        FORMAT_VERSION, sha256_of(source), keys.model_dump(), _content_of(template), data.pairing, max_length
-    )
+def open_store(source: str, keys: DatasetFields, template: Template, data: Data, max_length: int) -> TokenStore:
+    """The tokenised form of a file (or of all that a pattern matches): found in the cache by its fingerprint, or made."""
+    files = find_files(source)
+    content = [[str(file), sha256_of(file)] for file in files]
+    cut = data.overlong if data.overlong.startswith("truncate") else None
+    settings = [keys.model_dump(), data.pairing, max_length, cut]
+    name = fingerprint(FORMAT_VERSION, content, settings, _content_of(template))
     folder = cache_dir() / "tokens" / name
     if folder.is_dir():
         try:
@@ -170,27 +173,28 @@ def open_store(source: Path, keys: DatasetFields, template: Template, data: Data
         except (ValueError, OSError, pa.ArrowInvalid) as error:
             raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
     else:
-        _write(folder, name, source, keys, template, data, max_length)
+        _write(folder, name, files, keys, template, data, max_length)
         store = TokenStore(folder, read_manifest(folder))
     judge(store, source, data)
     return store
 
 
-def judge(store: TokenStore, source: Path, data: Data) -> None:
+def judge(store: TokenStore, source: str, data: Data) -> None:
     """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
     counts = store.counts
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
-    shown = _examples(store)
+    shown, all_bad = _examples(store, counts.bad | counts.filtered), _examples(store, counts.bad)
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
     if bad and data.on_bad_row == "error":
         raise DataError(
-            f"{source}: {bad} of {counts.rows} rows are malformed:\n{shown}\n"
-            "Mend them, or set data.on_bad_row=skip to leave them out."
+            f"{source}: {bad} of {counts.rows} rows are malformed:\n{all_bad}\n"
+            f"Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}."
         )
     if bad > data.max_bad_share * counts.rows:
         raise DataError(
-            f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{shown}"
+            f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
+            f"Mend them, or set data.max_bad_share={_share_for(bad, counts.rows)}."
         )
     if data.overlong == "error" and counts.filtered.get("over-long"):
         raise DataError(
@@ -201,14 +205,24 @@ def judge(store: TokenStore, source: Path, data: Data) -> None:
         raise DataError(
             f"{source}: {filtered} of {counts.rows} rows were filtered, over "
             f"data.max_filtered_share={data.max_filtered_share}:\n{shown}\n"
-            "Raise policy.max_total_sequence_length if they are over-long, mend the file, or raise the share."
+            f"{_remedy(counts)} or set data.max_filtered_share={_share_for(filtered, counts.rows)}."
         )
     if counts.accepted == 0:
         raise DataError(f"{source}: no usable preference among {counts.rows} rows:\n{shown}")
 
 
-def _examples(store: TokenStore) -> str:
-    counts = store.counts.bad | store.counts.filtered
+def _share_for(count: int, rows: int) -> float:
+    """The smallest share, in whole percent, that lets so many rows pass: 8 of 113 -> 0.08."""
+    return math.ceil(100 * count / rows) / 100
+
+
+def _remedy(counts: Counts) -> str:
+    return (
+        "Raise policy.max_total_sequence_length, mend the file," if "over-long" in counts.filtered else "Mend the file,"
+    )
+
+
+def _examples(store: TokenStore, counts: dict[str, int]) -> str:
     lines = []
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")
@@ -227,13 +241,14 @@ def _content_of(template: Template) -> list[Any]:
 def _write(
     folder: Path,
     name: str,
-    source: Path,
+    files: list[Path],
     keys: DatasetFields,
     template: Template,
     data: Data,
     max_length: int,
 ) -> None:
-    preferences, format_name = _preferences(source, keys)
+    format_name, reason = _format_of(files, keys)
+    preferences = _preferences(files, keys, format_name)
     with published(folder) as aside:
         bad: Counter[str] = Counter()
         filtered: Counter[str] = Counter()
@@ -257,7 +272,10 @@ def _write(
                     if counter[row.reason] <= SHOWN_PER_REASON:
                         examples.append(reject)
 
-            stream = accepted_only(tokenize(preferences, template, pairing=data.pairing, max_length=max_length))
+            tokenized = tokenize(
+                preferences, template, pairing=data.pairing, max_length=max_length, overlong=data.overlong
+            )
+            stream = accepted_only(tokenized)
             while batch := list(islice(stream, ROWS_PER_BATCH)):
                 writer.write_batch(_record_batch(batch))
                 accepted += len(batch)
@@ -272,30 +290,30 @@ def _write(
             format_version=FORMAT_VERSION,
             fingerprint=name,
             format=format_name,
+            format_reason=reason,
             counts=counts,
             examples=examples,
         )
 
 
-def _preferences(source: Path, keys: DatasetFields) -> tuple[Iterator[Preference | RowError], str]:
-    """The preferences of a file, and the name of its format, told by its first readable row."""
-    name = keys.dataset_name
-    if name == "auto":
-        first = next((row for row in read_rows(source) if isinstance(row, SourceRow)), None)
-        name = detect_format(first, keys) if first else "BinaryPreferenceDataset"
-    read = FORMATS[name]
+def _format_of(files: list[Path], keys: DatasetFields) -> tuple[str, str]:
+    """The name of the files' format and why: as given, or told by the first readable row."""
+    if keys.dataset_name != "auto":
+        return keys.dataset_name, "as data.*.dataset_name says"
+    rows = (row for file in files for row in read_rows(file) if isinstance(row, SourceRow))
+    first = next(rows, None)
+    return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")
 
-    def rows() -> Iterator[Preference | RowError]:
-        for row in read_rows(source):
-            if isinstance(row, RowError):
-                yield row
-                continue
-            try:
-                yield read(row, keys)
-            except RowError as error:
-                yield error
 
-    return rows(), name
+def _preferences(files: list[Path], keys: DatasetFields, name: str) -> Iterator[Preference | RowError]:
+    for row in (row for file in files for row in read_rows(file)):
+        if isinstance(row, RowError):
+            yield row
+            continue
+        try:
+            yield FORMATS[name].read(row, keys)
+        except RowError as error:
+            yield error
 
 
 def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:

@@ -92,18 +92,25 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
 
 def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device) -> Policy:
     """The model with float32 weights, loaded straight to its device, dropout off."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     packed = policy.packing.mode != "none"
-    model = AutoModelForCausalLM.from_pretrained(
-        str(source.folder),
-        config=without_dropout(source.config),
-        dtype=torch.float32,
-        device_map=device,
-        attn_implementation=IMPLEMENTATION if packed else _plain_attention(source.config),
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(source.folder),
+            config=without_dropout(source.config),
+            dtype=torch.float32,
+            device_map=device,
+            attn_implementation=IMPLEMENTATION if packed else _plain_attention(source.config),
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except SafetensorError as error:
+        raise ConfigError(
+            f"policy.model_name = {source.name}: its weights are not readable as safetensors ({_one_line(error)}). "
+            "Is the download whole?"
+        ) from None
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)

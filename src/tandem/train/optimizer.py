@@ -1,5 +1,6 @@
 """The configuration's optimizer and scheduler, from a table of torch's names."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,18 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig) -> Any:
 def check_scheduler(policy: PolicyConfig) -> None:
     """Build the schedule once over nothing, so that a wrong argument is told before any weights load."""
     make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr), policy)
+
+
+def highest_rate(policy: PolicyConfig, num_steps: int) -> float:
+    """The highest learning rate that a run of so many steps reaches."""
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr)
+    scheduler = make_scheduler(optimizer, policy)
+    highest = 0.0
+    with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+        for _ in range(min(num_steps, 10_000)):
+            highest = max(highest, optimizer.param_groups[0]["lr"])
+            scheduler.step()
+    return highest
 
 
 def _one(optimizer: Optimizer, given: Scheduler) -> Any:

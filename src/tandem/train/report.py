@@ -18,6 +18,7 @@ from tandem.train.validation import ValidationReport
 Verbosity = Literal["quiet", "normal", "verbose"]
 
 PLAIN_WIDTH = 120
+MUCH_OVERLAP = 0.3  # of validation's n-grams
 
 
 class MetricsFile:
@@ -71,8 +72,9 @@ class Reporter:
             skipped = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
             numbers = [s.counts.rows, s.counts.accepted, *skipped, s.num_pairs, s.prompt_tokens, s.completion_tokens]
             rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
-        self._table("Data", ["set", *counted, "sharing saves"], rows)
+        self._table("Data", ["set", *counted, "sharing can save"], rows)
         for s in sets:
+            self.say(f"  {s.name}: read as {s.format}, {s.format_reason}")
             for reason, count in (s.counts.bad | s.counts.filtered).items():
                 self.say(f"  {s.name}: skipped {count}: {reason} (rejects.jsonl)")
             if s.prompt_overlap is not None and s.ngram_overlap is not None:
@@ -80,13 +82,15 @@ class Reporter:
                     f"  {s.name}: prompt overlap with training {s.prompt_overlap}, "
                     f"{NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"
                 )
+                if s.ngram_overlap > MUCH_OVERLAP:
+                    self.warn(f"much of {s.name} stands in the training set too: its loss says little about new text.")
                 if s.prompt_overlap:
                     self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")
 
     def step(self, record: dict[str, Any], total: int) -> None:
         self.say(
             f"step {record['step']}/{total}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  "
-            f"margin {record['rewards_margin_mean']:.3f}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
+            f"margin {round(record['rewards_margin_mean'], 3) + 0.0:.3f}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
             f"{record['pairs_per_second']:.1f} pairs/s"
         )
 

@@ -27,6 +27,8 @@ MAY_CHANGE = (
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     """The run's directory: as given, or the unfinished one of the same configuration, or the next free number."""
     run = loaded.config.run
+    if run.dir is not None and Path(run.dir).is_file():
+        raise ConfigError(f"run.dir = {run.dir}: a file, not a directory. Choose another run.dir.")
     if run.dir is not None and not fresh:
         given = Path(run.dir)
         if (given / "config.yaml").is_file():
@@ -61,20 +63,27 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
     if differences:
         raise CheckpointError(
             f"{run} holds a run with another configuration:\n" + "\n".join(differences) + "\n"
-            "Take the old values back, choose another run.dir, or start anew with --fresh."
+            "Take the old values back, or choose another run.dir for another run."
         )
 
 
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """Hold the directory for this process; a second one is refused. A dead process holds nothing."""
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / "lock").open("a+") as lock:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = (run / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"run.dir = {run}: cannot be written ({error.strerror}). Choose another run.dir.") from None
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            raise CheckpointError(f"{run} is in use by process {lock.read().strip() or 'unknown'}.") from None
+            holder = lock.read().strip() or "unknown"
+            raise CheckpointError(
+                f"{run} is in use by process {holder}. Wait for it, or choose another run.dir."
+            ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.cache import check_cache_dir
 from tandem.config.schema import EMBEDDED, Config, DatasetFields
 from tandem.data.preflight import Preflight, preflight
 from tandem.data.store import TokenStore, open_store
@@ -14,7 +15,7 @@ from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
 from tandem.packing.schedule import Batches, Packer, make_packer
-from tandem.train.optimizer import check_scheduler
+from tandem.train.optimizer import check_scheduler, highest_rate
 
 # An `auto` pack is at least this long. On a CPU attention is dense, and longer rows cost more than they save.
 SHORTEST_AUTO_PACK = {"cpu": 512, "cuda": 8192}
@@ -35,6 +36,7 @@ class Setup:
     batches: Batches
     num_steps: int
     num_pairs_trained: int
+    highest_rate: float  # that the schedule reaches in those steps
 
     def preflights(self) -> list[Preflight]:
         sets = [preflight("train", self.train.store)]
@@ -48,7 +50,7 @@ class Setup:
         template = "none (raw text)" if self.template.source is None else "chat template"
         lost = dropouts(self.source.config)
         return [
-            ("model", f"{c.policy.model_name} ({self.source.folder})"),
+            ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
             ("loss", f"{dpo.preference_loss} x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"),
             ("beta", f"{dpo.reference_policy_kl_penalty:g}"),
@@ -62,8 +64,13 @@ class Setup:
             ("batch", f"{c.policy.train_global_batch_size} pairs"),
             (
                 "length",
-                f"{self.num_steps} steps; {self.num_pairs_trained:,} of {total * dpo.max_num_epochs:,} pairs in "
-                f"{dpo.max_num_epochs} epochs are used",
+                f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total * dpo.max_num_epochs:,}; "
+                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}",
+            ),
+            (
+                "optimizer",
+                f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g} (at most {self.highest_rate:g} is reached), "
+                f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
             ("precision", f"{self.precision} computation over float32 weights, 16 bytes a parameter"),
             ("export rounding", c.export.rounding),
@@ -74,6 +81,7 @@ class Setup:
 
 def set_up(config: Config, device: torch.device) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights."""
+    check_cache_dir()
     check_scheduler(config.policy)
     uses_flex(config.policy, device)
     source = find_model(config.policy)
@@ -96,10 +104,15 @@ def set_up(config: Config, device: torch.device) -> Setup:
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
+    highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(
-        config, device, precision, compiles, source, template, train, validation, batches, num_steps, num_pairs
+        config, device, precision, compiles, source, template, train, validation, batches, num_steps, num_pairs, highest
     )
+
+
+def _named(name: str, folder: Path) -> str:
+    return name if Path(name).resolve() == folder else f"{name} ({folder})"
 
 
 def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
@@ -128,7 +141,7 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
 
 
 def _packer(
-    path: Path, given: DatasetFields, template: Template, config: Config, source: ModelSource, device: torch.device
+    path: str, given: DatasetFields, template: Template, config: Config, source: ModelSource, device: torch.device
 ) -> Packer:
     store = open_store(path, given, template, config.data, config.policy.max_total_sequence_length)
     _check_vocabulary(store, source)
@@ -144,9 +157,9 @@ def _check_vocabulary(store: TokenStore, source: ModelSource) -> None:
         )
 
 
-def _train_path(config: Config) -> Path:
+def _train_path(config: Config) -> str:
     given = config.data.train
-    return TRAIN if given.data_path == EMBEDDED else _path(given, "data.train")
+    return str(TRAIN) if given.data_path == EMBEDDED else _path(given, "data.train")
 
 
 def _validation_sets(config: Config) -> dict[str, DatasetFields]:
@@ -158,7 +171,7 @@ def _validation_sets(config: Config) -> dict[str, DatasetFields]:
     return given
 
 
-def _path(given: DatasetFields, what: str) -> Path:
+def _path(given: DatasetFields, what: str) -> str:
     if given.data_path is None:
         raise ConfigError(f"{what} has no data_path. Give one, or set data.default.data_path.")
-    return VALIDATION if given.data_path == EMBEDDED else Path(given.data_path)
+    return str(VALIDATION) if given.data_path == EMBEDDED else given.data_path

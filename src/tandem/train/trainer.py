@@ -1,6 +1,6 @@
 """A configuration in; a finished run directory out. Everything is built first; then the loop, which reads aloud."""
 
-import shutil
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 
 from tandem.cache import cache_dir
 from tandem.config.load import LoadedConfig
+from tandem.config.schema import EMBEDDED
 from tandem.export import export_model
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, find_model, load_policy, weights_fingerprint
@@ -18,7 +19,7 @@ from tandem.model.parallel import Workers, compile_layers, shard, start_workers
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
 from tandem.packing.schedule import GlobalBatch, Packer
-from tandem.train.checkpoint import Progress, load_checkpoint, newest_verified, prune, save_checkpoint
+from tandem.train.checkpoint import Progress, checkpoints, load_checkpoint, newest_verified, prune, save_checkpoint
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, Reporter
 from tandem.train.rundir import choose_run_dir, held, is_finished
@@ -48,19 +49,44 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False) -> P
     """Run to the end, or go on with an unfinished run; return its directory."""
     run = choose_run_dir(loaded, fresh=fresh)
     if is_finished(run):
-        reporter.say(f"{run} is finished: its model is in {run}/model. --fresh starts another.")
+        reporter.say(f"{run} is finished: its model is in {run}/model.")
         return run
     workers = start_workers()
     setup = set_up(loaded.config, workers.device)
     with held(run):
+        reporter.say(f"Run directory: {run}{', going on' if checkpoints(run / 'checkpoints') else ''}")
         (run / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
         _gather_rejects(setup, run)
         reporter.preflight(setup.preflights())
         reporter.choices(setup.choices())
+        _warn_of_short_run(setup, reporter)
         training = _build(setup, run, workers, reporter)
-        before = _loop(training)
-        _finish(training, before)
+        try:
+            before = _loop(training)
+            _finish(training, before)
+        except KeyboardInterrupt:
+            reporter.warn(_what_is_kept(training))
+            raise
     return run
+
+
+def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
+    wanted = setup.config.policy.optimizer.kwargs.lr
+    if setup.highest_rate < 0.99 * wanted:
+        reporter.warn(
+            f"in {setup.num_steps} steps the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
+            "More epochs, a smaller batch, or another policy.scheduler (null: no warm-up)."
+        )
+
+
+def _what_is_kept(t: Training) -> str:
+    place, _ = newest_verified(t.run / "checkpoints")
+    kept = (
+        f"The newest checkpoint is {place}; the same command goes on from it."
+        if place
+        else "No checkpoint was saved yet."
+    )
+    return f"interrupted in step {t.progress.step}. {kept}"
 
 
 def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Training:
@@ -266,10 +292,16 @@ def _finish(t: Training, before: list[ValidationReport]) -> None:
     t.reporter.say(f"\nDone. Everything is in {t.run}")
     t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
-    if config.checkpointing.enabled:
+    if config.checkpointing.enabled and t.validation_sets:
         t.reporter.say(f"  {t.run}/checkpoints/best  the best checkpoint by validation loss")
-    t.reporter.say("\nNext: your own pairs (JSONL with prompt, chosen, rejected) and your own model:")
-    t.reporter.say("  tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl")
+    elif config.checkpointing.enabled:
+        t.reporter.say(f"  {t.run}/checkpoints/latest  the newest checkpoint")
+    if config.policy.model_name == EMBEDDED:
+        t.reporter.say("\nNext: your own pairs (JSONL with prompt, chosen, rejected) and your own model:")
+        t.reporter.say("  tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl")
+    else:
+        call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
+        t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')
 
 
 def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
@@ -298,7 +330,8 @@ def _reload(t: Training, model: Path) -> Policy:
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
-    with (run / "rejects.jsonl").open("wb") as out:
-        for packer in [setup.train, *setup.validation.values()]:
-            with (packer.store.folder / "rejects.jsonl").open("rb") as rejects:
-                shutil.copyfileobj(rejects, out)
+    packers = {"train": setup.train, **{f"validation-{name}": packer for name, packer in setup.validation.items()}}
+    with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
+        for split, packer in packers.items():
+            with (packer.store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
+                out.writelines(json.dumps({"split": split, **json.loads(line)}) + "\n" for line in rejects)

@@ -1,68 +1,45 @@
-"""Rows as preferences, and the exact words for each row that is none."""
+"""Rows of every format as preferences, how a format is told, and the exact words for each row that is none."""
+
+from typing import get_args
 
 import pytest
+from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
-from tandem.config.schema import DatasetFields
-from tandem.data.formats import Completion, Message, Preference, binary, detect_format, ranked
-from tandem.data.sources import RowError, SourceRow
-
-KEYS = DatasetFields()
-
-
-def row(value) -> SourceRow:
-    return SourceRow(value, "pairs.jsonl", 3)
-
-
-def pair(**changes) -> SourceRow:
-    return row({"prompt": "Hi", "chosen": "yes", "rejected": "no"} | changes)
-
-
-def group(*completions, **changes) -> SourceRow:
-    return row({"context": "Hi", "completions": list(completions)} | changes)
-
-
-def said(role, content):
-    return {"role": role, "content": content}
-
-
-def refusal(read, source: SourceRow, keys: DatasetFields = KEYS) -> tuple[str, str, str]:
-    with pytest.raises(RowError) as caught:
-        read(source, keys)
-    error = caught.value
-    assert str(error) == f"pairs.jsonl:3: {error.message}"
-    return error.kind, error.reason, error.message
-
+from tandem.config.schema import DatasetFields, DatasetName
+from tandem.data.formats import FORMATS, detect_format, ranked
+from tandem.data.preference import Completion, Message
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 
 
-# Well-formed rows
+def read(name, keys=KEYS, **changes):
+    """A good row of a format with some fields changed, read."""
+    return FORMATS[name].read(row(GOOD[name] | changes), keys)
 
 
-def test_a_binary_row_is_a_prompt_with_two_completions_the_chosen_ranked_first():
-    assert binary(pair(), KEYS) == Preference("Hi", (Completion("yes", 0), Completion("no", 1)), "pairs.jsonl:3")
+def texts_and_ranks(preference):
+    return [(completion.text, completion.rank) for completion in preference.completions]
 
 
-def test_binary_keys_may_have_other_names():
-    keys = DatasetFields(prompt_key="q", chosen_key="good", rejected_key="bad")
-    assert binary(row({"q": "Hi", "good": "yes", "bad": "no"}), keys) == binary(pair(), KEYS)
+# Good rows
 
 
-def test_prompts_and_completions_may_be_messages():
-    prompt = [said("system", "Be kind."), said("user", "Hi"), said("assistant", "Hello"), said("user", "Well?")]
-    preference = binary(pair(prompt=prompt, chosen=[said("assistant", "yes")], rejected=said("assistant", "no")), KEYS)
-    assert preference.prompt == (
-        Message("system", "Be kind."),
-        Message("user", "Hi"),
-        Message("assistant", "Hello"),
-        Message("user", "Well?"),
+def test_the_schema_names_the_formats_that_are_read():
+    assert set(get_args(DatasetName)) - {"auto"} == set(FORMATS) == set(GOOD)
+    assert len(FORMATS) == 13
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_good_row_of_every_format_prefers_yes_to_no_as_the_answer_to_hi(name):
+    preference = read(name)
+    assert preference.prompt in ("Hi", (Message("user", "Hi"),))
+    assert isinstance(preference.prompt, str) == (
+        name in ("BinaryPreferenceDataset", "aligner", "scored", "alpaca", "alpaca_pair", "question_responses")
     )
-    assert [completion.text for completion in preference.completions] == ["yes", "no"]
-
-
-def test_tools_may_answer_after_the_assistant():
-    prompt = [said("user", "Hi"), said("assistant", "look"), said("tool", "1"), said("tool", "2")]
-    assert len(binary(pair(prompt=prompt), KEYS).prompt) == 4
+    assert texts_and_ranks(preference) == [("yes", 0), ("no", 1)]
+    assert preference.place == "pairs.jsonl:3"
+    if name != "scored":
+        assert [completion.score for completion in preference.completions] == [None, None]
 
 
 def test_a_ranked_row_keeps_all_completions_in_order_with_rank_and_score():
@@ -78,215 +55,168 @@ def test_a_ranked_row_keeps_all_completions_in_order_with_rank_and_score():
     )
 
 
-def test_a_text_is_kept_to_the_last_blank():
-    assert binary(pair(prompt=" Hi\n", chosen="yes \n"), KEYS).prompt == " Hi\n"
-    assert binary(pair(chosen="yes \n"), KEYS).completions[0].text == "yes \n"
+@pytest.mark.parametrize(("preferred", "ranks"), [(-3, [0, 1]), (-1, [0, 1]), (1, [1, 0]), (3, [1, 0])])
+def test_helpsteer3_prefers_the_first_response_below_zero_and_the_second_above(preferred, ranks):
+    preference = read("HelpSteer3", overall_preference=preferred)
+    assert texts_and_ranks(preference) == list(zip(["yes", "no"], ranks, strict=True))
 
 
-def test_the_format_is_told_by_the_keys():
-    assert detect_format(pair(), KEYS) == "BinaryPreferenceDataset"
-    assert detect_format(group(A, B), KEYS) == "PreferenceDataset"
-    assert detect_format(group(A, B, chosen="x"), KEYS) == "BinaryPreferenceDataset"
-    assert detect_format(group(A, B, chosen="x"), DatasetFields(chosen_key="good")) == "PreferenceDataset"
-
-
-# Malformed rows
-
-
-def test_a_missing_key_is_told_with_the_nearest_and_with_those_found():
-    source = row({"prompt": "Hi", "choosen": "yes", "rejected": "no"})
-    assert refusal(binary, source) == (
-        "bad",
-        "missing key",
-        "no key chosen. Is choosen meant? Keys found: prompt, choosen, rejected. data.train.chosen_key names another.",
-    )
-
-
-def test_an_empty_object_has_no_keys():
-    assert refusal(binary, row({})) == (
-        "bad",
-        "missing key",
-        "no key prompt. Keys found: none. data.train.prompt_key names another.",
-    )
-
-
-BAD_PAIRS = {
-    "null": ({"chosen": None}, "null", "chosen is null; it must hold a text or messages."),
-    "number as completion": (
-        {"chosen": 3},
-        "wrong type",
-        "chosen[0]: a number, not a message with role and content.",
-    ),
-    "number as prompt": ({"prompt": 3}, "wrong type", "prompt: a number, not a text or a list of messages."),
-    "object as prompt": (
-        {"prompt": said("user", "Hi")},
-        "wrong type",
-        "prompt: an object, not a text or a list of messages.",
-    ),
-    "truth as prompt": ({"prompt": True}, "wrong type", "prompt: true or false, not a text or a list of messages."),
-    "texts as messages": (
-        {"prompt": ["Hi"]},
-        "wrong type",
-        "prompt[0]: a text, not a message with role and content.",
-    ),
-    "null as message": ({"prompt": [None]}, "wrong type", "prompt[0]: null, not a message with role and content."),
-    "list as content": (
-        {"prompt": [said("user", [1])]},
-        "wrong type",
-        "prompt[0].content: a list, not a text.",
-    ),
-    "blank prompt": ({"prompt": " \n"}, "empty prompt", "prompt is empty."),
-    "no messages": ({"prompt": []}, "empty prompt", "prompt is an empty list of messages."),
-    "message without content": (
-        {"prompt": [{"role": "user", "contents": "Hi"}]},
-        "missing key",
-        "no key prompt[0].content. Is prompt[0].contents meant?",
-    ),
-    "null content": (
-        {"prompt": [said("user", None)]},
-        "null",
-        "prompt[0].content is null; it must hold a text or messages.",
-    ),
-    "unknown role": (
-        {"prompt": [said("human", "Hi")]},
-        "unknown role",
-        "prompt[0].role: 'human' is none of system, user, assistant, tool.",
-    ),
-    "assistant first": (
-        {"prompt": [said("system", "s"), said("assistant", "a"), said("user", "u")]},
-        "roles out of order",
-        "prompt[1]: role assistant cannot come first.",
-    ),
-    "user twice": (
-        {"prompt": [said("user", "u"), said("user", "v")]},
-        "roles out of order",
-        "prompt[1]: role user cannot come after user.",
-    ),
-    "user after tool": (
-        {"prompt": [said("user", "u"), said("assistant", "a"), said("tool", "t"), said("user", "v")]},
-        "roles out of order",
-        "prompt[3]: role user cannot come after tool.",
-    ),
-    "late system": (
-        {"prompt": [said("user", "u"), said("system", "s")]},
-        "late system turn",
-        "prompt[1]: a system turn may only come first.",
-    ),
-    "assistant last": (
-        {"prompt": [said("user", "u"), said("assistant", "a")]},
-        "context ends in an assistant turn",
-        "prompt[1]: the prompt ends in an assistant turn; it must end before the answer.",
-    ),
-    "two completion messages": (
-        {"chosen": [said("assistant", "a"), said("user", "u")]},
-        "wrong roles",
-        "chosen: roles assistant, user; a completion is one assistant message.",
-    ),
-    "completion by the user": (
-        {"chosen": [said("user", "u")]},
-        "roles out of order",
-        "chosen[0]: role user cannot come first.",
-    ),
-    "surrogate in the prompt": (
-        {"prompt": "a\ud800"},
-        "lone surrogate",
-        "prompt: half a character (a lone surrogate) at position 1.",
-    ),
-    "surrogate in a message": (
-        {"chosen": [said("assistant", "ab\udc00")]},
-        "lone surrogate",
-        "chosen[0].content: half a character (a lone surrogate) at position 2.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "reason", "message"), BAD_PAIRS.values(), ids=BAD_PAIRS.keys())
-def test_a_malformed_pair_is_refused_with_the_place_inside_it(changes, reason, message):
-    assert refusal(binary, pair(**changes)) == ("bad", reason, message)
-
-
-BAD_GROUPS = {
-    "one completion": (
-        [A],
-        "one completion",
-        "completions: a preference needs a list of two or more completions.",
-    ),
-    "text as completion": ([A, "b"], "wrong type", "completions[1]: a text, not an object."),
-    "no rank": (
-        [A, {"rnk": 1, "completion": "b"}],
-        "missing key",
-        "no key completions[1].rank. Is completions[1].rnk meant?",
-    ),
-    "no text": ([A, {"rank": 1}], "missing key", "no key completions[1].completion."),
-    "negative rank": (
-        [A, {"rank": -1, "completion": "b"}],
-        "bad rank",
-        "completions[1].rank: -1 is no rank; ranks are integers from 0.",
-    ),
-    "broken rank": (
-        [A, {"rank": 0.5, "completion": "b"}],
-        "bad rank",
-        "completions[1].rank: 0.5 is no rank; ranks are integers from 0.",
-    ),
-    "truth as rank": (
-        [A, {"rank": True, "completion": "b"}],
-        "bad rank",
-        "completions[1].rank: True is no rank; ranks are integers from 0.",
-    ),
-    "NaN score": (
-        [A, B | {"score": float("nan")}],
-        "bad score",
-        "completions[1].score: nan is not a finite number.",
-    ),
-    "infinite reward": (
-        [A, B | {"reward": float("inf")}],
-        "bad score",
-        "completions[1].score: inf is not a finite number.",
-    ),
-    "text as score": ([A, B | {"score": "3"}], "bad score", "completions[1].score: '3' is not a finite number."),
-    "truth as score": ([A, B | {"score": True}], "bad score", "completions[1].score: True is not a finite number."),
-    "score beyond floats": (
-        [A, B | {"score": 10**400}],
-        "bad score",
-        f"completions[1].score: {10**400} is not a finite number.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("completions", "reason", "message"), BAD_GROUPS.values(), ids=BAD_GROUPS.keys())
-def test_malformed_completions_are_refused_with_their_number(completions, reason, message):
-    assert refusal(ranked, group(*completions)) == ("bad", reason, message)
-
-
-def test_completions_that_are_no_list_are_refused():
-    assert refusal(ranked, row({"context": "Hi", "completions": "ab"}))[2] == (
-        "completions: a preference needs a list of two or more completions."
-    )
-
-
-# Rows that are well-formed but teach nothing
-
-
-@pytest.mark.parametrize("blank", ["", " \n"])
-def test_an_empty_completion_is_filtered(blank):
-    assert refusal(binary, pair(rejected=blank)) == ("filtered", "empty completion", "a completion is empty.")
-
-
-def test_equal_completions_are_filtered():
-    assert refusal(binary, pair(rejected="yes")) == (
-        "filtered",
-        "equal completions",
-        "chosen and rejected are identical, so the pair teaches nothing.",
-    )
-
-
-def test_some_equal_completions_among_others_are_kept():
-    assert len(ranked(group(A, A, B), KEYS).completions) == 3
-
-
-def test_a_tie_is_filtered():
-    assert refusal(ranked, group(A, B | {"rank": 0})) == (
+def test_a_helpsteer3_tie_is_filtered():
+    source = row(GOOD["HelpSteer3"] | {"overall_preference": 0})
+    assert refusal(FORMATS["HelpSteer3"].read, source) == (
         "filtered",
         "equal ranks",
         "all completions have the same rank: a tie.",
     )
+
+
+def test_aligner_rows_keep_their_rewards_as_scores():
+    preference = read("aligner", chosen_reward=2, rejected_reward=-0.5)
+    assert preference.completions == (Completion("yes", 0, 2.0), Completion("no", 1, -0.5))
+
+
+def test_aligner_rows_may_hold_openai_messages():
+    preference = read(
+        "aligner",
+        prompt=[said("system", "Be kind."), ASKED],
+        chosen_response=[YES],
+        rejected_response=NO,
+        chosen_reward=1.5,
+        rejected_reward=None,
+    )
+    assert preference.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
+    assert preference.completions == (Completion("yes", 0, 1.5), Completion("no", 1, None))
+
+
+def test_scores_give_the_ranks_and_equal_scores_equal_ranks():
+    answers = [("a", 1), ("b", 3.5), ("c", -2), ("d", 1)]
+    preference = read("scored", completions=[{"completion": text, "score": score} for text, score in answers])
+    assert preference.completions == (
+        Completion("a", 1, 1.0),
+        Completion("b", 0, 3.5),
+        Completion("c", 2, -2.0),
+        Completion("d", 1, 1.0),
+    )
+
+
+@pytest.mark.parametrize("text_key", ["completion", "response", "text", "content"])
+@pytest.mark.parametrize("score_key", ["score", "reward"])
+def test_scored_answers_may_go_by_other_names(text_key, score_key):
+    answers = [{text_key: "no", score_key: 0}, {text_key: "yes", score_key: 1}]
+    for key in ("completions", "responses"):
+        preference = FORMATS["scored"].read(row({"prompt": "Hi", key: answers}), KEYS)
+        assert texts_and_ranks(preference) == [("no", 1), ("yes", 0)]
+
+
+def test_a_null_score_beside_a_reward_is_no_score():
+    """As in a table, where each row has every column."""
+    preference = ranked(group(A | {"score": None, "reward": 2}, B | {"score": 1, "reward": None}), KEYS)
+    assert [completion.score for completion in preference.completions] == [2.0, 1.0]
+
+
+def test_equal_scores_throughout_are_a_tie():
+    answers = [{"completion": "yes", "score": 1}, {"completion": "no", "score": 1.0}]
+    source = row({"prompt": "Hi", "completions": answers})
+    assert refusal(FORMATS["scored"].read, source)[:2] == ("filtered", "equal ranks")
+
+
+def test_a_sharegpt_conversation_starts_with_its_system_text():
+    turns = [turn("user", "Hi"), turn("assistant", "Hello"), turn("human", "Well?")]
+    expected = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Well?")]
+    by_key = read("sharegpt", system="Be kind.", conversations=turns)
+    by_turn = read("sharegpt", system="", conversations=[turn("system", "Be kind."), *turns])
+    assert by_key == by_turn
+    assert by_key.prompt == tuple(Message(*message) for message in expected)
+
+
+@pytest.mark.parametrize("name", ["alpaca", "alpaca_pair"])
+def test_an_alpaca_prompt_is_its_instruction_and_then_its_input(name):
+    assert read(name, input="there").prompt == "Hi\n\nthere"
+    assert read(name, input=" \n").prompt == read(name, input=None).prompt == "Hi"
+
+
+def test_a_dialogue_is_split_at_its_last_assistant_turn():
+    before = "\n\nHuman: a\n\nHuman: b\n\nAssistant: c\n\nHuman: d"
+    preference = read(
+        "dialogue_text", chosen=f"{before}\n\nAssistant: yes\n", rejected=f"{before}\n\nAssistant: no\n\nthen"
+    )
+    assert preference.prompt == (Message("user", "a\n\nb"), Message("assistant", "c"), Message("user", "d"))
+    assert texts_and_ranks(preference) == [("yes", 0), ("no\n\nthen", 1)]
+
+
+def test_a_dialogue_need_not_start_with_blank_lines():
+    good = GOOD["dialogue_text"]
+    assert read("dialogue_text", **{key: text.lstrip() for key, text in good.items()}) == read("dialogue_text")
+
+
+@pytest.mark.parametrize("name", ["Tulu3Preference", "implicit_prompt"])
+def test_the_prompt_of_two_conversations_is_all_but_their_last_message(name):
+    shared = [said("system", "Be kind."), ASKED, said("assistant", "Hello"), said("user", "Well?")]
+    preference = read(name, chosen=[*shared, YES], rejected=[*shared, NO])
+    assert preference.prompt == tuple(Message(**message) for message in shared)
+    assert texts_and_ranks(preference) == [("yes", 0), ("no", 1)]
+
+
+# How a format is told
+
+TOLD_BY = {
+    "BinaryPreferenceDataset": "prompt, chosen, rejected",
+    "PreferenceDataset": "context, completions",
+    "HelpSteer3": "context, response1, response2, overall_preference",
+    "aligner": "prompt, chosen_response, rejected_response",
+    "scored": "prompt, completions",
+    "sharegpt": "conversations, chosen, rejected",
+    "alpaca": "instruction, chosen, rejected",
+    "alpaca_pair": "instruction, output",
+    "messages_pair": "chosen_messages, rejected_messages",
+    "question_responses": "question, response_j, response_k",
+    "dialogue_text": "chosen, rejected",
+    "implicit_prompt": "chosen, rejected",
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), TOLD_BY.items(), ids=TOLD_BY)
+def test_the_format_is_told_by_the_keys_whatever_else_there_is(name, keys):
+    expected = (name, f"told by the keys {keys}")
+    assert detect_format(row(GOOD[name]), KEYS) == expected
+    assert detect_format(row({"id": 7} | GOOD[name] | {"source": "x"}), KEYS) == expected
+
+
+def test_tulu3_is_taken_by_name_only():
+    assert detect_format(row(GOOD["Tulu3Preference"]), KEYS)[0] == "implicit_prompt"
+
+
+def test_keys_that_fit_no_format_are_read_as_a_pair():
+    fallback = ("BinaryPreferenceDataset", "no other format fits its keys")
+    assert detect_format(row({}), KEYS) == detect_format(row({"a": 1}), KEYS) == fallback
+    # Two texts that are no dialogues, and an output that is no pair, tell nothing either.
+    assert detect_format(row({"chosen": "yes", "rejected": "no"}), KEYS) == fallback
+    assert detect_format(row({"instruction": "Hi", "output": "yes"}), KEYS) == fallback
+
+
+RENAMED = DatasetFields(prompt_key="q", chosen_key="good", rejected_key="bad")
+OTHER_NAMES = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_told_and_read_alike_under_other_keys(name):
+    source = row({OTHER_NAMES.get(key, key): value for key, value in GOOD[name].items()})
+    assert FORMATS[name].read(source, RENAMED) == read(name)
+    if name != "Tulu3Preference":
+        keys = [OTHER_NAMES.get(key, key) for key in TOLD_BY[name].split(", ")]
+        assert detect_format(source, RENAMED) == (name, f"told by the keys {', '.join(keys)}")
+
+
+def test_the_first_format_that_fits_is_told():
+    assert detect_format(group(A, B, prompt="Hi", chosen="x", rejected="y"), KEYS)[0] == "BinaryPreferenceDataset"
+    assert detect_format(group(A, B, prompt="Hi"), KEYS)[0] == "PreferenceDataset"
+    assert detect_format(pair(), DatasetFields(chosen_key="good"))[1] == "no other format fits its keys"
+
+
+def test_conversations_beside_a_prompt_are_read_as_conversations():
+    asked = {"role": "user", "content": "Hi"}
+    yes, no = ({"role": "assistant", "content": text} for text in ("Yes", "No"))
+    whole = row({"prompt": "Hi", "chosen": [asked, yes], "rejected": [asked, no]})
+    name, _ = detect_format(whole, DatasetFields())
+    assert name == "implicit_prompt"
+    assert FORMATS[name].read(whole, DatasetFields()).prompt == (Message("user", "Hi"),)

@@ -1,9 +1,9 @@
-"""JSONL lines: rows with their places, and why a line is none."""
+"""Files of every kind: rows with their places, and why a line, an element or a file is none."""
 
 import pytest
 
 from tandem.data import sources
-from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.data.sources import RowError, SourceRow, find_files, read_rows
 from tandem.errors import DataError
 
 
@@ -103,14 +103,6 @@ def test_an_empty_file_has_no_rows(file):
     assert read(file, b"") == []
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError) as caught:
-        list(read_rows(tmp_path / "no.jsonl"))
-    assert str(caught.value) == (
-        f"{tmp_path}/no.jsonl: no such file. Check data.train.data_path and the validation paths."
-    )
-
-
 def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch):
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 20)
     file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 40)
@@ -119,3 +111,57 @@ def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch
     with pytest.raises(DataError) as caught:
         next(rows)
     assert str(caught.value) == f"{file}:2: a line over 64 MB. JSONL has one preference on a line."
+
+
+# Which files
+
+
+def found(data_path) -> list[str]:
+    return [str(file) for file in find_files(str(data_path))]
+
+
+def refused(data_path) -> str:
+    with pytest.raises(DataError) as caught:
+        find_files(str(data_path))
+    return str(caught.value)
+
+
+def test_a_path_names_one_file_even_where_it_looks_like_a_pattern(tmp_path):
+    for name in ("a.jsonl", "[a].jsonl"):
+        (tmp_path / name).touch()
+    assert found(tmp_path / "a.jsonl") == [f"{tmp_path}/a.jsonl"]
+    assert found(tmp_path / "[a].jsonl") == [f"{tmp_path}/[a].jsonl"]
+
+
+def test_a_pattern_names_its_files_in_the_order_of_their_names(tmp_path):
+    for name in ("c.jsonl", "a.jsonl", "b.jsonl", "b.csv"):
+        (tmp_path / name).touch()
+    (tmp_path / "d.jsonl").mkdir()
+    assert found(tmp_path / "*.jsonl") == [f"{tmp_path}/{name}.jsonl" for name in "abc"]
+    assert found(tmp_path / "b.*") == [f"{tmp_path}/b.csv", f"{tmp_path}/b.jsonl"]
+    assert found(tmp_path / "[bc].jsonl") == found(tmp_path / "?.jsonl")[1:]
+
+
+def test_two_stars_reach_into_folders(tmp_path):
+    for name in ("b/d/c.jsonl", "a/b.jsonl", "a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    names = ["a/b.jsonl", "a.jsonl", "b/d/c.jsonl"]
+    assert found(tmp_path / "**" / "*.jsonl") == [f"{tmp_path}/{name}" for name in names]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert refused(tmp_path / "no.jsonl") == (
+        f"{tmp_path}/no.jsonl: no such file. Check data.train.data_path and the validation paths."
+    )
+
+
+def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."
+
+
+def test_a_directory_is_refused_with_a_pattern_to_use(tmp_path):
+    assert (
+        refused(tmp_path) == f"{tmp_path}: a directory. Name its files, for example by the pattern {tmp_path}/*.jsonl."
+    )

@@ -1,8 +1,11 @@
 """Tokenised preferences on disk: read back as written, named by content, judged, and refused when damaged."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from letters import CHAT, EOS, ids, letter_tokenizer
 
@@ -43,7 +46,7 @@ def pair(prompt="hi", chosen="yes", rejected="no") -> dict:
 
 
 def opened(source, data=LENIENT, *, template=RAW, keys=KEYS, max_length=100):
-    return open_store(source, keys, template, data, max_length)
+    return open_store(str(source), keys, template, data, max_length)
 
 
 def refusal(source, data, **changes) -> str:
@@ -82,20 +85,91 @@ def test_a_completion_without_a_score_has_none(source):
 
 def test_the_format_is_told_by_the_first_row_that_can_be_read(source):
     write(source, "{", group("hi", "yes", "no"))
-    assert opened(source).format == "PreferenceDataset"
+    store = opened(source)
+    assert (store.format, store.format_reason) == ("PreferenceDataset", "told by the keys context, completions")
     write(source, pair())
-    assert opened(source).format == "BinaryPreferenceDataset"
+    store = opened(source)
+    assert (store.format, store.format_reason) == (
+        "BinaryPreferenceDataset",
+        "told by the keys prompt, chosen, rejected",
+    )
+
+
+def test_a_format_is_remembered_with_its_reason(source):
+    write(source, group("hi", "yes", "no"))
+    first, again = opened(source), opened(source)
+    assert (again.format, again.format_reason) == (first.format, first.format_reason)
+
+
+def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
+    write(source, "{", "[1]")
+    message = refusal(source, Data(on_bad_row="skip", max_bad_share=1.0))
+    assert message.startswith(f"{source}: no usable preference among 2 rows:\n  malformed JSON: 1\n")
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
     write(source, group("hi", "yes", "no"))
-    assert opened(source, keys=DatasetFields(dataset_name="PreferenceDataset")).format == "PreferenceDataset"
+    given = opened(source, keys=DatasetFields(dataset_name="PreferenceDataset"))
+    assert (given.format, given.format_reason) == ("PreferenceDataset", "as data.*.dataset_name says")
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
         f"{source}: 1 of 1 rows are malformed:\n"
         "  missing key: 1\n"
         f"    {source}:1: no key prompt. Keys found: context, completions. data.train.prompt_key names another.\n"
-        "Mend them, or set data.on_bad_row=skip to leave them out."
+        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=1.0."
     )
+
+
+def test_tulu3_reads_by_its_name_what_is_told_as_an_implicit_prompt(source):
+    asked = {"role": "user", "content": "hi"}
+    sides = {"chosen": "yes", "rejected": "no"}
+    write(source, {side: [asked, {"role": "assistant", "content": text}] for side, text in sides.items()})
+    chat = Template(letter_tokenizer(), CHAT, {})
+    told, named = (
+        opened(source, template=chat, keys=DatasetFields(dataset_name=n)) for n in ("auto", "Tulu3Preference")
+    )
+    assert (told.format, named.format) == ("implicit_prompt", "Tulu3Preference")
+    assert told[0].prompt.tolist() == named[0].prompt.tolist()
+    assert [c.tolist() for c in told[0].completions] == [c.tolist() for c in named[0].completions]
+
+
+# Several files, and files of other kinds
+
+
+def test_the_files_of_a_pattern_are_one_set_in_the_order_of_their_names(tmp_path):
+    for name, row in (("b.jsonl", pair("bb")), ("a.jsonl", pair("a")), ("c.csv", pair("ccc"))):
+        write(tmp_path / name, row)
+    (tmp_path / "c.csv").write_text("prompt,chosen,rejected\nccc,yes,no\n", encoding="utf-8")
+    store = opened(tmp_path / "?.*")
+    assert [row.place for row in store] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/b.jsonl:1", f"{tmp_path}/c.csv:2"]
+    assert store.num_prompt_tokens.tolist() == [1, 2, 3]
+
+
+def test_a_file_more_under_a_pattern_is_another_store(tmp_path):
+    write(tmp_path / "a.jsonl", pair())
+    first = opened(tmp_path / "*.jsonl")
+    write(tmp_path / "b.jsonl", pair("so"))
+    assert opened(tmp_path / "*.jsonl").fingerprint != first.fingerprint
+    assert opened(tmp_path / "a.jsonl").fingerprint == first.fingerprint
+
+
+def test_the_kind_of_a_file_changes_no_token(tmp_path):
+    rows = [pair(), pair("so", "a", "b")]
+    write(tmp_path / "rows.jsonl", *rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\nhi,yes,no\nso,a,b\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.jsonl.gz", "rows.parquet"):
+        store = opened(tmp_path / name)
+        assert [row.prompt.tolist() for row in store] == [ids("hi"), ids("so")]
+        assert [c.tolist() for c in store[1].completions] == [[*ids("a"), EOS], [*ids("b"), EOS]]
+
+
+def test_a_damaged_file_among_several_is_refused_and_leaves_nothing(tmp_path, cache):
+    write(tmp_path / "a.jsonl", pair())
+    (tmp_path / "b.jsonl").write_bytes(gzip.compress(b"x" * 1000)[:-9])
+    assert refusal(tmp_path / "*.jsonl", LENIENT).startswith(f"{tmp_path}/b.jsonl: the archive is damaged or cut off (")
+    assert list(cache.iterdir()) == []
 
 
 # Counting
@@ -154,7 +228,7 @@ def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_rea
         f"    {source}:2: a list, not a JSON object with a prompt and completions.\n"
         f"    {source}:3: a list, not a JSON object with a prompt and completions.\n"
         f"    {source}:4: a list, not a JSON object with a prompt and completions.\n"
-        "Mend them, or set data.on_bad_row=skip to leave them out."
+        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.84."
     )
 
 
@@ -164,7 +238,8 @@ def test_skipping_stops_beyond_the_share_of_bad_rows_and_not_at_it(source):
     assert refusal(source, Data(on_bad_row="skip", max_bad_share=0.24)) == (
         f"{source}: 1 of 4 rows are malformed, over data.max_bad_share=0.24:\n"
         "  empty prompt: 1\n"
-        f"    {source}:4: prompt is empty."
+        f"    {source}:4: prompt is empty.\n"
+        "Mend them, or set data.max_bad_share=0.25."
     )
 
 
@@ -186,7 +261,14 @@ def test_filtering_stops_beyond_its_share_and_not_at_it(source):
         f"{source}: 1 of 4 rows were filtered, over data.max_filtered_share=0.1:\n"
         "  equal completions: 1\n"
         f"    {source}:4: chosen and rejected are identical, so the pair teaches nothing.\n"
-        "Raise policy.max_total_sequence_length if they are over-long, mend the file, or raise the share."
+        "Mend the file, or set data.max_filtered_share=0.25."
+    )
+
+
+def test_only_over_long_rows_are_answered_with_the_limit(source):
+    write(source, pair(), pair("what a question this is, and how long"))
+    assert refusal(source, Data(), max_length=20).endswith(
+        "Raise policy.max_total_sequence_length, mend the file, or set data.max_filtered_share=0.5."
     )
 
 
@@ -202,14 +284,20 @@ def test_a_file_without_any_usable_preference_is_refused(source):
 # The cache
 
 
-def test_the_same_content_is_tokenised_once(source, tmp_path, monkeypatch):
+def test_the_same_content_in_the_same_place_is_tokenised_once(source, monkeypatch):
     write(source, pair())
     first = opened(source)
     monkeypatch.setattr(store_module, "tokenize", lambda *args, **kwargs: pytest.fail("tokenised again"))
+    assert opened(source).fingerprint == first.fingerprint
+    assert opened(source).folder == first.folder
+
+
+def test_the_same_content_in_another_place_is_another_store_with_its_own_places(source, tmp_path):
+    write(source, pair())
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(source.read_bytes())
-    assert opened(source).fingerprint == opened(copy).fingerprint == first.fingerprint
-    assert opened(source).folder == first.folder
+    assert opened(source).fingerprint != opened(copy).fingerprint
+    assert (opened(source).place(0), opened(copy).place(0)) == (f"{source}:1", f"{copy}:1")
 
 
 def test_a_set_is_judged_anew_each_time_without_being_tokenised_anew(source, cache):

@@ -4,7 +4,7 @@ import pytest
 from letters import CHAT, letter_tokenizer
 
 from tandem.config.schema import Tokenizer as TokenizerConfig
-from tandem.data.formats import Completion, Message, Preference
+from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
 from tandem.data.template import Rendered, Template, make_template
 from tandem.errors import ConfigError

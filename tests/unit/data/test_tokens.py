@@ -7,7 +7,7 @@ import pytest
 from letters import BOS, CHAT, END, EOS, ids, letter_tokenizer
 
 from tandem.data import tokens
-from tandem.data.formats import Completion, Message, Preference
+from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
 from tandem.data.template import Template
 from tandem.data.tokens import TokenizedPreference, load_tokenizer, make_pairs, tokenize

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from models import plain_token_logps
 from running import SHORT, metrics_of, short_run
+from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.config.schema import Dpo
@@ -75,7 +77,7 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
         step.read(store.place)
     assert str(stopped.value) == (
         "loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. "
-        f"Pairs at: {store.place(culprit)}. Lower the learning rate, or look at these rows."
+        f"Pairs at: {store.place(culprit)}. Look at these rows, or lower the learning rate."
     )
     after = whole(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -119,6 +121,33 @@ def test_bfloat16_weights_alone_hardly_learn_where_float32_masters_do(started):
         margins[weights] = step.read(setup.train.store.place).metrics["rewards_margin_mean"]
     assert margins["float32"] > 0.005
     assert margins["bfloat16"] < 0.35 * margins["float32"]
+
+
+def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(started):
+    setup, side, _ = started
+    policy = shard(load_policy(setup.source, setup.config.policy, side.workers.device), side.workers, bfloat16=True)
+    seen = []
+    policy.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    logps = policy(policy.inputs(pack, side.workers.device))
+    logps.sum().backward()
+    assert seen == [torch.bfloat16]
+    assert logps.dtype == torch.float32
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
+    setup, side, policy = started
+    batch = setup.batches.epoch(0)[0]
+    plain = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
+    chosen = [plain_token_logps(plain, setup.train.store[int(i)])[0].sum() for i in batch.preferences]
+    (-torch.stack(chosen).mean()).backward()
+    want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    sft_alone = Side(side.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), side.workers, "float32")
+    optimizer = make_optimizer(policy.parameters(), setup.config.policy)
+    step = train_step(policy, sft_alone, setup.train, batch, optimizer, max_grad_norm=None)
+    assert step.read(setup.train.store.place).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
 
 
 def _rounded(policy, weights):

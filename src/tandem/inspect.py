@@ -1,0 +1,140 @@
+"""A data file in; one of its preferences, as the model will see it, out: on the terminal, as a page, or as JSON."""
+
+import io
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.data.store import TokenStore, open_store
+from tandem.data.template import make_template
+from tandem.data.tokens import load_tokenizer
+from tandem.embedded.files import TRAIN
+from tandem.errors import DataError
+from tandem.model.load import find_model
+
+# Shown for characters that would otherwise not be seen.
+VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t"})
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>tandem inspect</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>{stylesheet} body {{ background: {background}; color: {foreground}; }} pre {{ white-space: pre-wrap; }}</style>
+</head><body><pre>{code}</pre></body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token: its id, its text, its position, whether it is special, and whether it is scored."""
+
+    id: int
+    text: str
+    position: int
+    special: bool
+    scored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A preference as the model will see it."""
+
+    place: str
+    format: str
+    format_reason: str
+    rows: int
+    accepted: int
+    prompt: list[Token]
+    completions: list[list[Token]]
+    pairs: list[tuple[int, int]]
+
+
+def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
+    """The preference at a line (or element) of a file; the first usable one without a number."""
+    source = find_model(config.policy)
+    given = config.policy.tokenizer.name
+    tokenizer = load_tokenizer(Path(given) if given else source.folder)
+    template = make_template(tokenizer, config.policy.tokenizer)
+    path = str(TRAIN) if data_path == EMBEDDED else data_path
+    keys = config.data.train.model_copy(update={"data_path": data_path})
+    store = _open(path, keys, template, config)
+    index = _find(store, path, row)
+    preference = store[index]
+    return Inspection(
+        place=preference.place,
+        format=store.format,
+        format_reason=store.format_reason,
+        rows=store.counts.rows,
+        accepted=store.counts.accepted,
+        prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
+        completions=[_tokens(c, len(preference.prompt), tokenizer, scored=True) for c in preference.completions],
+        pairs=list(preference.pairs),
+    )
+
+
+def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
+    """Tokens in alternating shades, special ones marked; what is scored in another colour than what is not."""
+    i = inspection
+    console.print(
+        f"{i.place}: read as {i.format}, {i.format_reason}; {i.accepted} of {i.rows} rows usable", markup=False
+    )
+    console.print(f"\nprompt: {len(i.prompt)} tokens, not scored", style="bold", markup=False)
+    console.print(_coloured(i.prompt, "cyan", positions))
+    for number, completion in enumerate(i.completions):
+        over = [str(loser) for winner, loser in i.pairs if winner == number]
+        better = f", preferred to completion {', '.join(over)}" if over else ""
+        title = f"\ncompletion {number}: {len(completion)} tokens, scored{better}"
+        console.print(title, style="bold", markup=False)
+        console.print(_coloured(completion, "green" if over else "red", positions))
+
+
+def as_json(inspection: Inspection) -> str:
+    return json.dumps(asdict(inspection), ensure_ascii=False, indent=1)
+
+
+def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
+    """The same as a page that needs nothing else; the data's text is escaped."""
+    console = Console(record=True, file=io.StringIO(), width=120, force_terminal=True, highlight=False)
+    show(inspection, console, positions=positions)
+    file.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+
+
+def _open(path: str, keys: DatasetFields, template: Any, config: Config) -> TokenStore:
+    # Looking is not training: nothing that is wrong elsewhere in the file keeps a good row from being seen.
+    lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0}
+    data = config.data.model_copy(update=lenient)
+    return open_store(path, keys, template, data, config.policy.max_total_sequence_length)
+
+
+def _find(store: TokenStore, path: str, row: int | None) -> int:
+    if row is None:
+        return 0
+    for index in range(len(store)):
+        if store.place(index).endswith(f":{row}"):
+            return index
+    for line in (store.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines():
+        reject = json.loads(line)
+        if reject["place"].endswith(f":{row}"):
+            raise DataError(f"{reject['place']}: {reject['message']}")
+    raise DataError(f"{path}: there is no row {row}; it has {store.counts.rows} rows.")
+
+
+def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token]:
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = added | set(tokenizer.all_special_ids)
+    return [
+        Token(int(id), tokenizer.decode([int(id)]), start + i, int(id) in special, scored) for i, id in enumerate(ids)
+    ]
+
+
+def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:
+    text = Text()
+    for i, token in enumerate(tokens):
+        style = "bold magenta" if token.special else colour if i % 2 else f"{colour} on grey19"
+        text.append(token.text.translate(VISIBLE), style=style)
+        if positions:
+            text.append(f"{token.position} ", style="dim")
+    return text

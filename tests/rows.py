@@ -1,0 +1,68 @@
+"""Rows of preference sets: one good row of every format, written by hand, and what a reader says of a bad one."""
+
+from typing import Any
+
+import pytest
+
+from tandem.config.schema import DatasetFields
+from tandem.data.sources import RowError, SourceRow
+
+KEYS = DatasetFields()
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def turn(who: str, value: Any) -> dict[str, Any]:
+    return {"from": who, "value": value}
+
+
+ASKED, YES, NO = said("user", "Hi"), said("assistant", "yes"), said("assistant", "no")
+
+# Every one of them prefers "yes" to "no" as the answer to "Hi".
+GOOD: dict[str, dict[str, Any]] = {
+    "BinaryPreferenceDataset": {"prompt": "Hi", "chosen": "yes", "rejected": "no"},
+    "PreferenceDataset": {
+        "context": [ASKED],
+        "completions": [{"rank": 0, "completion": [YES]}, {"rank": 1, "completion": [NO]}],
+    },
+    "HelpSteer3": {"context": [ASKED], "response1": "yes", "response2": "no", "overall_preference": -2},
+    "aligner": {"prompt": "Hi", "chosen_response": "yes", "rejected_response": "no"},
+    "scored": {"prompt": "Hi", "completions": [{"completion": "yes", "score": 2}, {"completion": "no", "score": 1}]},
+    "sharegpt": {
+        "conversations": [turn("human", "Hi")],
+        "chosen": turn("gpt", "yes"),
+        "rejected": turn("gpt", "no"),
+    },
+    "alpaca": {"instruction": "Hi", "input": "", "output": "yes", "chosen": "yes", "rejected": "no"},
+    "alpaca_pair": {"instruction": "Hi", "input": "", "output": ["yes", "no"]},
+    "messages_pair": {"chosen_messages": [ASKED, YES], "rejected_messages": [ASKED, NO]},
+    "question_responses": {"question": "Hi", "response_j": "yes", "response_k": "no"},
+    "dialogue_text": {
+        "chosen": "\n\nHuman: Hi\n\nAssistant: yes",
+        "rejected": "\n\nHuman: Hi\n\nAssistant: no",
+    },
+    "Tulu3Preference": {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    "implicit_prompt": {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+}
+
+
+def row(value: dict[str, Any]) -> SourceRow:
+    return SourceRow(value, "pairs.jsonl", 3)
+
+
+def pair(**changes: Any) -> SourceRow:
+    return row(GOOD["BinaryPreferenceDataset"] | changes)
+
+
+def group(*completions: Any, **changes: Any) -> SourceRow:
+    return row({"context": "Hi", "completions": list(completions)} | changes)
+
+
+def refusal(read: Any, source: SourceRow, keys: DatasetFields = KEYS) -> tuple[str, str, str]:
+    with pytest.raises(RowError) as caught:
+        read(source, keys)
+    error = caught.value
+    assert str(error) == f"pairs.jsonl:3: {error.message}"
+    return error.kind, error.reason, error.message

@@ -1,0 +1,338 @@
+"""Rows that a format cannot use: the exact words for each, and which of them are filtered."""
+
+import pytest
+from rows import ASKED, GOOD, NO, YES, group, refusal, row, said, turn
+
+from tandem.data.formats import FORMATS, ranked
+
+A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"
+OTHERWISE = "data.train.dataset_name names the format, prompt_key, chosen_key and rejected_key its keys."
+
+# Malformed rows
+
+NEEDED = {
+    "BinaryPreferenceDataset": ["prompt", "chosen", "rejected"],
+    "PreferenceDataset": ["context", "completions"],
+    "HelpSteer3": ["context", "response1", "response2", "overall_preference"],
+    "aligner": ["prompt", "chosen_response", "rejected_response"],
+    "scored": ["prompt", "completions"],
+    "sharegpt": ["conversations", "chosen", "rejected"],
+    "alpaca": ["instruction", "rejected"],
+    "alpaca_pair": ["instruction", "output"],
+    "messages_pair": ["chosen_messages", "rejected_messages"],
+    "question_responses": ["question", "response_j", "response_k"],
+    "dialogue_text": ["chosen", "rejected"],
+    "Tulu3Preference": ["chosen", "rejected"],
+    "implicit_prompt": ["chosen", "rejected"],
+}
+NEEDED_KEYS = [(name, key) for name, keys in NEEDED.items() for key in keys]
+# The nearest of the keys found, where one is near.
+NEAR = {"response1": "response2", "response2": "response1", "response_j": "response_k", "response_k": "response_j"}
+
+
+@pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
+def test_each_key_that_a_format_needs_is_missed_by_name(name, key):
+    source = row({other: value for other, value in GOOD[name].items() if other != key})
+    hint = f" Is {NEAR[key]} meant?" if key in NEAR else ""
+    renamed = key in ("prompt", "chosen", "rejected")
+    way_out = f"data.train.{key}_key names another." if renamed else OTHERWISE
+    message = f"no key {key}.{hint} Keys found: {', '.join(source.value)}. {way_out}"
+    assert refusal(FORMATS[name].read, source) == ("bad", "missing key", message)
+
+
+@pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
+def test_null_in_a_key_that_a_format_needs_is_refused(name, key):
+    source = row(GOOD[name] | {key: None})
+    assert refusal(FORMATS[name].read, source) == ("bad", "null", f"{key} is null; it must hold a value.")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_filters_rows_that_teach_nothing(name):
+    def with_no_as(answer):
+        return row(_replaced(GOOD[name], "no", answer))
+
+    equal = "chosen and rejected are identical, so the pair teaches nothing."
+    assert refusal(FORMATS[name].read, with_no_as("yes")) == ("filtered", "equal completions", equal)
+    assert refusal(FORMATS[name].read, with_no_as("")) == ("filtered", "empty completion", "a completion is empty.")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text", ["Hi", "yes", "no"])
+def test_every_format_refuses_half_a_character_in_any_of_its_texts(name, text):
+    source = row(_replaced(GOOD[name], text, f"{text}\ud800"))
+    kind, reason, message = refusal(FORMATS[name].read, source)
+    assert (kind, reason) == ("bad", "lone surrogate")
+    assert ": half a character (a lone surrogate) at position " in message
+
+
+def _replaced(value, old, new):
+    """A good row with one text for another, at any depth, also at the end of a dialogue."""
+    if isinstance(value, dict):
+        return {key: _replaced(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, old, new) for item in value]
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        return value.replace(f": {old}", f": {new}")
+    return new if value == old else value
+
+
+S = "half a character (a lone surrogate) at position 1."
+BAD = {
+    "HelpSteer3: text": (
+        {"overall_preference": "-1"},
+        "wrong type",
+        "overall_preference: a text, not a whole number.",
+    ),
+    "HelpSteer3: fraction": (
+        {"overall_preference": 0.5},
+        "wrong type",
+        "overall_preference: a number, not a whole number.",
+    ),
+    "HelpSteer3: truth": (
+        {"overall_preference": True},
+        "wrong type",
+        "overall_preference: true or false, not a whole number.",
+    ),
+    "aligner: text": ({"chosen_reward": "2"}, "bad score", "chosen_reward: '2' is not a finite number."),
+    "aligner: NaN": (
+        {"rejected_reward": float("nan")},
+        "bad score",
+        "rejected_reward: nan is not a finite number.",
+    ),
+    "scored: one": (
+        {"completions": [{"completion": "yes", "score": 2}]},
+        "one completion",
+        "completions: a preference needs a list of two or more completions.",
+    ),
+    "scored: text": (
+        {"completions": [{"completion": "yes", "score": 2}, "no"]},
+        "wrong type",
+        "completions[1]: a text, not an object.",
+    ),
+    "scored: no score": (
+        {"completions": [{"completion": "yes", "score": 2}, {"completion": "no"}]},
+        "missing key",
+        "no key completions[1].score (or reward).",
+    ),
+    "scored: infinite": (
+        {"completions": [{"completion": "yes", "reward": float("inf")}, {"completion": "no"}]},
+        "bad score",
+        "completions[0].reward: inf is not a finite number.",
+    ),
+    "scored: no answer": (
+        {"completions": [{"answer": "yes", "score": 2}, {"answer": "no", "score": 1}]},
+        "missing key",
+        "no key completions[0].completion.",
+    ),
+    "scored: null answer": (
+        {"completions": [{"text": None, "score": 2}, {"text": "no", "score": 1}]},
+        "null",
+        "completions[0].text is null; it must hold a value.",
+    ),
+    "sharegpt: text": ({"conversations": "Hi"}, "wrong type", "conversations: a text, not a list of turns."),
+    "sharegpt: none": ({"conversations": []}, "empty prompt", "conversations is an empty list of messages."),
+    "sharegpt: text as turn": (
+        {"conversations": ["Hi"]},
+        "wrong type",
+        "conversations[0]: a text, not a turn with from and value.",
+    ),
+    "sharegpt: no value": ({"conversations": [{"from": "human"}]}, "missing key", "no key conversations[0].value."),
+    "sharegpt: stranger": (
+        {"conversations": [turn("bot", "Hi")]},
+        "unknown role",
+        "conversations[0].from: 'bot' is none of human, user, gpt, assistant, system.",
+    ),
+    "sharegpt: list as from": (
+        {"conversations": [turn(["human"], "Hi")]},
+        "unknown role",
+        "conversations[0].from: ['human'] is none of human, user, gpt, assistant, system.",
+    ),
+    "sharegpt: order, numbered without the system text": (
+        {"system": "Be kind.", "conversations": [turn("human", "Hi"), turn("human", "Hi")]},
+        "roles out of order",
+        "conversations[1]: role user cannot come after user.",
+    ),
+    "sharegpt: answered": (
+        {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")]},
+        "context ends in an assistant turn",
+        "conversations[1]: the prompt ends in an assistant turn; it must end before the answer.",
+    ),
+    "sharegpt: two system texts": (
+        {"system": "Be kind.", "conversations": [turn("system", "Be brief."), turn("human", "Hi")]},
+        "late system turn",
+        "conversations[0]: a system turn beside the key system.",
+    ),
+    "sharegpt: number as system": ({"system": 3}, "wrong type", "system[0].content: a number, not a text."),
+    "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system[0].content: {S}"),
+    "sharegpt: text as answer": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a turn with from and value."),
+    "sharegpt: answer by the user": (
+        {"rejected": turn("human", "no")},
+        "roles out of order",
+        "rejected[0]: role user cannot come first.",
+    ),
+    "alpaca: messages": ({"instruction": [ASKED]}, "wrong type", "instruction and input must be texts."),
+    "alpaca: number as input": ({"input": 0}, "wrong type", "instruction and input must be texts."),
+    "alpaca: blank": ({"instruction": " "}, "empty prompt", "instruction is empty."),
+    "alpaca: surrogate in input": ({"input": "a\ud800"}, "lone surrogate", f"input: {S}"),
+    "alpaca_pair: text": (
+        {"output": "yes"},
+        "one completion",
+        "output: without chosen and rejected it must be a pair of texts.",
+    ),
+    "alpaca_pair: three": (
+        {"output": ["a", "b", "c"]},
+        "one completion",
+        "output: without chosen and rejected it must be a pair of texts.",
+    ),
+    "alpaca_pair: number": (
+        {"output": ["yes", 3]},
+        "wrong type",
+        "output[1][0]: a number, not a message with role and content.",
+    ),
+    "question_responses: blank": ({"question": ""}, "empty prompt", "question is empty."),
+    "dialogue_text: no answer": (
+        {"chosen": "\n\nHuman: Hi"},
+        "no dialogue",
+        "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
+    ),
+    "dialogue_text: answer only": (
+        {"chosen": "\n\nAssistant: yes"},
+        "no dialogue",
+        "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
+    ),
+    "dialogue_text: text before the first turn": (
+        {"rejected": f"Be kind.{DIALOGUE} no"},
+        "no dialogue",
+        "rejected: no 'Human:' turn followed by an 'Assistant:' turn.",
+    ),
+    "dialogue_text: assistant first": (
+        {side: f"\n\nAssistant: Hello{DIALOGUE} {side}" for side in ("chosen", "rejected")},
+        "roles out of order",
+        "chosen[0]: role assistant cannot come first.",
+    ),
+    "dialogue_text: answered before": (
+        {side: f"{DIALOGUE} Hello\n\nAssistant: {side}" for side in ("chosen", "rejected")},
+        "context ends in an assistant turn",
+        "chosen[1]: the prompt ends in an assistant turn; it must end before the answer.",
+    ),
+    "messages_pair: user last": (
+        {"rejected_messages": [ASKED]} | {"chosen_messages": [said("user", "Ho")]},
+        "wrong roles",
+        "chosen_messages ends in a user turn; it must end in an assistant's.",
+    ),
+    "messages_pair: image": (
+        {"chosen_messages": [said("user", [{"type": "image", "url": "x"}]), YES]},
+        "not a text part",
+        "chosen_messages[0].content[0]: only parts of type text can be trained on.",
+    ),
+}
+for name in ("Tulu3Preference", "implicit_prompt"):
+    BAD |= {
+        f"{name}: text": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a text or a list of messages."),
+        f"{name}: none": ({"rejected": []}, "empty prompt", "rejected is an empty list of messages."),
+        f"{name}: answer only": (
+            {"chosen": [YES], "rejected": [NO]},
+            "roles out of order",
+            "chosen[0]: role assistant cannot come first.",
+        ),
+        f"{name}: user last": (
+            {"rejected": [said("user", "Ho")], "chosen": [ASKED]},
+            "wrong roles",
+            "chosen ends in a user turn; it must end in an assistant's.",
+        ),
+        f"{name}: tool last": (
+            {side: [ASKED, YES, said("tool", side)] for side in ("chosen", "rejected")},
+            "wrong roles",
+            "chosen ends in a tool turn; it must end in an assistant's.",
+        ),
+        f"{name}: rejected ends in a tool turn": (
+            {
+                "chosen": [ASKED, NO, said("tool", "1"), YES],
+                "rejected": [ASKED, NO, said("tool", "1"), said("tool", "2")],
+            },
+            "wrong roles",
+            "rejected ends in a tool turn; it must end in an assistant's.",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "reason", "message"), [(case, *rest) for case, rest in BAD.items()], ids=BAD
+)
+def test_a_malformed_row_is_refused_with_the_place_inside_it(case, changes, reason, message):
+    name = case.split(":")[0]
+    assert refusal(FORMATS[name].read, row(GOOD[name] | changes)) == ("bad", reason, message)
+
+
+BAD_GROUPS = {
+    "one completion": (
+        [A],
+        "one completion",
+        "completions: a preference needs a list of two or more completions.",
+    ),
+    "text as completion": ([A, "b"], "wrong type", "completions[1]: a text, not an object."),
+    "no rank": (
+        [A, {"rnk": 1, "completion": "b"}],
+        "missing key",
+        "no key completions[1].rank. Is completions[1].rnk meant?",
+    ),
+    "no text": ([A, {"rank": 1}], "missing key", "no key completions[1].completion."),
+    "negative rank": (
+        [A, {"rank": -1, "completion": "b"}],
+        "bad rank",
+        "completions[1].rank: -1 is no rank; ranks are integers from 0.",
+    ),
+    "broken rank": (
+        [A, {"rank": 0.5, "completion": "b"}],
+        "bad rank",
+        "completions[1].rank: 0.5 is no rank; ranks are integers from 0.",
+    ),
+    "truth as rank": (
+        [A, {"rank": True, "completion": "b"}],
+        "bad rank",
+        "completions[1].rank: True is no rank; ranks are integers from 0.",
+    ),
+    "NaN score": (
+        [A, B | {"score": float("nan")}],
+        "bad score",
+        "completions[1].score: nan is not a finite number.",
+    ),
+    "infinite reward": (
+        [A, B | {"reward": float("inf")}],
+        "bad score",
+        "completions[1].reward: inf is not a finite number.",
+    ),
+    "text as score": ([A, B | {"score": "3"}], "bad score", "completions[1].score: '3' is not a finite number."),
+    "truth as score": ([A, B | {"score": True}], "bad score", "completions[1].score: True is not a finite number."),
+    "score beyond floats": (
+        [A, B | {"score": 10**400}],
+        "bad score",
+        f"completions[1].score: {10**400} is not a finite number.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("completions", "reason", "message"), BAD_GROUPS.values(), ids=BAD_GROUPS.keys())
+def test_malformed_completions_are_refused_with_their_number(completions, reason, message):
+    assert refusal(ranked, group(*completions)) == ("bad", reason, message)
+
+
+def test_completions_that_are_no_list_are_refused():
+    assert refusal(ranked, row({"context": "Hi", "completions": "ab"}))[2] == (
+        "completions: a preference needs a list of two or more completions."
+    )
+
+
+DIFFER = ("filtered", "prompts differ", "chosen and rejected do not answer the same conversation.")
+DIFFERING = {
+    "Tulu3Preference": {"rejected": [said("user", "Ho"), NO]},
+    "implicit_prompt": {"rejected": [ASKED, NO, ASKED, NO]},
+    "messages_pair": {"rejected_messages": [said("system", "Be kind."), ASKED, NO]},
+    "dialogue_text": {"rejected": "\n\nHuman: Ho\n\nAssistant: no"},
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), DIFFERING.items(), ids=DIFFERING)
+def test_conversations_with_different_prompts_are_filtered(name, changes):
+    assert refusal(FORMATS[name].read, row(GOOD[name] | changes)) == DIFFER

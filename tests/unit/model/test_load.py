@@ -1,0 +1,164 @@
+"""What is told wrong about a model before any of its weights load, and what is set right when they do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from models import tiny_config
+
+from tandem.config.schema import Config, Packing, Policy
+from tandem.errors import ConfigError
+from tandem.model.attention import windows_of
+from tandem.model.load import (
+    ModelSource,
+    check_packable,
+    dropouts,
+    find_model,
+    load_policy,
+    uses_flex,
+    weights_fingerprint,
+)
+from tandem.model.parallel import stop_workers
+from tandem.model.tiny import tiny_model
+from tandem.train.setup import set_up
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(tiny_model(), tmp_path / "model")
+
+
+def rewritten(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def refusal(**policy):
+    with pytest.raises(ConfigError) as refused:
+        find_model(Policy(**policy))
+    return str(refused.value)
+
+
+def test_a_missing_directory_is_named():
+    assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory."
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    assert refusal(model_name=str(tmp_path)) == (
+        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is no model."
+    )
+
+
+def test_a_hub_name_that_cannot_be_had_is_one_line():
+    message = refusal(model_name="someone/something")
+    assert message.startswith(
+        "policy.model_name = someone/something: neither a directory here nor to be had from the hub: "
+    )
+    assert "\n" not in message
+
+
+def test_a_model_that_needs_its_own_code_is_refused(folder):
+    rewritten(folder, model_type="unheard_of", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    assert refusal(model_name=str(folder)) == (
+        f"policy.model_name = {folder}: this model needs Python code from its own repository, which tandem does not run. "
+        "Use a model type that transformers knows."
+    )
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert refusal(model_name=str(folder)) == (
+        f"policy.model_name = {folder}: {folder} holds no .safetensors weights. "
+        "Pickled weights are not read; convert them with transformers' save_pretrained."
+    )
+
+
+def test_a_configuration_that_is_no_json_is_refused(folder):
+    (folder / "config.json").write_text("{")
+    assert refusal(model_name=str(folder)).startswith(f"{folder}/config.json: not readable as JSON: ")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(folder, kind):
+    config = find_model(Policy(model_name=str(folder))).config
+    config.rope_parameters = {"rope_type": kind, "original_max_position_embeddings": 100}
+    source = ModelSource("it", folder, config)
+    check_packable(source, Policy(max_total_sequence_length=100))
+    check_packable(source, Policy(max_total_sequence_length=101, packing=Packing(mode="none")))
+    with pytest.raises(ConfigError) as refused:
+        check_packable(source, Policy(max_total_sequence_length=101))
+    assert str(refused.value) == (
+        f"policy.model_name = it: its {kind} position scaling depends on the longest sequence in a row beyond 100 tokens. "
+        "Set policy.max_total_sequence_length=100 or less, or policy.packing.mode=none."
+    )
+
+
+def test_flex_attention_is_refused_on_the_cpu():
+    with pytest.raises(ConfigError) as refused:
+        uses_flex(Policy(attention="flex"), CPU)
+    assert str(refused.value) == (
+        "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
+    )
+
+
+def test_dropout_and_jitter_are_switched_off_and_told(folder):
+    source = find_model(Policy(model_name=str(rewritten(folder, attention_dropout=0.25, router_jitter_noise=0.01))))
+    assert dropouts(source.config) == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
+    policy = load_policy(source, Policy(), CPU)
+    assert dropouts(policy.model.config) == {}
+    assert policy.model.model.layers[0].self_attn.attention_dropout == 0.0
+
+
+def test_weights_load_as_float32_whatever_they_are_on_disk(folder):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    source = find_model(Policy(model_name=str(folder)))
+    assert source.dtype == torch.bfloat16
+    assert {p.dtype for p in load_policy(source, Policy(), CPU).parameters()} == {torch.float32}
+
+
+def test_the_fingerprint_follows_content_and_not_names(folder, tmp_path):
+    def of(path):
+        return weights_fingerprint(find_model(Policy(model_name=str(path))))
+
+    before = of(folder)
+    assert of(shutil.copytree(folder, tmp_path / "elsewhere")) == before
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert of(folder) != before
+
+
+def test_windows_are_those_of_the_layers():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma3_text"))
+    assert windows_of(model) == {None, 7}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path):
+    small = rewritten(shutil.copytree(folder, tmp_path / "small"), vocab_size=300)
+    with pytest.raises(ConfigError, match=r"the tokenizer gives token id \d+, but the model knows only 300 tokens"):
+        set_up(Config(policy=Policy(model_name=str(small))), CPU)
+
+
+def test_fewer_pairs_than_a_batch_is_told_with_both_numbers():
+    from tandem.errors import DataError
+
+    with pytest.raises(DataError) as refused:
+        set_up(Config(policy=Policy(train_global_batch_size=371)), CPU)
+    assert str(refused.value) == (
+        "the training set has 370 pairs, fewer than one batch of 371. "
+        "Set policy.train_global_batch_size=370 or less, or data.drop_last=false."
+    )
+
+
+def test_stopping_workers_twice_is_harmless():
+    stop_workers()
+    stop_workers()

@@ -1,0 +1,91 @@
+"""`tandem inspect`: a preference as the model will see it."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from tandem.config.load import load_config
+from tandem.errors import DataError
+from tandem.inspect import as_json, inspect_data, show, write_page
+
+
+@pytest.fixture
+def file(tmp_path):
+    rows = [
+        {"prompt": "Hi", "chosen": "Yes <b>", "rejected": "No"},
+        {"prompt": "Hi", "chosen": "", "rejected": "No"},
+        {"prompt": "Well?", "chosen": "a", "rejected": "b"},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def inspected(file, row=None, *overrides):
+    return inspect_data(str(file), load_config(None, overrides).config, row)
+
+
+def texts(tokens):
+    return "".join(token.text for token in tokens)
+
+
+def test_the_first_usable_row_is_shown_without_a_number(file):
+    found = inspected(file)
+    assert found.place == f"{file}:1"
+    assert (found.rows, found.accepted) == (3, 2)
+    assert texts(found.prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert [texts(completion) for completion in found.completions] == ["Yes <b><|im_end|>", "No<|im_end|>"]
+    assert found.pairs == [(0, 1)]
+
+
+def test_positions_of_every_completion_continue_from_the_prompt(file):
+    found = inspected(file)
+    assert [token.position for token in found.prompt] == list(range(len(found.prompt)))
+    assert {completion[0].position for completion in found.completions} == {len(found.prompt)}
+
+
+def test_only_completions_are_scored_and_special_tokens_are_marked(file):
+    found = inspected(file)
+    assert not any(token.scored for token in found.prompt)
+    assert all(token.scored for completion in found.completions for token in completion)
+    assert {token.text for token in found.prompt if token.special} == {"<|im_start|>", "<|im_end|>"}
+
+
+def test_a_row_is_found_by_its_line(file):
+    assert inspected(file, 3).place == f"{file}:3"
+
+
+def test_a_row_that_was_left_out_says_why(file):
+    with pytest.raises(DataError) as error:
+        inspected(file, 2)
+    assert str(error.value) == f"{file}:2: a completion is empty."
+
+
+def test_a_row_that_is_not_there_is_told(file):
+    with pytest.raises(DataError) as error:
+        inspected(file, 9)
+    assert str(error.value) == f"{file}: there is no row 9; it has 3 rows."
+
+
+def test_the_page_escapes_the_text_and_loads_nothing(file, tmp_path):
+    write_page(inspected(file), tmp_path / "page.html", positions=False)
+    page = (tmp_path / "page.html").read_text()
+    assert "<b>" not in page
+    assert "&lt;" in page
+    assert "default-src 'none'" in page
+    assert "http://" not in page and "https://" not in page
+
+
+def test_what_is_shown_names_place_format_and_counts(file, capsys):
+    show(inspected(file), Console(width=200, highlight=False), positions=True)
+    said = capsys.readouterr().out
+    assert (
+        f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable"
+        in said
+    )
+    assert "tokens, scored, preferred to completion 1" in said
+
+
+def test_json_holds_every_token(file):
+    assert json.loads(as_json(inspected(file)))["completions"][1][-1]["text"] == "<|im_end|>"
