@@ -61,6 +61,19 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, monk
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
+def test_what_a_killed_process_was_still_writing_is_removed(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    half = tmp_path / "cut/checkpoints/.step_4.abc"
+    half.mkdir()
+    (half / "tensors").write_bytes(b"half")
+    cut = short_run(tmp_path / "cut", *SAVING)
+    assert not half.exists()
+    assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_no_whole_checkpoint_stops_the_run_and_never_starts_from_scratch(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         killed_after(patch, 3)

@@ -119,6 +119,12 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(place)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Folders that a killed process was still writing: hidden, never read, and as large as a checkpoint."""
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
 

@@ -19,7 +19,15 @@ from tandem.model.parallel import Workers, compile_layers, shard, start_workers
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
 from tandem.packing.schedule import GlobalBatch, Packer
-from tandem.train.checkpoint import Progress, checkpoints, load_checkpoint, newest_verified, prune, save_checkpoint
+from tandem.train.checkpoint import (
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    newest_verified,
+    prune,
+    remove_leftovers,
+    save_checkpoint,
+)
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, Reporter
 from tandem.train.rundir import choose_run_dir, held, is_finished
@@ -103,6 +111,7 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     scheduler = make_scheduler(optimizer, config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
     progress = Progress(step=0, epoch=0, batch=0, metrics_bytes=0, val_loss=None)
+    remove_leftovers(run / "checkpoints")
     place, damaged = newest_verified(run / "checkpoints")
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
