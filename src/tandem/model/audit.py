@@ -27,6 +27,7 @@ class Audit:
     plain_difference: float
     reference_difference: float | None
     num_completions: int
+    chosen_nats: float  # the start model's mean loss per token of the best completions looked at
 
 
 def audit(
@@ -39,7 +40,8 @@ def audit(
     tolerance = TOLERANCE[precision]
     _check_calls(policy, packer, device)
     plain_worst = reference_worst = 0.0
-    num_completions = 0
+    num_completions = num_tokens = 0
+    nats = 0.0
     for pack in packer.micro_batches(_sample(packer.store)):
         inputs = policy.inputs(pack, device)
         with torch.no_grad():
@@ -60,7 +62,10 @@ def audit(
             if same_start:
                 reference_worst = max(reference_worst, _compare_reference(own, other, tolerance, place))
             num_completions += 1
-    return Audit(plain_worst, reference_worst if same_start else None, num_completions)
+        for best in pack.best.tolist():
+            nats -= float(ours[best].double().sum())
+            num_tokens += lengths[best]
+    return Audit(plain_worst, reference_worst if same_start else None, num_completions, nats / num_tokens)
 
 
 def _sample(store: TokenStore) -> np.ndarray:

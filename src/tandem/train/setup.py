@@ -38,9 +38,16 @@ class Setup:
     num_pairs_trained: int
     highest_rate: float  # that the schedule reaches in those steps
 
+    def packers(self) -> dict[str, Packer]:
+        """The training set and every validation set, by split."""
+        return {"train": self.train, **{f"validation-{name}": packer for name, packer in self.validation.items()}}
+
     def preflights(self) -> list[Preflight]:
-        sets = [preflight("train", self.train.store)]
-        return sets + [preflight(f"validation-{n}", p.store, self.train.store) for n, p in self.validation.items()]
+        train = self.train.store
+        return [
+            preflight(split, packer.store, None if packer.store is train else train)
+            for split, packer in self.packers().items()
+        ]
 
     def choices(self) -> list[tuple[str, str]]:
         """What decides what is learned, in words, with the values in force."""

@@ -105,8 +105,8 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     policy = _load(setup, setup.source, workers)
     weights = weights_fingerprint(setup.source)
     references = _references(setup, policy, workers, weights, reporter)
+    _audit(setup, policy, references, reporter)
     side = Side(references["train"], config.dpo, workers, setup.precision)
-    _audit(setup, policy, side, reporter)
     optimizer = make_optimizer(policy.parameters(), config.policy)
     scheduler = make_scheduler(optimizer, config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
@@ -146,7 +146,7 @@ def _references(
     setup: Setup, policy: Policy, workers: Workers, weights: str, reporter: Reporter
 ) -> dict[str, Reference]:
     """The reference for the training set and every validation set, by split."""
-    packers = {"train": setup.train, **{f"validation-{name}": packer for name, packer in setup.validation.items()}}
+    packers = setup.packers()
     if setup.config.reference.mode == "live":
         frozen = _load(setup, setup.source, workers).requires_grad_(False)
         return dict.fromkeys(packers, LiveReference(frozen))
@@ -166,16 +166,23 @@ def _references(
     return references
 
 
-def _audit(setup: Setup, policy: Policy, side: Side, reporter: Reporter) -> None:
-    found = audit(policy, side.reference, setup.train, setup.device, precision=setup.precision, same_start=True)
+def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
+    found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=True)
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a "
         f"token, policy = reference to {found.reference_difference:.1e}"
     )
-    if isinstance(side.reference, CachedReference):
-        nats = _chosen_nats(setup.train, side.reference)
-        verdict = start_loss_verdict(nats, setup.source.vocabulary)
-        reporter.say(f"Start model on the chosen completions: {verdict}")
+    reporter.say("Start model on the chosen completions")
+    packers = setup.packers()
+    for split, reference in references.items():
+        # Read from the cache over the whole set; a live reference knows only what the audit looked at.
+        if isinstance(reference, CachedReference):
+            nats = _chosen_nats(packers[split], reference)
+        elif split == "train":
+            nats = found.chosen_nats
+        else:
+            continue
+        reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
@@ -339,8 +346,7 @@ def _reload(t: Training, model: Path) -> Policy:
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
-    packers = {"train": setup.train, **{f"validation-{name}": packer for name, packer in setup.validation.items()}}
     with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
-        for split, packer in packers.items():
+        for split, packer in setup.packers().items():
             with (packer.store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 out.writelines(json.dumps({"split": split, **json.loads(line)}) + "\n" for line in rejects)
