@@ -162,3 +162,4 @@ def test_fewer_pairs_than_a_batch_is_told_with_both_numbers():
 def test_stopping_workers_twice_is_harmless():
     stop_workers()
     stop_workers()
+    assert not torch.distributed.is_initialized()
