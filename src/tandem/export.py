@@ -1,5 +1,6 @@
 """A trained policy in; a model folder in the Hugging Face layout out, in the model's dtype by stochastic rounding."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,12 @@ def _next(values: Tensor, *, down: bool) -> Tensor:
 
 
 def export_model(
-    policy: Policy, template: Template, folder: Path, *, dtype: torch.dtype, rounding: str, seed: int
+    policy: Policy, config: Any, template: Template, folder: Path, *, dtype: torch.dtype, rounding: str, seed: int
 ) -> None:
-    """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included."""
+    """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
+
+    `config` is the start model's own: what training switched off (dropout) is on again in the export.
+    """
     whole = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,14 +62,14 @@ def export_model(
     names = sorted(name for name, _ in held if name in whole)
     state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
     with published(folder) as aside:
-        _save(policy.model, state, aside, dtype)
+        _save(policy.model, config, state, aside, dtype)
         _save_tokenizer(template, aside)
 
 
-def _save(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = type(model.config).from_dict(model.config.to_dict())
+    config = copy.deepcopy(config)
     config.dtype = dtype
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

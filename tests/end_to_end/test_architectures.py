@@ -43,6 +43,12 @@ def test_trains_a_step_and_exports_what_reloads(architecture, tmp_path):
     assert any("layers.0" in name for name in changed)
 
 
+def test_the_export_keeps_the_dropout_that_training_switched_off(tmp_path):
+    model = model_folder(tmp_path / "model", "llama", attention_dropout=0.25)
+    run = short_run(tmp_path / "run", *OVERRIDES, f"policy.model_name={model}")
+    assert AutoModelForCausalLM.from_pretrained(run / "model").config.attention_dropout == 0.25
+
+
 def hybrid(path):
     return model_folder(
         path,

@@ -1,5 +1,6 @@
 """A model's name in; its folder, its checked configuration, and the Policy with weights on their device out."""
 
+import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def dropouts(config: Any) -> dict[str, float]:
 
 
 def without_dropout(config: Any) -> Any:
+    """A copy: the export keeps the model's own settings."""
+    config = copy.deepcopy(config)
     for name in dropouts(config):
         setattr(config.get_text_config(), name, 0.0)
     return config

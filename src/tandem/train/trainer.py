@@ -299,7 +299,15 @@ def _finish(t: Training, before: list[ValidationReport]) -> None:
         _save(t, trained_bytes)
     model = t.run / "model"
     dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
-    export_model(t.policy, t.setup.template, model, dtype=dtype, rounding=config.export.rounding, seed=config.run.seed)
+    export_model(
+        t.policy,
+        t.setup.source.config,
+        t.setup.template,
+        model,
+        dtype=dtype,
+        rounding=config.export.rounding,
+        seed=config.run.seed,
+    )
     if before:
         t.reporter.change("\nValidation", ("before", "after"), before, after)
     else:
