@@ -12,6 +12,9 @@ from typing import Any
 
 from tandem.errors import ConfigError
 
+# Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
+REMEMBERED_BYTES = 16 * 1024 * 1024
+
 
 def cache_dir() -> Path:
     """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
@@ -36,6 +39,20 @@ def check_cache_dir() -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def content_of(path: Path) -> str:
+    """SHA-256 of a file; of a large one remembered by its size, time and inode, so that it is hashed once."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_BYTES:
+        return sha256_of(path)
+    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if note.is_file() and len(known := note.read_text()) == 64:
+        return known
+    digest = sha256_of(path)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(digest)
+    return digest
 
 
 def fingerprint(*parts: Any) -> str:

@@ -245,6 +245,20 @@ class DatasetFields(Section):
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
+    prompt_file: str | None = Field(
+        default=None, description="a text whose {} is replaced by the prompt (of messages: by the last user turn)"
+    )
+    system_prompt_file: str | None = Field(
+        default=None, description="the system turn of prompts that have none; needs a chat template"
+    )
+    subset: str | None = Field(default=None, description="of a hub dataset: its configuration")
+    split: str | None = Field(default=None, description="of a hub dataset or saved dataset; null: train")
+    revision: str | None = Field(default=None, description="of a hub dataset: branch, tag or commit")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="of a training set: passes over it in an epoch; 2: twice, 0.5: another half each time",
+    )
 
 
 Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset, json_schema_input_type=str | DatasetFields)]
@@ -263,6 +277,9 @@ class Data(Section):
     )
     default: DatasetFields = Field(default=DatasetFields(), description="fills what a dataset leaves out")
     shuffle: bool = Field(default=True, description="another order every epoch, from run.seed")
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto", description="processes that tokenise; auto: one per core, fewer for small files; 0: this one"
+    )
     drop_last: bool = Field(default=True, description="leave out an epoch's last batch when it is short")
     pairing: Literal["best_worst", "all", "adjacent"] = Field(
         default="best_worst", description="pairs made of more than two ranked completions"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.schema import DatasetFields
@@ -10,6 +10,7 @@ from tandem.data.preference import (
     Completion,
     Message,
     Preference,
+    as_answer,
     checked,
     completion_of,
     ended_before_answer,
@@ -17,8 +18,11 @@ from tandem.data.preference import (
     messages_of,
     prompt_of,
     score_of,
+    text_of,
+    tools_of,
 )
 from tandem.data.sources import RowError, SourceRow, kind_of
+from tandem.data.wording import Wording
 
 Prompt = str | tuple[Message, ...]
 
@@ -65,7 +69,7 @@ def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are whole conversations; the prompt is all but the last message, the same in both."""
+    """`chosen` and `rejected` are whole conversations; the prompt is what both begin with, up to an answer."""
     return _from_conversations(row, keys.chosen_key, keys.rejected_key)
 
 
@@ -104,11 +108,7 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
     """`instruction` and `input` make the prompt; `chosen`/`rejected`, or `output` as a pair, the completions."""
-    instruction = prompt_of(row, "instruction")
-    extra = "" if row.value.get("input") is None else row.value["input"]
-    if not isinstance(instruction, str) or not isinstance(extra, str):
-        raise RowError(row.place, "wrong type", "instruction and input must be texts.")
-    prompt = f"{instruction}\n\n{completion_of(row, extra, 'input')}" if extra.strip() else instruction
+    prompt = _alpaca_prompt(row)
     if keys.chosen_key in row.value:
         return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
     output = field_of(row.value, "output", row)
@@ -116,6 +116,23 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
         raise RowError(row.place, "one completion", "output: without chosen and rejected it must be a pair of texts.")
     texts = (completion_of(row, text, f"output[{i}]") for i, text in enumerate(output))
     return checked(Preference(prompt, tuple(Completion(text, i) for i, text in enumerate(texts)), row.place))
+
+
+def _alpaca_prompt(row: SourceRow) -> Prompt:
+    """`instruction` and `input` as one text; with `system` or `history` (pairs of earlier turns) as messages."""
+    instruction = prompt_of(row, "instruction")
+    extra = "" if row.value.get("input") is None else row.value["input"]
+    if not isinstance(instruction, str) or not isinstance(extra, str):
+        raise RowError(row.place, "wrong type", "instruction and input must be texts.")
+    text = f"{instruction}\n\n{text_of(row, extra, 'input')}" if extra.strip() else instruction
+    system, history = row.value.get("system"), row.value.get("history") or []
+    if not system and not history:
+        return text
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(row.place, "wrong type", "history: not a list of pairs, each a question and its answer.")
+    earlier = [(role, said) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)]
+    turns = [*([("system", system)] if system else []), *earlier, ("user", text)]
+    return messages_of([{"role": role, "content": said} for role, said in turns], row, "history")
 
 
 def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -180,6 +197,12 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
     return "BinaryPreferenceDataset", "no other format fits its keys"
 
 
+def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
+    """A row in the named format, with its tools, its prompt worded as the dataset's prompt files say."""
+    preference = FORMATS[name].read(row, keys)
+    return replace(preference, prompt=wording.of(preference.prompt), tools=tools_of(row))
+
+
 ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -210,7 +233,7 @@ def _score(item: Mapping[str, Any], row: SourceRow, where: str) -> float | None:
 
 def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
     """What comes before the last assistant turn, and what that turn says."""
-    text = completion_of(row, field_of(row.value, key, row), key)
+    text = text_of(row, field_of(row.value, key, row), key)
     before, found, answer = text.rpartition(ASSISTANT)
     before = f"\n\n{before.lstrip()}"
     if not found or not TURN.match(before):
@@ -237,17 +260,31 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
+    """The prompt is the longest common beginning that an assistant turn follows in both.
+
+    user assistant user [assistant] and user assistant user [assistant tool assistant]: the answers are in brackets
+    """
     keys = (chosen_key, rejected_key)
-    chosen, rejected = (messages_of(field_of(row.value, key, row), row, key) for key in keys)
-    if chosen[:-1] != rejected[:-1]:
+    both = [messages_of(field_of(row.value, key, row), row, key) for key in keys]
+    for key, messages in zip(keys, both, strict=True):
+        if messages[-1].role != "assistant":
+            message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant's."
+            raise RowError(row.place, "wrong roles", message)
+    split = _length_of_prompt(*both)
+    if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
         raise _prompts_differ(row)
-    for key, last in zip(keys, (chosen[-1], rejected[-1]), strict=True):
-        if last.role != "assistant":
-            raise RowError(
-                row.place, "wrong roles", f"{key} ends in a {last.role} turn; it must end in an assistant's."
-            )
-    completions = (Completion(chosen[-1].content, 0), Completion(rejected[-1].content, 1))
-    return checked(Preference(chosen[:-1], completions, row.place))
+    answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
+    return checked(
+        Preference(both[0][:split], tuple(Completion(answer, i) for i, answer in enumerate(answers)), row.place)
+    )
+
+
+def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
+    most = min(len(chosen), len(rejected)) - 1
+    common = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while common and not chosen[common].role == rejected[common].role == "assistant":
+        common -= 1
+    return common
 
 
 def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:

@@ -1,47 +1,55 @@
 """What a preference is, and how its parts are read out of a row: texts, messages, scores, each with its place."""
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.data.sources import RowError, SourceRow, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
+# Beside role and content: what chat templates read.
+MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation; `more` holds tool calls and what else a chat template may read."""
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer: its text, its rank (lower is better) and its score where the data gives one."""
+    """One answer, its rank (lower is better) and its score where the data gives one.
 
-    text: str
+    The answer is a plain text, or messages: assistant turns, which are scored, and tool turns, which are not.
+    """
+
+    answer: str | tuple[Message, ...]
     rank: int
     score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt (a plain text, or messages) and two or more ranked completions."""
+    """A prompt (a plain text, or messages), two or more ranked completions, and the tools that could be called."""
 
     prompt: str | tuple[Message, ...]
     completions: tuple[Completion, ...]
     place: str
+    tools: tuple[Any, ...] = ()
 
 
 def checked(preference: Preference) -> Preference:
-    texts = [completion.text for completion in preference.completions]
-    if not all(text.strip() for text in texts):
+    answers = [completion.answer for completion in preference.completions]
+    if any(_says_nothing(answer) for answer in answers):
         raise RowError(preference.place, "empty completion", "a completion is empty.", kind="filtered")
-    if len(set(texts)) == 1:
+    if all(answer == answers[0] for answer in answers):
         raise RowError(
             preference.place,
             "equal completions",
@@ -51,6 +59,12 @@ def checked(preference: Preference) -> Preference:
     if len({completion.rank for completion in preference.completions}) == 1:
         raise RowError(preference.place, "equal ranks", "all completions have the same rank: a tie.", kind="filtered")
     return preference
+
+
+def _says_nothing(answer: str | tuple[Message, ...]) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
 
 
 def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
@@ -90,14 +104,44 @@ def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str)
     return messages
 
 
-def completion_of(row: SourceRow, value: Any, key: str) -> str:
+def text_of(row: SourceRow, value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text.")
+    return _clean(value, row, key)
+
+
+def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return _clean(value, row, key)
-    messages = messages_of(value if isinstance(value, list) else [value], row, key, first="assistant")
-    if len(messages) != 1 or messages[0].role != "assistant":
-        roles = ", ".join(message.role for message in messages)
-        raise RowError(row.place, "wrong roles", f"{key}: roles {roles}; a completion is one assistant message.")
-    return messages[0].content
+    return as_answer(messages_of(value if isinstance(value, list) else [value], row, key, first="assistant"), row, key)
+
+
+def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:
+    """What an assistant (and the tools it calls) says: messages, or the text of a single plain one."""
+    roles = [message.role for message in messages]
+    if roles[-1] != "assistant" or not set(roles) <= {"assistant", "tool"}:
+        raise RowError(
+            row.place,
+            "wrong roles",
+            f"{key}: roles {', '.join(roles)}; a completion is one assistant message, or assistant and tool messages "
+            "that end in the assistant's.",
+        )
+    return messages[0].content if len(messages) == 1 and not messages[0].more else messages
+
+
+def tools_of(row: SourceRow) -> tuple[Any, ...]:
+    """The tools of a row (JSON schemas), from a list or from a text that holds one."""
+    value = row.value.get("tools")
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise RowError(row.place, "bad tools", "tools: a text that is not JSON.") from None
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise RowError(row.place, "bad tools", f"tools: {kind_of(value)}, not a list of tool descriptions.")
+    return tuple(_clean_within(value, row, "tools"))
 
 
 def messages_of(value: Any, row: SourceRow, key: str, first: str = "user") -> tuple[Message, ...]:
@@ -126,10 +170,14 @@ def _may_follow(role: str) -> set[str]:
 def _message(item: Any, row: SourceRow, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(row.place, "wrong type", f"{where}: {kind_of(item)}, not a message with role and content.")
-    role, content = field_of(item, "role", row, f"{where}."), field_of(item, "content", row, f"{where}.")
+    role = field_of(item, "role", row, f"{where}.")
     if role not in ROLES:
         raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
-    return Message(role, _clean(_text(content, row, f"{where}.content"), row, f"{where}.content"))
+    more = {key: _clean_within(item[key], row, f"{where}.{key}") for key in MORE if item.get(key)}
+    if "tool_calls" in more and item.get("content") is None:
+        return Message(role, "", more)
+    content = field_of(item, "content", row, f"{where}.")
+    return Message(role, _clean(_text(content, row, f"{where}.content"), row, f"{where}.content"), more)
 
 
 def _text(content: Any, row: SourceRow, where: str) -> str:
@@ -156,6 +204,20 @@ def _clean(text: str, row: SourceRow, key: str) -> str:
             row.place, "lone surrogate", f"{key}: half a character (a lone surrogate) at position {error.start}."
         ) from None
     return text
+
+
+def _clean_within(value: Any, row: SourceRow, key: str) -> Any:
+    """The same for every text inside a value."""
+    if isinstance(value, str):
+        _clean(value, row, key)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            _clean_within(name, row, key)
+            _clean_within(inner, row, key)
+    elif isinstance(value, list):
+        for inner in value:
+            _clean_within(inner, row, key)
+    return value
 
 
 def score_of(value: Any, row: SourceRow, where: str) -> float | None:

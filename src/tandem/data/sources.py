@@ -1,26 +1,31 @@
-"""Files in; SourceRows out, each with its place, or a RowError that names file, line and column.
+"""A file in; Chunks of unparsed records out, and of each chunk its SourceRows, or RowErrors that name file, line and column.
 
-JSONL, a JSON array, parquet, arrow and csv; text files also as .gz and .zst, told by their content.
+JSONL, a JSON array, parquet, arrow and csv; text files also as .gz and .zst, told by their content. A chunk is small and
+plain, so that it can be parsed, rendered and tokenised in another process.
 """
 
 import csv
-import glob
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from tandem.data.json_array import MAX_BYTES, DuplicateKey, elements, no_duplicates
 from tandem.errors import DataError
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
-TABLE_BATCH = 1024
+# A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
+CHUNK_RECORDS = 512
+CHUNK_BYTES = 4 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"
+# Columns of csv files, whose values are texts, that hold numbers.
+CSV_NUMBERS = ("chosen_reward", "rejected_reward", "overall_preference")
 
 
 class RowError(Exception):
@@ -29,6 +34,9 @@ class RowError(Exception):
     def __init__(self, place: str, reason: str, message: str, kind: Literal["bad", "filtered"] = "bad"):
         super().__init__(f"{place}: {message}")
         self.place, self.reason, self.message, self.kind = place, reason, message, kind
+
+    def __reduce__(self) -> Any:  # it travels between processes
+        return RowError, (self.place, self.reason, self.message, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,70 +52,108 @@ class SourceRow:
         return f"{self.file}:{self.line}"
 
 
-def find_files(data_path: str) -> list[Path]:
-    """The files that a path names: one file, or all that a pattern with * ? [ ] matches, in order of their names."""
-    path = Path(data_path)
-    if path.is_file():
-        return [path]
-    if any(sign in data_path for sign in "*?["):
-        files = sorted(name for name in map(Path, glob.glob(data_path, recursive=True)) if name.is_file())  # noqa: PTH207
-        if not files:
-            raise DataError(f"{data_path}: no file matches this pattern.")
-        return files
-    if path.is_dir():
-        raise DataError(f"{data_path}: a directory. Name its files, for example by the pattern {path}/*.jsonl.")
-    raise DataError(f"{data_path}: no such file. Check data.train.data_path and the validation paths.")
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of records of one file: lines of JSON, parsed values, or rows of a table, numbered as in the file."""
+
+    file: str
+    numbers: tuple[int, ...]
+    records: Any  # a tuple, or a table as an Arrow stream in bytes
+    kind: Literal["lines", "values", "table"]
+    done: float  # share of the file read so far
+    has_bom: bool = False
 
 
 def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
-    """Every record of a file, in order: a row, or why it is none. The kind of file is told by its content."""
+    """Every record of a file, in order: a row, or why it is none."""
+    return (row for chunk in read_chunks(path) for row in rows_of(chunk))
+
+
+def read_chunks(path: Path, name: str | None = None) -> Iterator[Chunk]:
+    """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content."""
+    name = name or str(path)
     kind = _kind_of_table(path)
     if kind is not None:
-        yield from _table_rows(path, kind)
+        yield from _table_chunks(path, kind, name)
         return
-    with _uncompressed(path) as file:
+    with path.open("rb") as raw:
+        file = _uncompressed(raw)
+        size = max(1, path.stat().st_size)
+
+        def share() -> float:
+            return raw.tell() / size
+
         try:
-            starts = file.peek(64).removeprefix(BOM).lstrip()[:1]
+            opening = file.peek(64)
+            starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
             if "csv" in suffixes:
-                yield from _csv_rows(file, path)
+                yield from _chunks(_csv_values(file, path), "values", name, share, opening)
             elif "json" in suffixes and starts == b"[":
-                yield from _array_rows(file, path)
+                yield from _chunks(elements(file, path), "values", name, share, opening)
             else:
-                yield from _lines(file, path)
+                lines = ((number, line, len(line)) for number, line in _numbered(file, path) if line.strip())
+                yield from _chunks(lines, "lines", name, share, opening)
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the archive is damaged or cut off ({_one_line(error)}).") from None
 
 
-def _uncompressed(path: Path) -> io.BufferedReader:
+def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
+    """Parse the records of a chunk."""
+    values = chunk.records
+    if chunk.kind == "lines":
+        yield from (_parse(line, chunk.file, n) for n, line in zip(chunk.numbers, values, strict=True))
+        return
+    if isinstance(values, bytes):
+        values = [_without_nulls(value) for batch in pa.ipc.open_stream(values) for value in batch.to_pylist()]
+    for number, value in zip(chunk.numbers, values, strict=True):
+        yield value if isinstance(value, RowError) else _as_row(value, chunk.file, number)
+
+
+def _chunks(
+    records: Iterator[tuple[int, Any, int]],
+    kind: Literal["lines", "values"],
+    name: str,
+    share: Callable[[], float],
+    opening: bytes,
+) -> Iterator[Chunk]:
+    """Records (number, value, bytes) gathered into chunks."""
+    numbers: list[int] = []
+    values: list[Any] = []
+    num_bytes, has_bom = 0, opening.startswith(BOM)
+    for number, value, size in records:
+        numbers.append(number)
+        values.append(value)
+        num_bytes += size
+        if len(values) == CHUNK_RECORDS or num_bytes >= CHUNK_BYTES:
+            yield Chunk(name, tuple(numbers), tuple(values), kind, share(), has_bom)
+            numbers, values, num_bytes, has_bom = [], [], 0, False
+    if values or has_bom:
+        yield Chunk(name, tuple(numbers), tuple(values), kind, 1.0, has_bom)
+
+
+def _uncompressed(raw: io.BufferedReader) -> io.BufferedReader:
     """The content of a file, unpacked if it starts like a gzip or zstd archive, whatever its name."""
-    with path.open("rb") as file:
-        magic = file.read(4)
+    magic = raw.peek(4)[:4]
     if magic[:2] == b"\x1f\x8b":
-        return io.BufferedReader(gzip.open(path, "rb"))  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
     if magic == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
-    return path.open("rb")
-
-
-def _lines(file: io.BufferedReader, path: Path) -> Iterator[SourceRow | RowError]:
-    for number, line in _numbered(file, path):
-        if line.strip():
-            yield _parse(line, path, number)
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+    return raw
 
 
 def _numbered(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_BYTES + 1):
         number += 1
-        if len(line) > MAX_LINE_BYTES:
+        if len(line) > MAX_BYTES:
             raise DataError(f"{path}:{number}: a line over 64 MB. JSONL has one preference on a line.")
         yield number, line.removeprefix(BOM) if number == 1 else line
 
 
-def _csv_rows(file: io.BufferedReader, path: Path) -> Iterator[SourceRow | RowError]:
-    """The rows of a table with a header line, all values texts; a row is numbered by the line it ends on."""
-    csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit, 128 kB, is less than some answers
+def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
+    """The rows of a table with a header line, values as texts; a row is numbered by the line it ends on."""
+    csv.field_size_limit(MAX_BYTES)  # Python's own limit, 128 kB, is less than some answers
     reader = csv.DictReader(_decoded(file, path), strict=True)
     try:
         names = list(reader.fieldnames or [])
@@ -116,14 +162,25 @@ def _csv_rows(file: io.BufferedReader, path: Path) -> Iterator[SourceRow | RowEr
             raise DataError(f"{path}:1: the column {twice!r} stands twice in the header. Remove one.")
         for value in reader:
             surplus = value.pop(None, [])
-            num_fields = sum(field is not None for field in value.values()) + len(surplus)
+            texts = [text for text in value.values() if text is not None]
+            num_fields = len(texts) + len(surplus)
             if num_fields != len(names):
                 message = f"{num_fields} fields where the header has {len(names)}."
-                yield RowError(f"{path}:{reader.line_num}", "wrong number of fields", message)
+                place = f"{path}:{reader.line_num}"
+                yield reader.line_num, RowError(place, "wrong number of fields", message), 0
             else:
-                yield SourceRow(value, str(path), reader.line_num)
+                yield reader.line_num, _with_numbers(value), sum(map(len, texts))
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num + 1}: malformed csv in the row from here: {error}.") from None
+
+
+def _with_numbers(value: dict[str, Any]) -> dict[str, Any]:
+    """The known columns of numbers as numbers, where they are; an empty one is none."""
+    for name in CSV_NUMBERS:
+        if (text := value.get(name)) is not None:
+            with suppress(ValueError):  # else it stays a text, and the format refuses it by name
+                value[name] = json.loads(text) if text.strip() else None
+    return value
 
 
 def _decoded(file: io.BufferedReader, path: Path) -> Iterator[str]:
@@ -133,24 +190,6 @@ def _decoded(file: io.BufferedReader, path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = f"{path}:{number}"
             raise DataError(f"{place}: not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.") from None
-
-
-def _array_rows(file: io.BufferedReader, path: Path) -> Iterator[SourceRow | RowError]:
-    """The elements of one JSON array, numbered from 1. It is read whole: for large sets JSONL is the better form."""
-    try:
-        values = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=_no_duplicates)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}. Save the file as UTF-8.") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: column {error.colno}: malformed JSON: {error.msg}.") from None
-    except _DuplicateKey as error:
-        raise DataError(f"{path}: the key {error.args[0]!r} stands twice in one object. Remove one.") from None
-    except ValueError:  # Python's own limit on the digits of an integer
-        raise DataError(f"{path}: a number with too many digits to be read.") from None
-    except RecursionError:
-        raise DataError(f"{path}: JSON nested too deeply to hold preferences.") from None
-    for number, value in enumerate(values, start=1):
-        yield _as_row(value, path, number)
 
 
 def _kind_of_table(path: Path) -> str | None:
@@ -164,61 +203,83 @@ def _kind_of_table(path: Path) -> str | None:
     return {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower())
 
 
-def _table_rows(path: Path, kind: str) -> Iterator[SourceRow | RowError]:
+def _table_chunks(path: Path, kind: str, name: str) -> Iterator[Chunk]:
     """The rows of a table, numbered from 1."""
-    number = 0
+    number = 1
     try:
-        for batch in _record_batches(path, kind):
+        for batch, share in _record_batches(path, kind):
             batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
-            for value in batch.to_pylist():
-                number += 1
-                yield _as_row(value, path, number)
+            for start in range(0, batch.num_rows, CHUNK_RECORDS):
+                part = batch.slice(start, CHUNK_RECORDS)
+                numbers = tuple(range(number, number + part.num_rows))
+                done = share if start + CHUNK_RECORDS >= batch.num_rows else 0.0
+                yield Chunk(name, numbers, _as_stream(part), "table", done)
+                number += part.num_rows
     except (pa.ArrowException, ValueError, OSError, EOFError) as error:
         raise DataError(f"{path}: damaged, or no {kind} file: {_one_line(error)}.") from None
 
 
-def _record_batches(path: Path, kind: str) -> Iterator[pa.RecordBatch]:
+def _record_batches(path: Path, kind: str) -> Iterator[tuple[pa.RecordBatch, float]]:
     if kind == "parquet":
         import pyarrow.parquet as parquet
 
         with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=TABLE_BATCH)
-    else:
-        with pa.memory_map(str(path)) as file:
-            is_file = file.read(6) == b"ARROW1"
-            file.seek(0)
-            if is_file:
-                reader = pa.ipc.open_file(file)
-                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                yield from pa.ipc.open_stream(file)
+            total, done = max(1, file.metadata.num_rows), 0
+            for batch in file.iter_batches(batch_size=CHUNK_RECORDS):
+                done += batch.num_rows
+                yield batch, done / total
+        return
+    with pa.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if is_file:
+            reader = pa.ipc.open_file(file)
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i), (i + 1) / reader.num_record_batches
+        else:
+            for batch in pa.ipc.open_stream(file):
+                yield batch, file.tell() / max(1, file.size())
 
 
-def _parse(line: bytes, path: Path, number: int) -> SourceRow | RowError:
-    place = f"{path}:{number}"
+def _as_stream(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """A table gives every inner object the keys of all others, null where it has none: those are left out."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
+    return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
+    place = f"{file}:{number}"
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         return RowError(place, "not UTF-8", f"not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.")
     try:
-        value = json.loads(text.rstrip("\r\n"), object_pairs_hook=_no_duplicates)
+        value = json.loads(text.rstrip("\r\n"), object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else " The line has no end: was the file cut off?"
         return RowError(place, "malformed JSON", f"column {error.colno}: malformed JSON: {error.msg}.{cut}")
     except ValueError:  # Python's own limit on the digits of an integer
         return RowError(place, "malformed JSON", "a number with too many digits to be read.")
-    except _DuplicateKey as error:
+    except DuplicateKey as error:
         return RowError(place, "duplicate key", f"the key {error.args[0]!r} stands twice in one object. Remove one.")
     except RecursionError:
         return RowError(place, "nested too deeply", "JSON nested too deeply to be a preference.")
-    return _as_row(value, path, number)
+    return _as_row(value, file, number)
 
 
-def _as_row(value: Any, path: Path, number: int) -> SourceRow | RowError:
+def _as_row(value: Any, file: str, number: int) -> SourceRow | RowError:
     if not isinstance(value, dict):
-        place = f"{path}:{number}"
-        return RowError(place, "not an object", f"{kind_of(value)}, not a JSON object with a prompt and completions.")
-    return SourceRow(value, str(path), number)
+        message = f"{kind_of(value)}, not a JSON object with a prompt and completions."
+        return RowError(f"{file}:{number}", "not an object", message)
+    return SourceRow(value, file, number)
 
 
 def kind_of(value: Any) -> str:
@@ -233,18 +294,6 @@ def kind_of(value: Any) -> str:
         type(None): "null",
     }
     return names.get(type(value), f"a value of type {type(value).__name__}")
-
-
-class _DuplicateKey(Exception):
-    pass
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return value
 
 
 def _one_line(error: Exception) -> str:

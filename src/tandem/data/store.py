@@ -2,11 +2,9 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +12,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.cache import cache_dir, fingerprint, published, read_manifest, sha256_of, write_manifest
+from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.schema import Data, DatasetFields
-from tandem.data.formats import FORMATS, detect_format
-from tandem.data.preference import Preference
-from tandem.data.sources import RowError, SourceRow, find_files, read_rows
+from tandem.data.files import SourceFile, find_files
+from tandem.data.prepare import SCHEMA, Recipe, format_of, prepare, probe
 from tandem.data.template import Template
-from tandem.data.tokens import TokenizedPreference, tokenize
+from tandem.data.tokens import TokenizedPreference
+from tandem.data.wording import wording_of
+from tandem.data.workers import default_workers
 from tandem.errors import DataError
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 1
-ROWS_PER_BATCH = 8192
-SHOWN_PER_REASON = 3
-
-SCHEMA = pa.schema(
-    {
-        "prompt": pa.large_list(pa.int32()),
-        "completions": pa.large_list(pa.int32()),  # of one preference, end to end
-        "lengths": pa.large_list(pa.int32()),  # tokens of each completion
-        "winners": pa.large_list(pa.int32()),
-        "losers": pa.large_list(pa.int32()),
-        "scores": pa.large_list(pa.float32()),
-        "place": pa.large_string(),
-    }
-)
+FORMAT_VERSION = 2
+# A second process pays for its start from here on.
+BYTES_PER_WORKER = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +48,9 @@ class TokenStore:
         self.format_reason: str = manifest["format_reason"]
         self.counts = Counts(**manifest["counts"])
         self.examples: list[dict[str, str]] = manifest["examples"]
+        self.notes: dict[str, int] = manifest["notes"]
+        self.num_duplicates: int = manifest["duplicates"]
+        self.longer_than: dict[int, int] = {int(limit): n for limit, n in manifest["longer_than"].items()}
         self._columns = _Columns(folder / "tokens.arrow")
 
     def __len__(self) -> int:
@@ -77,7 +67,17 @@ class TokenStore:
             pairs=tuple(zip(column.row("winners", index).tolist(), column.row("losers", index).tolist(), strict=True)),
             scores=tuple(column.row("scores", index).tolist()),
             place=self.place(index),
+            unscored=self._unscored(index, lengths),
         )
+
+    def _unscored(self, index: int, lengths: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
+        """Positions that are not scored, per completion, from positions over all. Lengths [4, 5], 1 and 6 -> [1], [2]."""
+        flat = self._columns.row("unscored", index)
+        if not len(flat):
+            return ()
+        ends = np.cumsum(lengths)
+        parts = np.split(flat, np.searchsorted(flat, ends[:-1]))
+        return tuple((part - (end - n)).astype(np.int32) for part, n, end in zip(parts, lengths, ends, strict=True))
 
     def __iter__(self) -> Iterator[TokenizedPreference]:
         return (self[i] for i in range(len(self)))
@@ -96,9 +96,19 @@ class TokenStore:
         return self._columns.sizes("prompt")
 
     @cached_property
-    def num_scored_tokens(self) -> NDArray[np.int64]:
-        """Completion tokens of each preference, over all its completions."""
+    def num_completion_tokens(self) -> NDArray[np.int64]:
+        """Of each preference, over all its completions."""
         return self._columns.sizes("completions")
+
+    @cached_property
+    def num_scored_tokens(self) -> NDArray[np.int64]:
+        """Those of them that are scored: all but tool turns."""
+        return self.num_completion_tokens - self._columns.sizes("unscored")
+
+    @cached_property
+    def completion_lengths(self) -> NDArray[np.int32]:
+        """Tokens of every completion, one after another."""
+        return self._columns.values("lengths")
 
     @cached_property
     def num_completions(self) -> NDArray[np.int64]:
@@ -151,6 +161,9 @@ class _Columns:
     def sizes(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(arrays[name][0]) for arrays in self._arrays)])
 
+    def values(self, name: str) -> NDArray[Any]:
+        return np.concatenate([np.zeros(0, np.int32), *(arrays[name][1] for arrays in self._arrays)])
+
     def highest(self, name: str) -> int:
         return max(int(arrays[name][1].max()) for arrays in self._arrays)
 
@@ -159,24 +172,48 @@ class _Columns:
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
-def open_store(source: str, keys: DatasetFields, template: Template, data: Data, max_length: int) -> TokenStore:
-    """The tokenised form of a file (or of all that a pattern matches): found in the cache by its fingerprint, or made."""
-    files = find_files(source)
-    content = [[str(file), sha256_of(file)] for file in files]
+def open_store(
+    source: str,
+    keys: DatasetFields,
+    template: Template,
+    data: Data,
+    max_length: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> TokenStore:
+    """The tokenised form of a set: found in the cache by a fingerprint of all that decides it, or made now."""
+    files = find_files(source, keys)
+    wording = wording_of(keys)
+    content = [[file.name, content_of(file.path)] for file in files]
     cut = data.overlong if data.overlong.startswith("truncate") else None
-    settings = [keys.model_dump(), data.pairing, max_length, cut]
-    name = fingerprint(FORMAT_VERSION, content, settings, _content_of(template))
+    settings = [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key, data.pairing, max_length, cut]
+    name = fingerprint(FORMAT_VERSION, content, settings, [wording.prompt, wording.system], _content_of(template))
     folder = cache_dir() / "tokens" / name
-    if folder.is_dir():
-        try:
-            store = TokenStore(folder, read_manifest(folder))
-        except (ValueError, OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
-    else:
-        _write(folder, name, files, keys, template, data, max_length)
+    if not folder.is_dir():
+        format_name, reason = format_of(files, keys)
+        recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong)
+        with published(folder) as aside:
+            facts = prepare(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
+            write_manifest(
+                aside,
+                format_version=FORMAT_VERSION,
+                fingerprint=name,
+                format=format_name,
+                format_reason=reason,
+                **facts,
+            )
+    try:
         store = TokenStore(folder, read_manifest(folder))
+    except (ValueError, OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
     judge(store, source, data)
     return store
+
+
+def _num_workers(data: Data, files: list[SourceFile]) -> int:
+    if data.num_workers != "auto":
+        return data.num_workers
+    size = sum(file.path.stat().st_size for file in files)
+    return min(default_workers(), 1 + size // BYTES_PER_WORKER)
 
 
 def judge(store: TokenStore, source: str, data: Data) -> None:
@@ -235,102 +272,5 @@ def _content_of(template: Template) -> list[Any]:
     tokenizer = template.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return [state, tokenizer.eos_token, tokenizer.bos_token, template.source, template.kwargs, template.probe()]
-
-
-def _write(
-    folder: Path,
-    name: str,
-    files: list[Path],
-    keys: DatasetFields,
-    template: Template,
-    data: Data,
-    max_length: int,
-) -> None:
-    format_name, reason = _format_of(files, keys)
-    preferences = _preferences(files, keys, format_name)
-    with published(folder) as aside:
-        bad: Counter[str] = Counter()
-        filtered: Counter[str] = Counter()
-        examples: list[dict[str, str]] = []
-        accepted = 0
-        with (
-            (aside / "rejects.jsonl").open("w", encoding="utf-8") as rejects,
-            pa.OSFile(str(aside / "tokens.arrow"), "wb") as sink,
-            pa.ipc.new_file(sink, SCHEMA) as writer,
-        ):
-
-            def accepted_only(rows: Iterable[TokenizedPreference | RowError]) -> Iterator[TokenizedPreference]:
-                for row in rows:
-                    if isinstance(row, TokenizedPreference):
-                        yield row
-                        continue
-                    counter = bad if row.kind == "bad" else filtered
-                    counter[row.reason] += 1
-                    reject = {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
-                    rejects.write(json.dumps(reject) + "\n")
-                    if counter[row.reason] <= SHOWN_PER_REASON:
-                        examples.append(reject)
-
-            tokenized = tokenize(
-                preferences, template, pairing=data.pairing, max_length=max_length, overlong=data.overlong
-            )
-            stream = accepted_only(tokenized)
-            while batch := list(islice(stream, ROWS_PER_BATCH)):
-                writer.write_batch(_record_batch(batch))
-                accepted += len(batch)
-        counts = {
-            "rows": accepted + bad.total() + filtered.total(),
-            "accepted": accepted,
-            "bad": dict(bad),
-            "filtered": dict(filtered),
-        }
-        write_manifest(
-            aside,
-            format_version=FORMAT_VERSION,
-            fingerprint=name,
-            format=format_name,
-            format_reason=reason,
-            counts=counts,
-            examples=examples,
-        )
-
-
-def _format_of(files: list[Path], keys: DatasetFields) -> tuple[str, str]:
-    """The name of the files' format and why: as given, or told by the first readable row."""
-    if keys.dataset_name != "auto":
-        return keys.dataset_name, "as data.*.dataset_name says"
-    rows = (row for file in files for row in read_rows(file) if isinstance(row, SourceRow))
-    first = next(rows, None)
-    return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")
-
-
-def _preferences(files: list[Path], keys: DatasetFields, name: str) -> Iterator[Preference | RowError]:
-    for row in (row for file in files for row in read_rows(file)):
-        if isinstance(row, RowError):
-            yield row
-            continue
-        try:
-            yield FORMATS[name].read(row, keys)
-        except RowError as error:
-            yield error
-
-
-def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
-    def lists(values: list[Any], dtype: Any) -> pa.LargeListArray:
-        flat = np.concatenate([np.asarray(v, dtype) for v in values])
-        offsets = np.cumsum([0, *(len(v) for v in values)], dtype=np.int64)
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-    return pa.record_batch(
-        [
-            lists([row.prompt for row in rows], np.int32),
-            lists([np.concatenate(row.completions) for row in rows], np.int32),
-            lists([[len(c) for c in row.completions] for row in rows], np.int32),
-            lists([[winner for winner, _ in row.pairs] for row in rows], np.int32),
-            lists([[loser for _, loser in row.pairs] for row in rows], np.int32),
-            lists([row.scores for row in rows], np.float32),
-            pa.array([row.place for row in rows], pa.large_string()),
-        ],
-        schema=SCHEMA,
-    )
+    today = probe(template)
+    return [state, tokenizer.eos_token, tokenizer.bos_token, template.source, template.kwargs, today]

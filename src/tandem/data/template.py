@@ -1,6 +1,7 @@
 """A Preference in; its prompt and completions as the texts that will be tokenised out."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,16 @@ from tandem.errors import ConfigError
 PROBE = (Message("user", "How far is the moon?"),)
 # Stands around a special token that is only spelled. No text has it: it is one of Unicode's noncharacters.
 SHIELD = "\ufdd0"
+# Characters; no line of a data file is longer, so a longer text is the template's doing.
+MAX_RENDERED = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a completion's text: what the assistant says is scored; tool turns and headers between are not."""
+
+    text: str
+    scored: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,7 @@ class Rendered:
     """Texts of one preference; a completion ends with the template's end of turn, or with EOS, once."""
 
     prompt: str
-    completions: tuple[str, ...]
+    completions: tuple[tuple[Part, ...], ...]
     adds_bos: bool
 
 
@@ -44,13 +55,24 @@ class Template:
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
             return self._raw(preference)
-        messages = tuple(Message(m.role, self._shielded(m.content)) for m in _as_messages(preference.prompt))
-        prompt = self._apply(messages, preference.place, add_generation_prompt=True)
+        before = _Said(self._shielded_turns(_as_messages(preference.prompt)), self._shielded_in(preference.tools))
+        prompt = self._apply(before, preference.place, add_generation_prompt=True)
         completions = tuple(
-            self._completion(messages, prompt, self._shielded(completion.text), preference.place)
+            self._completion(before, prompt, self._shielded_turns(_as_answer(completion.answer)), preference.place)
             for completion in preference.completions
         )
         return Rendered(prompt, completions, adds_bos=False)
+
+    def _shielded_turns(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(m.role, self._shielded(m.content), self._shielded_in(m.more)) for m in messages)
+
+    def _shielded_in(self, value: Any) -> Any:
+        """The same for every text inside a value."""
+        if isinstance(value, str):
+            return self._shielded(value)
+        if isinstance(value, Mapping):
+            return {key: self._shielded_in(inner) for key, inner in value.items()}
+        return [self._shielded_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _shielded(self, content: str) -> str:
         """Hide special tokens that a message merely spells, so that they are encoded as plain text (see `pieces`)."""
@@ -58,7 +80,7 @@ class Template:
 
     def probe(self) -> str:
         """A fixed conversation, rendered: part of the fingerprint, since templates may read the date."""
-        return self._apply(PROBE, "the chat template", add_generation_prompt=True) if self.source else ""
+        return self._apply(_Said(PROBE), "the chat template", add_generation_prompt=True) if self.source else ""
 
     def _raw(self, preference: Preference) -> Rendered:
         if not isinstance(preference.prompt, str):
@@ -68,25 +90,51 @@ class Template:
                 "the prompt is a list of messages, but there is no chat template to write it with. "
                 "Give policy.tokenizer.chat_template=FILE.jinja, or prompts as plain text.",
             )
+        answers = [completion.answer for completion in preference.completions]
+        if preference.tools or not all(isinstance(answer, str) for answer in answers):
+            raise RowError(
+                preference.place,
+                "messages without a template",
+                "tools, tool calls and completions of several messages need a chat template to write them with. "
+                "Give policy.tokenizer.chat_template=FILE.jinja.",
+            )
         # Raw text is already rendered: special tokens in it are meant, and one at its end ends it.
-        completions = tuple(self._ended(completion.text, 0) for completion in preference.completions)
+        completions = tuple((Part(self._ended(str(answer), 0)),) for answer in answers)
         return Rendered(preference.prompt, completions, adds_bos=True)
 
-    def _completion(self, messages: tuple[Message, ...], prompt: str, text: str, place: str) -> str:
-        whole = self._apply((*messages, Message("assistant", text)), place, add_generation_prompt=False)
-        if not whole.startswith(prompt):
-            at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-            raise RowError(
-                place,
-                "prompt is no prefix",
-                "the chat template writes the prompt differently once the answer follows: "
-                f"...{prompt[max(0, at - 20) : at + 20]!r} becomes ...{whole[max(0, at - 20) : at + 20]!r}. "
-                "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja.",
-            )
-        rest = whole[len(prompt) :]
-        # Some templates open the next turn behind the answer: what counts is the first end of turn after it.
-        answer = rest.rfind(text.strip())
-        return self._ended(rest, answer + len(text.strip()) if answer >= 0 else 0)
+    def _completion(self, before: "_Said", prompt: str, answer: tuple[Message, ...], place: str) -> tuple[Part, ...]:
+        """The answer's turns as they follow each other: what the assistant says, and what comes between.
+
+        user: 2+2? | assistant: calls add | tool: 4 | assistant: Four.
+                     scored       not scored, with     scored
+                                  the next header
+        """
+        parts: list[Part] = []
+        written = prompt
+        for i, message in enumerate(answer):
+            if message.role == "assistant":
+                whole = self._apply(before.then(answer[: i + 1]), place, add_generation_prompt=False)
+                said = self._said(whole, written, message.content, place, is_last=i == len(answer) - 1)
+                parts.append(Part(said))
+            elif answer[i + 1].role == "assistant":
+                whole = self._apply(before.then(answer[: i + 1]), place, add_generation_prompt=True)
+                said = _rest(whole, written, place)
+                parts.append(Part(said, scored=False))
+            else:
+                continue  # of several tool turns the last writes them all
+            written += said
+        return tuple(parts)
+
+    def _said(self, whole: str, written: str, content: str, place: str, *, is_last: bool) -> str:
+        """What the last assistant turn adds, up to its end of turn.
+
+        Some templates open the next turn behind the answer: what counts is the first end of turn after it.
+        """
+        rest, content = _rest(whole, written, place), content.strip()
+        at = rest.rfind(content) if content else -1
+        said = self._ended(rest, at + len(content) if at >= 0 else 0)
+        # Only the last turn may be given an EOS that the template did not write: others must lead on to what follows.
+        return said if is_last or rest.startswith(said) else rest
 
     def _ended(self, text: str, after: int) -> str:
         """End with one end-of-turn token. "Yes<|im_end|>\\n" -> "Yes<|im_end|>"; "Yes" -> "Yes</s>"."""
@@ -96,19 +144,48 @@ class Template:
             end = next((found for found in self._ends.finditer(text) if not text[found.end() :].strip()), None)
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
-    def _apply(self, messages: tuple[Message, ...], place: str, *, add_generation_prompt: bool) -> str:
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+    def _apply(self, said: "_Said", place: str, *, add_generation_prompt: bool) -> str:
+        conversation = [{"role": m.role, "content": m.content, **m.more} for m in said.messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 conversation,
+                tools=list(said.tools) or None,
                 chat_template=self.source,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.kwargs,
             )
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(place, "template fails", f"the chat template fails: {reason}") from None
+        if len(text) > MAX_RENDERED:
+            raise RowError(place, "template fails", f"the chat template writes {len(text):,} characters.")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A conversation so far, and the tools that could be called in it."""
+
+    messages: tuple[Message, ...]
+    tools: Sequence[Any] = ()
+
+    def then(self, more: tuple[Message, ...]) -> "_Said":
+        return _Said((*self.messages, *more), self.tools)
+
+
+def _rest(whole: str, written: str, place: str) -> str:
+    """What follows the text written so far; a template that writes that differently now is refused."""
+    if whole.startswith(written):
+        return whole[len(written) :]
+    at = next((i for i, (a, b) in enumerate(zip(written, whole, strict=False)) if a != b), len(whole))
+    raise RowError(
+        place,
+        "prompt is no prefix",
+        "the chat template writes the prompt differently once the answer follows: "
+        f"...{written[max(0, at - 20) : at + 20]!r} becomes ...{whole[max(0, at - 20) : at + 20]!r}. "
+        "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja.",
+    )
 
 
 def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
@@ -134,6 +211,10 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
 
 def _as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
     return (Message("user", prompt),) if isinstance(prompt, str) else prompt
+
+
+def _as_answer(answer: str | tuple[Message, ...]) -> tuple[Message, ...]:
+    return (Message("assistant", answer),) if isinstance(answer, str) else answer
 
 
 def pieces(rendered: str) -> list[tuple[str, bool]]:

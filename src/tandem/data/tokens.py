@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, pairwise
+from itertools import chain, combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tandem.data.preference import Preference
 from tandem.data.sources import RowError
-from tandem.data.template import SHIELD, Template, pieces
+from tandem.data.template import SHIELD, Part, Rendered, Template, pieces
 from tandem.errors import ConfigError
 
 IntArray = NDArray[np.int32]
@@ -20,13 +20,22 @@ BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPreference:
-    """Token ids of a prompt and of each completion; pairs are (winner, loser), indices into the completions."""
+    """Token ids of a prompt and of each completion; pairs are (winner, loser), indices into the completions.
+
+    All tokens of a completion are scored but those at the positions named in `unscored`: tool turns inside it.
+    """
 
     prompt: IntArray
     completions: tuple[IntArray, ...]
     pairs: tuple[tuple[int, int], ...]
     scores: tuple[float, ...]  # NaN where the data gives none
     place: str
+    unscored: tuple[IntArray, ...] = ()  # per completion; empty when all is scored
+
+    def scored(self, completion: int) -> IntArray:
+        """Positions within a completion of its scored tokens."""
+        positions = np.arange(len(self.completions[completion]), dtype=np.int32)
+        return np.delete(positions, self.unscored[completion]) if self.unscored else positions
 
     @property
     def longest(self) -> int:
@@ -70,31 +79,44 @@ def tokenize(
     max_length: int,
     overlong: str = "drop",
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Every preference as token ids, in order, encoded in batches; rows that cannot be used pass through as errors."""
+    """Every preference as token ids, in order; rows that cannot be used pass through as errors."""
     stream = iter(preferences)
-    bos = _bos(template.tokenizer)
     while batch := list(islice(stream, BATCH)):
-        for item in _tokenize_batch(batch, template, bos, pairing):
-            yield item if isinstance(item, RowError) else _fitted(item, max_length, overlong)
+        for row in encode([render(item, template) for item in batch], template.tokenizer, pairing):
+            yield row if isinstance(row, RowError) else fitted(row, max_length, overlong)
 
 
-def _tokenize_batch(
-    batch: list[Preference | RowError], template: Template, bos: list[int], pairing: str
+def render(item: Preference | RowError, template: Template) -> tuple[Preference, Rendered] | RowError:
+    """A preference and its texts; an error passes through."""
+    try:
+        return item if isinstance(item, RowError) else (item, template.render(item))
+    except RowError as error:
+        return error
+
+
+def encode(
+    batch: Sequence[tuple[Preference, Rendered] | RowError], tokenizer: Any, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
-    rendered = [item if isinstance(item, RowError) else _render(item, template) for item in batch]
-    texts = [text for item in rendered if not isinstance(item, RowError) for text in (item.prompt, *item.completions)]
+    """The texts of a batch, encoded together."""
+    bos = _bos(tokenizer)
+    texts = [text for item in batch if not isinstance(item, RowError) for text in _texts(item[1])]
     # Prompt and completion are encoded apart: no token can straddle the border between them.
-    encoded = iter(_encode(texts, template.tokenizer))
-    for preference, item in zip(batch, rendered, strict=True):
+    encoded = iter(_encode(texts, tokenizer))
+    for item in batch:
         if isinstance(item, RowError):
             yield item
             continue
-        assert isinstance(preference, Preference)
+        preference, rendered = item
         prompt = next(encoded)
-        completions = tuple(np.asarray(next(encoded), np.int32) for _ in item.completions)
-        if item.adds_bos and prompt[: len(bos)] != bos:
+        if rendered.adds_bos and prompt[: len(bos)] != bos:
             prompt = bos + prompt
-        yield _checked(preference, np.asarray(prompt, np.int32), completions, pairing)
+        completions = [[next(encoded) for _ in parts] for parts in rendered.completions]
+        yield _checked(preference, np.asarray(prompt, np.int32), completions, rendered.completions, pairing)
+
+
+def _texts(rendered: Rendered) -> Iterator[str]:
+    yield rendered.prompt
+    yield from (part.text for parts in rendered.completions for part in parts)
 
 
 def _encode(texts: list[str], tokenizer: Any) -> list[list[int]]:
@@ -113,15 +135,21 @@ def _encode(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _checked(
-    preference: Preference, prompt: IntArray, completions: tuple[IntArray, ...], pairing: str
+    preference: Preference,
+    prompt: IntArray,
+    encoded: list[list[list[int]]],
+    parts: tuple[tuple[Part, ...], ...],
+    pairing: str,
 ) -> TokenizedPreference | RowError:
     place = preference.place
+    completions = tuple(np.asarray(list(chain.from_iterable(ids)), np.int32) for ids in encoded)
     tokenized = TokenizedPreference(
         prompt,
         completions,
         make_pairs([completion.rank for completion in preference.completions], pairing),
         tuple(float("nan") if c.score is None else c.score for c in preference.completions),
         place,
+        _unscored(encoded, parts),
     )
     if not len(prompt):
         return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
@@ -130,7 +158,18 @@ def _checked(
     return tokenized
 
 
-def _fitted(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
+def _unscored(encoded: list[list[list[int]]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
+    """Positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
+    if all(part.scored for several in parts for part in several):
+        return ()
+    flags = [
+        np.repeat([part.scored for part in several], [len(ids) for ids in lists])
+        for several, lists in zip(parts, encoded, strict=True)
+    ]
+    return tuple(np.flatnonzero(~scored).astype(np.int32) for scored in flags)
+
+
+def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
     """A preference within the limit: as it is, or cut as `data.overlong` says; never to nothing, never to equal rests."""
     if row.longest <= max_length:
         return row
@@ -143,16 +182,9 @@ def _fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokeniz
         if all(np.array_equal(cut[0], other) for other in cut[1:]):
             message = f"{too_long}, and its completions are equal once cut."
             return RowError(row.place, "equal once cut", message, kind="filtered")
-        return replace(row, completions=cut)
+        return replace(row, completions=cut, unscored=tuple(positions[positions < keep] for positions in row.unscored))
     why = {"truncate_prompt": " even without its prompt", "truncate_completion": " in its prompt alone"}
     return RowError(row.place, "over-long", f"{too_long}{why.get(overlong, '')}.", kind="filtered")
-
-
-def _render(preference: Preference, template: Template) -> Any:
-    try:
-        return template.render(preference)
-    except RowError as error:
-        return error
 
 
 def _bos(tokenizer: Any) -> list[int]:

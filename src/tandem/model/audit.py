@@ -50,14 +50,15 @@ def audit(
         lengths = pack.completion_lengths.tolist()
         ours, theirs = packed.split(lengths), against.split(lengths)
         sequences = [
-            (index, number, preference.prompt, completion)
+            (index, number, preference)
             for index in pack.preferences.tolist()
             for preference in (packer.store[index],)
-            for number, completion in enumerate(preference.completions)
+            for number in range(len(preference.completions))
         ]
-        for (index, number, prompt, completion), own, other in zip(sequences, ours, theirs, strict=True):
+        for (index, number, preference), own, other in zip(sequences, ours, theirs, strict=True):
             place = f"{packer.store.place(index)} (completion {number})"
-            plain = policy.plain_logps(_ids(prompt, device), _ids(completion, device))
+            whole = policy.plain_logps(_ids(preference.prompt, device), _ids(preference.completions[number], device))
+            plain = whole[_ids(preference.scored(number), device)]
             plain_worst = max(plain_worst, _compare_plain(own, plain, tolerance, place))
             if same_start:
                 reference_worst = max(reference_worst, _compare_reference(own, other, tolerance, place))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.cache import cache_dir, fingerprint, sha256_of
+from tandem.cache import content_of, fingerprint
 from tandem.config.schema import EMBEDDED
 from tandem.config.schema import Policy as PolicyConfig
 from tandem.errors import ConfigError
@@ -149,21 +149,9 @@ def weights_fingerprint(source: ModelSource) -> str:
     """A name for what the model computes: the content of its weights and of its configuration."""
     files = sorted(source.folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as threads:
-        digests = list(threads.map(_remembered_sha256, files))
+        digests = list(threads.map(content_of, files))
     names = [file.name for file in files]
     return fingerprint(dict(zip(names, digests, strict=True)), _read_json(source.folder / "config.json"))
-
-
-def _remembered_sha256(path: Path) -> str:
-    """SHA-256 of a file; remembered by its size, time and inode, so that unchanged weights are hashed once."""
-    stat = path.stat()
-    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-    if note.is_file() and len(known := note.read_text()) == 64:
-        return known
-    digest = sha256_of(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(digest)
-    return digest
 
 
 def _folder(name: str, revision: str | None) -> Path:

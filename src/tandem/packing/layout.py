@@ -34,7 +34,7 @@ class Pack:
     branch: IntArray  # [rows, length]; 0 for the prompt, 1.. for its completions
     predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
     target_ids: IntArray  # [scored]
-    completion_lengths: IntArray  # [completions]; scored tokens stand completion by completion
+    completion_lengths: IntArray  # [completions], scored tokens of each, which stand completion by completion
     winners: IntArray  # [pairs], indices into the completions
     losers: IntArray  # [pairs]
     best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
@@ -78,6 +78,10 @@ def lay_out(
         best.append(num_completions + preference.pairs[0][0])
         num_completions += len(preference.completions)
     completions = [completion for preference in preferences for completion in preference.completions]
+    if any(preference.unscored for preference in preferences):
+        scored = [p.scored(number) for p in preferences for number in range(len(p.completions))]
+        predicting = [positions[kept] for positions, kept in zip(predicting, scored, strict=True)]
+        completions = [completion[kept] for completion, kept in zip(completions, scored, strict=True)]
     return Pack(
         writer.token_ids,
         writer.position_ids,

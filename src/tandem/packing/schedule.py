@@ -89,9 +89,9 @@ def row_sizes(store: TokenStore, arrangement: Arrangement) -> NDArray[np.int64]:
     A prompt of 4, completions of 2 and 3: shared 9, repeated 13, separate 7
     """
     if arrangement == "shared":
-        return store.num_prompt_tokens + store.num_scored_tokens
+        return store.num_prompt_tokens + store.num_completion_tokens
     if arrangement == "repeated":
-        return store.num_prompt_tokens * store.num_completions + store.num_scored_tokens
+        return store.num_prompt_tokens * store.num_completions + store.num_completion_tokens
     return store.longest
 
 

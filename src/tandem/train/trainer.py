@@ -191,8 +191,8 @@ def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
     for index in range(min(len(packer.store), 10_000)):
         preference = packer.store[index]
         best = preference.pairs[0][0]
-        start = sum(len(completion) for completion in preference.completions[:best])
-        part = reference.of_preference(index)[start : start + len(preference.completions[best])]
+        start = sum(len(preference.scored(number)) for number in range(best))
+        part = reference.of_preference(index)[start : start + len(preference.scored(best))]
         total -= float(np.sum(part, dtype=np.float64))
         tokens += len(part)
     return total / tokens

@@ -103,7 +103,7 @@ def check_reading(read, row: SourceRow) -> None:
     assert isinstance(preference, Preference) and len(preference.completions) >= 2
     prompt = preference.prompt
     texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-    for text in texts + [completion.text for completion in preference.completions]:
+    for text in texts + [completion.answer for completion in preference.completions]:
         text.encode("utf-8")
     assert len({completion.rank for completion in preference.completions}) > 1
 

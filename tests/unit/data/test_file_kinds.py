@@ -153,7 +153,7 @@ def test_elements_and_table_rows_are_numbered_from_one(read, tmp_path, name):
 
 
 def test_a_table_is_numbered_through_all_its_batches(read, monkeypatch):
-    monkeypatch.setattr(sources, "TABLE_BATCH", 2)
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
     rows = [{"a": number} for number in range(5)]
     found = read("pairs.parquet", as_parquet(rows, row_group_size=3))
     assert [(row.value["a"], row.line) for row in found] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
@@ -204,7 +204,7 @@ def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
 BAD_ARRAYS = {
     "cut off": (b'[{"a": 1},\n {"a": ', "pairs.json:2: column 8: malformed JSON: Expecting value."),
     "two arrays": (b"[]\n[]", "pairs.json:2: column 1: malformed JSON: Extra data."),
-    "duplicate key": (b'[{"a": 1, "a": 2}]', "pairs.json: the key 'a' stands twice in one object. Remove one."),
+    "duplicate key": (b'[{"a": 1, "a": 2}]', "pairs.json: element 1: the key 'a' stands twice in one object. Remove one."),
     "not UTF-8": (b'[{"a": "\xff"}]', "pairs.json: not UTF-8 at byte 8. Save the file as UTF-8."),
     "deep": (b"[" * 100_000, "pairs.json: JSON nested too deeply to hold preferences."),
     "many digits": (b"[" + b"1" * 5000 + b"]", "pairs.json: a number with too many digits to be read."),

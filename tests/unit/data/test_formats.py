@@ -18,7 +18,7 @@ def read(name, keys=KEYS, **changes):
 
 
 def texts_and_ranks(preference):
-    return [(completion.text, completion.rank) for completion in preference.completions]
+    return [(completion.answer, completion.rank) for completion in preference.completions]
 
 
 # Good rows

@@ -31,7 +31,7 @@ def test_prompts_and_completions_may_be_messages():
         Message("assistant", "Hello"),
         Message("user", "Well?"),
     )
-    assert [completion.text for completion in preference.completions] == ["yes", "no"]
+    assert [completion.answer for completion in preference.completions] == ["yes", "no"]
 
 
 def test_tools_may_answer_after_the_assistant():
@@ -41,18 +41,18 @@ def test_tools_may_answer_after_the_assistant():
 
 def test_a_text_is_kept_to_the_last_blank():
     assert binary(pair(prompt=" Hi\n", chosen="yes \n"), KEYS).prompt == " Hi\n"
-    assert binary(pair(chosen="yes \n"), KEYS).completions[0].text == "yes \n"
+    assert binary(pair(chosen="yes \n"), KEYS).completions[0].answer == "yes \n"
 
 
 def test_typed_parts_are_put_together_under_either_name():
     parts = [{"type": "text", "text": "He"}, {"type": "text", "value": "llo"}]
     preference = binary(pair(prompt=[said("user", parts)], chosen=[said("assistant", parts)]), KEYS)
     assert preference.prompt == (Message("user", "Hello"),)
-    assert preference.completions[0].text == "Hello"
+    assert preference.completions[0].answer == "Hello"
 
 
 def test_control_characters_are_kept():
-    assert binary(pair(chosen="a\x00\x1b"), KEYS).completions[0].text == "a\x00\x1b"
+    assert binary(pair(chosen="a\x00\x1b"), KEYS).completions[0].answer == "a\x00\x1b"
 
 
 # Malformed rows
@@ -185,7 +185,8 @@ BAD_PAIRS = {
     "two completion messages": (
         {"chosen": [said("assistant", "a"), said("user", "u")]},
         "wrong roles",
-        "chosen: roles assistant, user; a completion is one assistant message.",
+        "chosen: roles assistant, user; a completion is one assistant message, or assistant and tool messages that end "
+            "in the assistant's.",
     ),
     "completion by the user": (
         {"chosen": [said("user", "u")]},

@@ -19,7 +19,7 @@ def store_of(tmp_path, monkeypatch):
         source = tmp_path / name
         lines = [json.dumps({"prompt": p, "chosen": c, "rejected": r}) for p, c, r in rows]
         source.write_text("\n".join(lines), encoding="utf-8")
-        return open_store(source, DatasetFields(), Template(letter_tokenizer(), None, {}), Data(), 100)
+        return open_store(str(source), DatasetFields(), Template(letter_tokenizer(), None, {}), Data(), 100)
 
     return make
 

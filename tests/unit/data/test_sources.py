@@ -3,7 +3,9 @@
 import pytest
 
 from tandem.data import sources
-from tandem.data.sources import RowError, SourceRow, find_files, read_rows
+from tandem.config.schema import DatasetFields
+from tandem.data.files import find_files
+from tandem.data.sources import RowError, SourceRow, read_rows
 from tandem.errors import DataError
 
 
@@ -104,12 +106,10 @@ def test_an_empty_file_has_no_rows(file):
 
 
 def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(sources, "MAX_BYTES", 20)
     file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 40)
-    rows = read_rows(file)
-    assert isinstance(next(rows), SourceRow)
     with pytest.raises(DataError) as caught:
-        next(rows)
+        list(read_rows(file))
     assert str(caught.value) == f"{file}:2: a line over 64 MB. JSONL has one preference on a line."
 
 
@@ -117,12 +117,12 @@ def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch
 
 
 def found(data_path) -> list[str]:
-    return [str(file) for file in find_files(str(data_path))]
+    return [file.name for file in find_files(str(data_path), DatasetFields())]
 
 
 def refused(data_path) -> str:
     with pytest.raises(DataError) as caught:
-        find_files(str(data_path))
+        find_files(str(data_path), DatasetFields())
     return str(caught.value)
 
 

@@ -10,6 +10,7 @@ import pytest
 from letters import CHAT, EOS, ids, letter_tokenizer
 
 from tandem.config.schema import Data, DatasetFields
+from tandem.data import sources
 from tandem.data import store as store_module
 from tandem.data.store import Counts, open_store
 from tandem.data.template import Template
@@ -60,7 +61,7 @@ def refusal(source, data, **changes) -> str:
 
 @pytest.mark.parametrize("rows_per_batch", [1, 2, 8192])
 def test_preferences_of_two_to_four_completions_are_read_back_as_written(source, monkeypatch, rows_per_batch):
-    monkeypatch.setattr(store_module, "ROWS_PER_BATCH", rows_per_batch)
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", rows_per_batch)
     rows = [("hi", "yes", "no"), ("what", "a", "bb", "ccc"), ("so", "d", "e", "f", "gg"), ("k", "l", "m")]
     write(source, *(group(*row) for row in rows))
     store = opened(source, Data(pairing="all"))
@@ -287,7 +288,7 @@ def test_a_file_without_any_usable_preference_is_refused(source):
 def test_the_same_content_in_the_same_place_is_tokenised_once(source, monkeypatch):
     write(source, pair())
     first = opened(source)
-    monkeypatch.setattr(store_module, "tokenize", lambda *args, **kwargs: pytest.fail("tokenised again"))
+    monkeypatch.setattr(store_module, "prepare", lambda *args, **kwargs: pytest.fail("tokenised again"))
     assert opened(source).fingerprint == first.fingerprint
     assert opened(source).folder == first.folder
 
@@ -361,7 +362,7 @@ def test_a_writer_that_fails_half_way_leaves_nothing(source, cache, monkeypatch)
 
     write(source, pair())
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "_record_batch", fails)
+        patched.setattr(store_module, "write_manifest", fails)
         with pytest.raises(KeyboardInterrupt):
             opened(source)
     assert list(cache.iterdir()) == []

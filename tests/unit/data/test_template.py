@@ -6,7 +6,7 @@ from letters import CHAT, letter_tokenizer
 from tandem.config.schema import Tokenizer as TokenizerConfig
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
-from tandem.data.template import Rendered, Template, make_template
+from tandem.data.template import Part, Rendered, Template, make_template
 from tandem.errors import ConfigError
 
 TOKENIZER = letter_tokenizer()
@@ -24,6 +24,10 @@ def refusal(template: Template, preference: Preference = PAIR) -> RowError:
     return caught.value
 
 
+def texts(*completions: str) -> tuple[tuple[Part, ...], ...]:
+    return tuple((Part(text),) for text in completions)
+
+
 def of_text(text: str) -> Preference:
     return Preference("hi", (Completion(text, 0), Completion("no", 1)), "pairs.jsonl:3")
 
@@ -33,7 +37,7 @@ def of_text(text: str) -> Preference:
 
 def test_the_prompt_ends_where_the_answer_begins_and_the_answer_with_its_end_of_turn():
     assert with_template(CHAT).render(PAIR) == Rendered(
-        "user:hi<end>\nassistant:", ("yes<end>", "no<end>"), adds_bos=False
+        "user:hi<end>\nassistant:", texts("yes<end>", "no<end>"), adds_bos=False
     )
 
 
@@ -42,7 +46,7 @@ def test_prompt_and_completion_joined_are_the_whole_conversation_but_for_what_fo
     rendered = with_template(CHAT).render(Preference(messages, PAIR.completions, "x"))
     conversation = [{"role": m.role, "content": m.content} for m in (*messages, Message("assistant", "yes"))]
     whole = TOKENIZER.apply_chat_template(conversation, chat_template=CHAT, tokenize=False)
-    assert whole == rendered.prompt + rendered.completions[0] + "\n"
+    assert whole == rendered.prompt + rendered.completions[0][0].text + "\n"
 
 
 def test_a_plain_prompt_is_the_users_turn():
@@ -51,17 +55,17 @@ def test_a_plain_prompt_is_the_users_turn():
 
 
 def test_the_newline_after_the_end_of_turn_is_dropped_and_no_other():
-    assert with_template(CHAT).render(of_text("a\n")).completions[0] == "a\n<end>"
+    assert with_template(CHAT).render(of_text("a\n")).completions[0] == (Part("a\n<end>"),)
 
 
 def test_a_template_that_does_not_end_the_turn_gets_eos_once():
     bare = CHAT.replace("<end>", "")
-    assert with_template(bare).render(PAIR).completions == ("yes\n</s>", "no\n</s>")
+    assert with_template(bare).render(PAIR).completions == texts("yes\n</s>", "no\n</s>")
 
 
 def test_a_template_that_ends_in_eos_gets_no_second():
     ending = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
-    assert with_template(ending).render(PAIR) == Rendered("hi</s>", ("yes</s>", "no</s>"), adds_bos=False)
+    assert with_template(ending).render(PAIR) == Rendered("hi</s>", texts("yes</s>", "no</s>"), adds_bos=False)
 
 
 def test_kwargs_reach_the_template():
@@ -110,15 +114,15 @@ def test_the_probe_is_a_rendered_conversation_and_empty_for_raw_text():
 
 def test_raw_text_is_kept_and_ends_in_eos_once():
     rendered = with_template(None).render(Preference("hi ", (Completion("yes", 0), Completion("no</s>", 1)), "x"))
-    assert rendered == Rendered("hi ", ("yes</s>", "no</s>"), adds_bos=True)
+    assert rendered == Rendered("hi ", texts("yes</s>", "no</s>"), adds_bos=True)
 
 
 def test_raw_text_already_ended_loses_what_blank_follows():
-    assert with_template(None).render(of_text("yes<end>\n\n")).completions[0] == "yes<end>"
+    assert with_template(None).render(of_text("yes<end>\n\n")).completions[0] == (Part("yes<end>"),)
 
 
 def test_an_end_of_turn_inside_a_text_does_not_end_it():
-    assert with_template(None).render(of_text("yes<end> or no")).completions[0] == "yes<end> or no</s>"
+    assert with_template(None).render(of_text("yes<end> or no")).completions[0] == (Part("yes<end> or no</s>"),)
 
 
 def test_messages_without_a_template_are_refused_with_the_way_out():

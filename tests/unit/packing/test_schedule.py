@@ -104,7 +104,7 @@ class Store(list[TokenizedPreference]):
         return np.array([len(row.prompt) for row in self])
 
     @property
-    def num_scored_tokens(self):
+    def num_completion_tokens(self):
         return np.array([sum(map(len, row.completions)) for row in self])
 
     @property

@@ -1,0 +1,276 @@
+"""Source files in; their rows tokenised, written as they come, and counted out. Work is done in processes of its own."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tandem.config.schema import DatasetFields
+from tandem.data.files import SourceFile
+from tandem.data.formats import detect_format, read_preference
+from tandem.data.preference import Preference
+from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
+from tandem.data.template import SHIELD, Rendered, Template
+from tandem.data.tokens import TokenizedPreference, encode, fitted, render
+from tandem.data.wording import Wording
+from tandem.data.workers import Died, Stalled, Watch, bounded_memory, pool
+from tandem.errors import ConfigError, DataError
+
+SHOWN_PER_REASON = 3
+# What a chat template may take for one row. A sound one takes a thousandth of a second.
+ROW_SECONDS = 30.0
+# Lengths at which over-long preferences are counted, so that a user can choose the limit.
+LIMITS = tuple(2**power for power in range(8, 18))
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+SCHEMA = pa.schema(
+    {
+        "prompt": pa.large_list(pa.int32()),
+        "completions": pa.large_list(pa.int32()),  # of one preference, end to end
+        "lengths": pa.large_list(pa.int32()),  # tokens of each completion
+        "unscored": pa.large_list(pa.int32()),  # positions in `completions` of tokens that are not scored
+        "winners": pa.large_list(pa.int32()),
+        "losers": pa.large_list(pa.int32()),
+        "scores": pa.large_list(pa.float32()),
+        "place": pa.large_string(),
+    }
+)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What became of the rows of a chunk, or of several."""
+
+    rejects: list[dict[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    longer_than: Counter[int] = field(default_factory=Counter)
+    digests: list[bytes] = field(default_factory=list)  # of the tokens of each accepted preference
+    batch: bytes = b""  # the accepted rows, as an Arrow stream
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides what a set's rows become. Called with a chunk, in whatever process."""
+
+    template: Template
+    keys: DatasetFields
+    format_name: str
+    wording: Wording
+    pairing: str
+    max_length: int
+    overlong: str
+
+    def __call__(self, chunk: Chunk, watch: Watch) -> Prepared:
+        prepared = Prepared()
+        if chunk.has_bom:
+            prepared.notes["byte-order mark at the start of a file"] += 1
+        with bounded_memory():
+            rendered = [self._rendered(row, number, watch) for number, row in _numbered_rows(chunk)]
+        watch.off()
+        prepared.notes.update(note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1]))
+        accepted = []
+        for row in encode(rendered, self.template.tokenizer, self.pairing):
+            if isinstance(row, TokenizedPreference):
+                prepared.longer_than.update(limit for limit in LIMITS if row.longest > limit)
+                row = fitted(row, self.max_length, self.overlong)
+            if isinstance(row, RowError):
+                prepared.rejects.append(_as_reject(row))
+                continue
+            accepted.append(row)
+            prepared.digests.append(_digest(row))
+            prepared.notes.update(_score_notes(row))
+        prepared.batch = _stream(accepted) if accepted else b""
+        return prepared
+
+    def _rendered(self, row: SourceRow | RowError, number: int, watch: Watch) -> tuple[Preference, Rendered] | RowError:
+        watch.at(number)
+        if isinstance(row, RowError):
+            return row
+        try:
+            return render(read_preference(row, self.keys, self.format_name, self.wording), self.template)
+        except RowError as error:
+            return error
+
+
+def prepare(
+    files: list[SourceFile],
+    recipe: Recipe,
+    folder: Path,
+    *,
+    num_workers: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, Any]:
+    """Write `tokens.arrow` and `rejects.jsonl` into a folder; return what a manifest should say about them."""
+    bad: Counter[str] = Counter()
+    filtered: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    longer_than: Counter[int] = Counter(dict.fromkeys(LIMITS, 0))
+    examples: list[dict[str, str]] = []
+    digests: list[bytes] = []
+    with (
+        (folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects,
+        pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, SCHEMA) as writer,
+    ):
+        for prepared in _prepared_chunks(files, recipe, num_workers, progress):
+            for batch in pa.ipc.open_stream(prepared.batch) if prepared.batch else ():
+                writer.write_batch(batch)
+            for reject in prepared.rejects:
+                counter = bad if reject["kind"] == "bad" else filtered
+                counter[reject["reason"]] += 1
+                rejects.write(json.dumps(reject) + "\n")
+                if counter[reject["reason"]] <= SHOWN_PER_REASON:
+                    examples.append(reject)
+            notes.update(prepared.notes)
+            longer_than.update(prepared.longer_than)
+            digests.append(b"".join(prepared.digests))
+    unique = np.unique(np.frombuffer(b"".join(digests), np.uint64))
+    accepted = sum(len(part) for part in digests) // 8
+    return {
+        "counts": {
+            "rows": accepted + bad.total() + filtered.total(),
+            "accepted": accepted,
+            "bad": dict(bad),
+            "filtered": dict(filtered),
+        },
+        "examples": examples,
+        "notes": dict(notes),
+        "duplicates": accepted - len(unique),
+        "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
+    }
+
+
+def probe(template: Template) -> str:
+    """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
+    if template.source is None:
+        return ""
+    try:
+        with pool(_render_probe, 1, row_seconds=ROW_SECONDS) as worker:
+            return next(worker.map([template]))
+    except Stalled:
+        raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
+
+
+def _render_probe(template: Template, watch: Watch) -> str:
+    watch.at(0)
+    try:
+        with bounded_memory():
+            return template.probe()
+    except RowError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _prepared_chunks(
+    files: list[SourceFile], recipe: Recipe, num_workers: int, progress: Callable[[float], None]
+) -> Iterator[Prepared]:
+    """What became of each chunk, in the order of the files and their rows."""
+    sizes = [max(1, file.path.stat().st_size) for file in files]
+
+    def chunks() -> Iterator[Chunk]:
+        for number, file in enumerate(files):
+            for chunk in read_chunks(file.path, file.name):
+                progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
+                yield chunk
+
+    if num_workers == 0:
+        watch = Watch()
+        yield from (recipe(chunk, watch) for chunk in chunks())
+        return
+    try:
+        with pool(recipe, num_workers, row_seconds=ROW_SECONDS) as workers:
+            yield from workers.map(chunks())
+    except Stalled as stalled:
+        raise DataError(
+            f"{stalled.item.file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
+            "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
+        ) from None
+    except Died as died:
+        first, last = died.item.numbers[0], died.item.numbers[-1]
+        raise DataError(
+            f"{died.item.file}:{first}-{last}: the process that tokenised these rows was killed. Out of memory? "
+            "Try data.num_workers=1."
+        ) from None
+
+
+def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
+    """The name of the files' format and why: as given, or told by the first readable row."""
+    if keys.dataset_name != "auto":
+        return keys.dataset_name, "as data.*.dataset_name says"
+    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name))
+    rows = (row for chunk in chunks for row in rows_of(chunk))
+    first = next((row for row in rows if isinstance(row, SourceRow)), None)
+    return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")
+
+
+def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
+    return zip(chunk.numbers, rows_of(chunk), strict=True)
+
+
+def _as_reject(row: RowError) -> dict[str, str]:
+    return {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
+
+
+def _notes(rendered: Rendered) -> Iterator[str]:
+    """What is worth a count though the row is used."""
+    texts = [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
+    if any(CONTROL.search(text) for text in texts):
+        yield "control characters in the text"
+    if any(SHIELD in text for text in texts):
+        yield "special tokens spelled in a message, encoded as plain text"
+
+
+def _score_notes(row: TokenizedPreference) -> Iterator[str]:
+    if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
+        yield "chosen scored below rejected"
+
+
+def _digest(row: TokenizedPreference) -> bytes:
+    digest = blake2b(row.prompt.tobytes(), digest_size=8)
+    for completion in row.completions:
+        digest.update(b"|" + completion.tobytes())
+    return digest.digest()
+
+
+def _stream(rows: list[TokenizedPreference]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(_record_batch(rows))
+    return sink.getvalue().to_pybytes()
+
+
+def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
+    return pa.record_batch(
+        [
+            _lists([row.prompt for row in rows], np.int32),
+            _lists([np.concatenate(row.completions) for row in rows], np.int32),
+            _lists([[len(c) for c in row.completions] for row in rows], np.int32),
+            _lists([_flat_unscored(row) for row in rows], np.int32),
+            _lists([[winner for winner, _ in row.pairs] for row in rows], np.int32),
+            _lists([[loser for _, loser in row.pairs] for row in rows], np.int32),
+            _lists([row.scores for row in rows], np.float32),
+            pa.array([row.place for row in rows], pa.large_string()),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def _lists(values: list[Any], dtype: Any) -> pa.LargeListArray:
+    flat = np.concatenate([np.asarray(value, dtype) for value in values])
+    offsets = np.cumsum([0, *(len(value) for value in values)], dtype=np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
+    """Positions over all completions, end to end. Lengths [4, 5], unscored [1], [2] -> 1, 6."""
+    if not row.unscored:
+        return np.zeros(0, np.int32)
+    starts = np.cumsum([0, *(len(completion) for completion in row.completions)])
+    return np.concatenate([part + start for part, start in zip(row.unscored, starts, strict=False)])

@@ -1,0 +1,49 @@
+"""A dataset's prompt files in; a Wording out, which puts their texts around every prompt."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem.config.schema import DatasetFields
+from tandem.data.preference import Message
+from tandem.errors import ConfigError
+
+Prompt = str | tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """The texts of `prompt_file` (its {} stands for the prompt) and of `system_prompt_file`."""
+
+    prompt: str | None = None
+    system: str | None = None
+
+    def of(self, prompt: Prompt) -> Prompt:
+        """A prompt, its last user turn put into the prompt text; a system turn before it if it has none."""
+        if self.prompt is not None:
+            if isinstance(prompt, str):
+                prompt = self.prompt.replace("{}", prompt)
+            else:
+                last = max(i for i, message in enumerate(prompt) if message.role == "user")
+                said = replace(prompt[last], content=self.prompt.replace("{}", prompt[last].content))
+                prompt = (*prompt[:last], said, *prompt[last + 1 :])
+        if self.system is None:
+            return prompt
+        messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+        return messages if messages[0].role == "system" else (Message("system", self.system), *messages)
+
+
+def wording_of(keys: DatasetFields) -> Wording:
+    """What the dataset's prompt files say; ConfigError if one cannot be used."""
+    prompt, system = _read(keys.prompt_file, "prompt_file"), _read(keys.system_prompt_file, "system_prompt_file")
+    if prompt is not None and "{}" not in prompt:
+        raise ConfigError(f"prompt_file = {keys.prompt_file}: holds no {{}}, the place where the prompt goes.")
+    return Wording(prompt, system)
+
+
+def _read(file: str | None, key: str) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8").removesuffix("\n")  # an editor's last newline is not meant
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} = {file}: not readable: {error}.") from None

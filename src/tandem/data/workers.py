@@ -1,0 +1,211 @@
+"""Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tandem.errors import TandemError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# A forked process has the tokenizer at once; elsewhere than on Linux forking is not safe.
+METHOD = "fork" if sys.platform == "linux" else "spawn"
+# Memory that a template may take beside what the process has already.
+TEMPLATE_BYTES = 4 * 1024**3
+
+
+class Stalled(Exception):
+    """A worker was busy with one row for too long and was killed. `item` is what it worked on, `row` which of its rows."""
+
+    def __init__(self, item: Any, row: int):
+        self.item, self.row = item, row
+
+
+class Died(Exception):
+    """A worker ended without an answer: killed by the system, most likely for its memory."""
+
+    def __init__(self, item: Any):
+        self.item = item
+
+
+class Watch:
+    """Where a worker tells which row it is at, while it does what may never end."""
+
+    def __init__(self) -> None:
+        self._row = multiprocessing.RawValue("q", -1)
+
+    @property
+    def row(self) -> int:
+        return self._row.value
+
+    def at(self, row: int) -> None:
+        self._row.value = row
+
+    def off(self) -> None:
+        self._row.value = -1
+
+
+def default_workers() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def pool(work: Callable[[T, Watch], R], num_workers: int, *, row_seconds: float) -> Iterator["Pool[T, R]"]:
+    """Processes that do `work`; all are gone when the block is left, however it is left."""
+    started: Pool[T, R] = Pool(work, num_workers, row_seconds)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+class Pool(Generic[T, R]):
+    """A fixed number of processes. At most two items for each are under way, so that memory stays bounded."""
+
+    def __init__(self, work: Callable[[T, Watch], R], num_workers: int, row_seconds: float):
+        self._row_seconds = row_seconds
+        self._workers: list[_Worker] = []
+        context = multiprocessing.get_context(METHOD)
+        for _ in range(num_workers):
+            # A forked process inherits our ends of its elders' pipes: kept open there, they would outlive us.
+            elders = [worker.pipe for worker in self._workers]
+            self._workers.append(_Worker(context, work, elders))
+
+    def map(self, items: Iterable[T]) -> Iterator[R]:
+        """The result of every item, in order; an error raised by the work is raised here."""
+        under_way: deque[_Task] = deque()  # in the order of the items
+        not_given: deque[_Task] = deque()
+        stream = iter(items)
+        while True:
+            for item in islice(stream, 2 * len(self._workers) - len(under_way)):
+                under_way.append(_Task(item))
+                not_given.append(under_way[-1])
+            if not under_way:
+                return
+            for worker in self._workers:
+                # Only to an idle one: two sides that both write and neither reads would wait for ever.
+                if not_given and worker.task is None:
+                    worker.give(not_given.popleft())
+            if not under_way[0].is_done:
+                self._collect()
+            while under_way and under_way[0].is_done:
+                yield under_way.popleft().answer()
+
+    def _collect(self) -> None:
+        """Wait until some worker answers; kill and report one that stalls."""
+        busy = [worker for worker in self._workers if worker.task]
+        ready = wait([worker.pipe for worker in busy], timeout=min(1.0, self._row_seconds / 4))
+        for worker in busy:
+            if worker.pipe in ready:
+                worker.take()
+            elif worker.seconds_on_row() > self._row_seconds:
+                raise Stalled(worker.task.item if worker.task else None, worker.watch.row)
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+
+class _Task:
+    """An item and, when it is done, what came of it."""
+
+    def __init__(self, item: Any):
+        self.item = item
+        self.is_done = False
+        self._result: Any = None
+
+    def done(self, result: Any) -> None:
+        self.is_done, self._result = True, result
+
+    def answer(self) -> Any:
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+
+class _Worker:
+    """A process, its pipe, the task it was given and has not answered, and its watch."""
+
+    def __init__(self, context: Any, work: Callable[..., Any], elders: list[Connection]):
+        self.pipe, theirs = context.Pipe()
+        self.task: _Task | None = None
+        self.watch = Watch()
+        self._seen = (-1, time.monotonic())
+        inherited = [*elders, self.pipe] if METHOD == "fork" else []
+        self._process = context.Process(target=_serve, args=(theirs, work, self.watch, inherited), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, task: _Task) -> None:
+        self.task = task
+        with suppress(BrokenPipeError):  # it died; reading from it will say so
+            self.pipe.send(task.item)
+
+    def take(self) -> None:
+        assert self.task is not None
+        task, self.task = self.task, None
+        try:
+            task.done(self.pipe.recv())
+        except (EOFError, ConnectionResetError):
+            raise Died(task.item) from None
+
+    def seconds_on_row(self) -> float:
+        now, row = time.monotonic(), self.watch.row
+        if row == -1 or row != self._seen[0]:
+            self._seen = (row, now)
+        return now - self._seen[1]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: list[Connection]) -> None:
+    """The life of a worker: take an item, answer, until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            item = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = work(item, watch)
+        except TandemError as error:
+            answer = error
+        except Exception:
+            answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+        watch.off()
+        pipe.send(answer)
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Within: MemoryError, not a machine brought down, where a template writes without end."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TEMPLATE_BYTES, before[1]))
+    except (ImportError, OSError, ValueError):  # no such limits on this system
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
