@@ -92,6 +92,29 @@ def inspect_row(
         inspect.show(found, Console(highlight=False, soft_wrap=True), positions=positions)
 
 
+@app.command()
+def prepare(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
+) -> None:
+    """Tokenise the training and validation sets ahead of training, and show what is in them."""
+    from tandem.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+
+    from tandem import prepare as preparing
+    from tandem.train.report import Reporter
+
+    reporter = Reporter("quiet" if quiet or as_json else "normal")
+    prepared = preparing.prepare_data(loaded.config, reporter.progress)
+    if as_json:
+        print(preparing.as_json(prepared))
+    else:
+        preparing.show(prepared, reporter)
+
+
 @app.command("config")
 def show_config(
     overrides: Overrides = None,

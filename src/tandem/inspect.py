@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from tandem.config.schema import EMBEDDED, Config, DatasetFields
 from tandem.data.store import TokenStore, open_store
 from tandem.data.template import make_template
-from tandem.data.tokens import load_tokenizer
+from tandem.data.tokens import TokenizedPreference, load_tokenizer
 from tandem.embedded.files import TRAIN
 from tandem.errors import DataError
 from tandem.model.load import find_model
@@ -59,7 +59,7 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
     tokenizer = load_tokenizer(Path(given) if given else source.folder)
     template = make_template(tokenizer, config.policy.tokenizer)
     path = str(TRAIN) if data_path == EMBEDDED else data_path
-    keys = config.data.train.model_copy(update={"data_path": data_path})
+    keys = config.data.training_sets[0].model_copy(update={"data_path": data_path})
     store = _open(path, keys, template, config)
     index = _find(store, path, row)
     preference = store[index]
@@ -70,7 +70,7 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
         rows=store.counts.rows,
         accepted=store.counts.accepted,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
-        completions=[_tokens(c, len(preference.prompt), tokenizer, scored=True) for c in preference.completions],
+        completions=[_completion(preference, number, tokenizer) for number in range(len(preference.completions))],
         pairs=list(preference.pairs),
     )
 
@@ -86,7 +86,9 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     for number, completion in enumerate(i.completions):
         over = [str(loser) for winner, loser in i.pairs if winner == number]
         better = f", preferred to completion {', '.join(over)}" if over else ""
-        title = f"\ncompletion {number}: {len(completion)} tokens, scored{better}"
+        num_scored = sum(token.scored for token in completion)
+        which = "scored" if num_scored == len(completion) else f"{num_scored} of them scored"
+        title = f"\ncompletion {number}: {len(completion)} tokens, {which}{better}"
         console.print(title, style="bold", markup=False)
         console.print(_coloured(completion, "green" if over else "red", positions))
 
@@ -122,6 +124,12 @@ def _find(store: TokenStore, path: str, row: int | None) -> int:
     raise DataError(f"{path}: there is no row {row}; it has {store.counts.rows} rows.")
 
 
+def _completion(preference: TokenizedPreference, number: int, tokenizer: Any) -> list[Token]:
+    tokens = _tokens(preference.completions[number], len(preference.prompt), tokenizer, scored=True)
+    scored = set(preference.scored(number).tolist())
+    return [token if i in scored else replace(token, scored=False) for i, token in enumerate(tokens)]
+
+
 def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token]:
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     special = added | set(tokenizer.all_special_ids)
@@ -133,7 +141,8 @@ def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token
 def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:
     text = Text()
     for i, token in enumerate(tokens):
-        style = "bold magenta" if token.special else colour if i % 2 else f"{colour} on grey19"
+        shade = colour if token.scored else "cyan"
+        style = "bold magenta" if token.special else shade if i % 2 else f"{shade} on grey19"
         text.append(token.text.translate(VISIBLE), style=style)
         if positions:
             text.append(f"{token.position} ", style="dim")

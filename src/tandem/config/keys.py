@@ -25,9 +25,10 @@ class Key:
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
     keys = []
     for name, field in model.model_fields.items():
-        inner = _section(field.annotation)
-        if inner is not None and not field.is_required() and isinstance(field.default, BaseModel):
-            keys += all_keys(inner, f"{prefix}{name}.")
+        if isinstance(field.default, BaseModel):
+            if typing.get_origin(field.annotation) is not None:  # a section, or something else: that is said too
+                keys.append(Key(prefix + name, _spell(field.annotation), "see below", field.description or ""))
+            keys += all_keys(type(field.default), f"{prefix}{name}.")
         else:
             keys.append(Key(prefix + name, _spell(field.annotation), _default(field), field.description or ""))
     return keys

@@ -24,7 +24,9 @@ from tandem.errors import ConfigError
 COMMAND_LINE = "command line"
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
-UNION_BRANCH = re.compile(r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|int|float|bool)\Z")
+UNION_BRANCH = re.compile(
+    r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|one|several|int|float|bool)\Z"
+)
 
 # Names other trainers use for what the schema knows under another.
 KNOWN_ELSEWHERE = {

@@ -2,7 +2,16 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 CONFIG_VERSION = 1
 EMBEDDED = "embedded"
@@ -264,16 +273,28 @@ class DatasetFields(Section):
 Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset, json_schema_input_type=str | DatasetFields)]
 
 
+OneOrSeveral = Annotated[
+    Annotated[Dataset, Tag("one")] | Annotated[Annotated[list[Dataset], Field(min_length=1)], Tag("several")],
+    Discriminator(lambda given: "several" if isinstance(given, list) else "one"),
+]
+
+
 class Data(Section):
     """Preference sets, and what happens to rows that do not fit."""
 
-    train: Dataset = Field(default=DatasetFields(data_path=EMBEDDED), description="training set")
+    train: OneOrSeveral = Field(
+        default=DatasetFields(data_path=EMBEDDED), description="training set: a dataset, a path, or a list of those"
+    )
     validation: Dataset | None = Field(
         default=None,
         description="validation set named default; null: none, or the bundled one with the bundled training set",
     )
     val_data_paths: dict[str, Dataset] = Field(
         default={}, description="more validation sets by name: a path or a dataset"
+    )
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of the training preferences held out, by prompt, as the validation set named default",
     )
     default: DatasetFields = Field(default=DatasetFields(), description="fills what a dataset leaves out")
     shuffle: bool = Field(default=True, description="another order every epoch, from run.seed")
@@ -307,6 +328,8 @@ class Data(Section):
             return {**given["default"], **dataset} if isinstance(dataset, dict) else dataset
 
         filled = {name: fill(given[name]) for name in ("train", "validation") if name in given}
+        if isinstance(given.get("train"), list):
+            filled["train"] = [fill(dataset) for dataset in given["train"]]
         if isinstance(given.get("val_data_paths"), dict):
             filled["val_data_paths"] = {name: fill(dataset) for name, dataset in given["val_data_paths"].items()}
         return {**given, **filled}
@@ -320,6 +343,31 @@ class Data(Section):
             if name == "default":
                 raise ValueError("data.val_data_paths: the name default belongs to data.validation")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_to_validate(self) -> "Data":
+        if self.validation_share and (self.validation or self.val_data_paths):
+            raise ValueError(
+                "data.validation_share holds out training preferences where no validation set is given, but "
+                "data.validation or data.val_data_paths is"
+            )
+        for name, dataset in self.validation_sets.items():
+            if dataset.weight != 1:
+                raise ValueError(f"validation set {name} has weight {dataset.weight}; only training sets are weighted")
+        return self
+
+    @property
+    def training_sets(self) -> list[DatasetFields]:
+        return self.train if isinstance(self.train, list) else [self.train]
+
+    @property
+    def validation_sets(self) -> dict[str, DatasetFields]:
+        """By name: data.validation is the one named default; the bundled one goes with the bundled training set."""
+        given = {"default": self.validation, **self.val_data_paths} if self.validation else dict(self.val_data_paths)
+        bundled = [dataset.data_path for dataset in self.training_sets] == [EMBEDDED]
+        return given or (
+            {"default": DatasetFields(data_path=EMBEDDED)} if bundled and not self.validation_share else {}
+        )
 
 
 class Checkpointing(Section):

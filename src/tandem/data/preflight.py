@@ -1,15 +1,29 @@
-"""TokenStores in; what a user should know before training out: counts, lengths, overlap of train and validation."""
+"""Sets in; what a user should know before training out: counts, lengths, duplicates, overlap of train and validation."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.data.selection import Preferences, Selection
+from tandem.data.sets import Sets
 from tandem.data.store import Counts, TokenStore
 
 NGRAM = 8
 # Overlap is told on a sample of large sets: hashes of all n-grams of a billion tokens would not fit in memory.
 MAX_PREFERENCES = 100_000
+PERCENTILES = (50, 90, 95, 99)
+BINS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long something is, in tokens: percentiles, and a histogram over equal steps from 0 to the longest."""
+
+    mean: float
+    percentiles: dict[int, int]
+    longest: int
+    histogram: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,40 +39,75 @@ class Preflight:
     completion_tokens: int
     longest: int
     shared_saving: float  # share of tokens saved by computing each prompt once
+    prompt_lengths: Lengths
+    completion_lengths: Lengths
+    whole_lengths: Lengths  # prompt and longest completion
+    longer_than: dict[int, int]  # preferences over each limit, those dropped as over-long included
+    num_duplicates: int
+    notes: dict[str, int]
     prompt_overlap: int | None  # prompts of this set that also stand in the training set
     ngram_overlap: float | None  # share of this set's completion n-grams that also stand in the training set
 
 
-def preflight(name: str, store: TokenStore, train: TokenStore | None = None) -> Preflight:
+def preflights(sets: Sets) -> list[Preflight]:
+    """Of every set that was read, and of what was held out of the training sets."""
+    read = [
+        preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
+    ]
+    held = [
+        preflight(f"validation-{name}", chosen, sets.train)
+        for name, chosen in sets.validation.items()
+        if isinstance(chosen, Selection)
+    ]
+    return read + held
+
+
+def preflight(name: str, store: TokenStore | Selection, train: Preferences | None = None) -> Preflight:
     prompt_tokens = int(store.num_prompt_tokens.sum())
-    completion_tokens = int(store.num_scored_tokens.sum())
+    completion_tokens = int(store.num_completion_tokens.sum())
     repeated = int((store.num_prompt_tokens * store.num_completions).sum())
+    is_read = isinstance(store, TokenStore)
     return Preflight(
         name=name,
-        format=store.format,
-        format_reason=store.format_reason,
-        counts=store.counts,
+        format=store.format if is_read else "held out",
+        format_reason=store.format_reason if is_read else "by data.validation_share",
+        counts=store.counts if is_read else Counts(len(store), len(store), {}, {}),
         num_pairs=int(store.num_pairs.sum()),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         longest=int(store.longest.max()),
         shared_saving=1 - (prompt_tokens + completion_tokens) / (repeated + completion_tokens),
+        prompt_lengths=_lengths(store.num_prompt_tokens),
+        completion_lengths=_lengths(store.completion_lengths),
+        whole_lengths=_lengths(store.longest),
+        longer_than=store.longer_than if is_read else {},
+        num_duplicates=store.num_duplicates if is_read else 0,
+        notes=store.notes if is_read else {},
         prompt_overlap=None if train is None else _prompt_overlap(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )
 
 
-def _prompt_overlap(store: TokenStore, train: TokenStore) -> int:
+def _lengths(values: NDArray[np.integer]) -> Lengths:
+    longest = int(values.max())
+    histogram, _ = np.histogram(values, bins=BINS, range=(0, max(BINS, longest)))
+    percentiles = np.percentile(values, PERCENTILES, method="higher").astype(int).tolist()
+    return Lengths(
+        float(values.mean()), dict(zip(PERCENTILES, percentiles, strict=True)), longest, tuple(histogram.tolist())
+    )
+
+
+def _prompt_overlap(store: Preferences, train: Preferences) -> int:
     seen = {train[i].prompt.tobytes() for i in range(min(len(train), MAX_PREFERENCES))}
     return sum(store[i].prompt.tobytes() in seen for i in range(min(len(store), MAX_PREFERENCES)))
 
 
-def _ngram_overlap(store: TokenStore, train: TokenStore) -> float:
+def _ngram_overlap(store: Preferences, train: Preferences) -> float:
     own, other = _ngrams(store), _ngrams(train)
     return float(np.isin(own, other).mean()) if len(own) else 0.0
 
 
-def _ngrams(store: TokenStore) -> NDArray[np.uint64]:
+def _ngrams(store: Preferences) -> NDArray[np.uint64]:
     """Hashes of all runs of NGRAM tokens inside completions."""
     weights = np.random.default_rng(0).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
     hashes = []

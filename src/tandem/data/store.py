@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.schema import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
-from tandem.data.prepare import SCHEMA, Recipe, format_of, prepare, probe
+from tandem.data.store_writer import SCHEMA, Recipe, format_of, probe, write_store
 from tandem.data.template import Template
 from tandem.data.tokens import TokenizedPreference
 from tandem.data.wording import wording_of
@@ -50,7 +50,9 @@ class TokenStore:
         self.examples: list[dict[str, str]] = manifest["examples"]
         self.notes: dict[str, int] = manifest["notes"]
         self.num_duplicates: int = manifest["duplicates"]
-        self.longer_than: dict[int, int] = {int(limit): n for limit, n in manifest["longer_than"].items()}
+        self.longer_than: dict[int, int] = dict(
+            sorted((int(limit), count) for limit, count in manifest["longer_than"].items())
+        )
         self._columns = _Columns(folder / "tokens.arrow")
 
     def __len__(self) -> int:
@@ -192,7 +194,7 @@ def open_store(
         format_name, reason = format_of(files, keys)
         recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong)
         with published(folder) as aside:
-            facts = prepare(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
+            facts = write_store(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
             write_manifest(
                 aside,
                 format_version=FORMAT_VERSION,

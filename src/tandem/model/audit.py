@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.data.store import TokenStore
+from tandem.data.selection import Preferences
 from tandem.errors import AuditError
 from tandem.model.attention import counted_calls
 from tandem.model.policy import Policy
@@ -69,7 +69,7 @@ def audit(
     return Audit(plain_worst, reference_worst if same_start else None, num_completions, nats / num_tokens)
 
 
-def _sample(store: TokenStore) -> np.ndarray:
+def _sample(store: Preferences) -> np.ndarray:
     """The first few preferences, and the longest that fits the audit: it is the one that passes a window."""
     fitting = np.flatnonzero(store.longest <= MAX_AUDIT_TOKENS)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
-from tandem.data.store import TokenStore
+from tandem.data.selection import Preferences
 from tandem.model.policy import PackInputs, Policy
 from tandem.packing.layout import Pack
 from tandem.packing.schedule import Packer
@@ -40,7 +40,7 @@ class LiveReference:
 
 @dataclass(frozen=True, slots=True)
 class CachedReference:
-    """Token log-probabilities of a whole set, on disk in the order of its TokenStore."""
+    """Token log-probabilities of a whole set, on disk in the order of its preferences."""
 
     values: NDArray[np.float32]
     ends: NDArray[np.int64]  # of each preference's tokens
@@ -111,6 +111,6 @@ def _compute(policy: Policy, packer: Packer, device: torch.device, path: Path, p
     out.flush()
 
 
-def _split(values: NDArray[np.float32], store: TokenStore, pack: Pack) -> list[NDArray[np.float32]]:
+def _split(values: NDArray[np.float32], store: Preferences, pack: Pack) -> list[NDArray[np.float32]]:
     """The scored tokens of a pack, preference by preference."""
     return np.split(values, np.cumsum(store.num_scored_tokens[pack.preferences])[:-1])

@@ -39,7 +39,7 @@ class Pack:
     losers: IntArray  # [pairs]
     best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
     owner: IntArray  # [completions], which of the preferences each belongs to
-    preferences: IntArray  # [preferences], where each stands in its TokenStore
+    preferences: IntArray  # [preferences], where each stands in its set
 
     @property
     def num_pairs(self) -> int:

@@ -1,4 +1,4 @@
-"""A TokenStore in; an epoch's global batches out, counted in pairs, and each batch as micro-batches of packs."""
+"""Preferences in; an epoch's global batches out, counted in pairs, and each batch as micro-batches of packs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.schema import Packing
-from tandem.data.store import TokenStore
+from tandem.data.selection import Preferences
+from tandem.data.sets import Span
 from tandem.errors import ConfigError
 from tandem.packing.binning import ALGORITHMS
 from tandem.packing.layout import Arrangement, Pack, join, lay_out
@@ -34,6 +35,26 @@ class Batches:
     seed: int = 0
     shuffle: bool = False
     drop_last: bool = False
+    spans: tuple[Span, ...] = ()  # of sets that an epoch passes over more or less than once
+
+    def members(self, epoch: int) -> NDArray[np.int64]:
+        """The preferences of an epoch, set by set.
+
+        Weight 2 takes a set twice. Weight 0.4 takes two of five, and goes on where the last epoch stopped:
+        0 1, 2 3, 4 0, ... of a fixed order.
+        """
+        if not self.spans:
+            return np.arange(len(self.num_pairs))
+        parts = []
+        for number, span in enumerate(self.spans):
+            everyone = np.arange(span.start, span.end)
+            whole, share = divmod(span.weight, 1)
+            parts += [everyone] * int(whole)
+            if count := round(share * len(everyone)):
+                if self.shuffle:
+                    everyone = np.random.default_rng((self.seed, number)).permutation(everyone)
+                parts.append(everyone[(epoch * count + np.arange(count)) % len(everyone)])
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def epoch(self, epoch: int) -> list[GlobalBatch]:
         """Preferences in epoch order, taken until their pairs reach the batch size and never beyond.
@@ -41,7 +62,7 @@ class Batches:
         The one that would pass it opens the next batch, unless the batch is empty: pairs [2, 2, 1, 6], size 4
         -> [2, 2], [1], [6].
         """
-        order = np.arange(len(self.num_pairs))
+        order = self.members(epoch)
         if self.shuffle:
             order = np.random.default_rng((self.seed, epoch)).permutation(order)
         batches: list[GlobalBatch] = []
@@ -60,7 +81,7 @@ class Batches:
 class Packer:
     """How the preferences of a batch become packs, and packs micro-batches."""
 
-    store: TokenStore
+    store: Preferences
     sizes: NDArray[np.int64]  # tokens each preference takes in a row
     length: int
     arrangement: Arrangement
@@ -83,7 +104,7 @@ class Packer:
         return lay_out(chosen, [self.store[i] for i in chosen], length=self.length, arrangement=self.arrangement)
 
 
-def row_sizes(store: TokenStore, arrangement: Arrangement) -> NDArray[np.int64]:
+def row_sizes(store: Preferences, arrangement: Arrangement) -> NDArray[np.int64]:
     """Tokens each preference takes in a row (its longest row when separate).
 
     A prompt of 4, completions of 2 and 3: shared 9, repeated 13, separate 7
@@ -95,7 +116,7 @@ def row_sizes(store: TokenStore, arrangement: Arrangement) -> NDArray[np.int64]:
     return store.longest
 
 
-def make_packer(store: TokenStore, packing: Packing, *, shortest_auto: int) -> Packer:
+def make_packer(store: Preferences, packing: Packing, *, shortest_auto: int) -> Packer:
     """A packer for a set. An `auto` length holds the longest preference and is at least `shortest_auto`."""
     arrangement: Arrangement = "shared"
     if packing.mode == "none":

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tandem.data.preflight import NGRAM, Preflight
+from tandem.data.preflight import NGRAM, PERCENTILES, Lengths, Preflight
 from tandem.train.validation import ValidationReport
 
 Verbosity = Literal["quiet", "normal", "verbose"]
@@ -76,7 +76,11 @@ class Reporter:
         for s in sets:
             self.say(f"  {s.name}: read as {s.format}, {s.format_reason}")
             for reason, count in (s.counts.bad | s.counts.filtered).items():
-                self.say(f"  {s.name}: skipped {count}: {reason} (rejects.jsonl)")
+                self.say(f"  {s.name}: skipped {count:,}: {reason} (rejects.jsonl)")
+            for note, count in s.notes.items():
+                self.say(f"  {s.name}: noted {count:,}: {note}")
+            if s.num_duplicates:
+                self.say(f"  {s.name}: noted {s.num_duplicates:,}: preferences that stand in it already")
             if s.prompt_overlap is not None and s.ngram_overlap is not None:
                 self.say(
                     f"  {s.name}: prompt overlap with training {s.prompt_overlap}, "
@@ -86,6 +90,15 @@ class Reporter:
                     self.warn(f"much of {s.name} stands in the training set too: its loss says little about new text.")
                 if s.prompt_overlap:
                     self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")
+
+    def lengths(self, rows: dict[str, Lengths]) -> None:
+        """A table of lengths in tokens."""
+        columns = ["of", "mean", *(f"p{p}" for p in PERCENTILES), "longest"]
+        cells = [
+            [name, f"{of.mean:,.1f}", *(f"{n:,}" for n in of.percentiles.values()), f"{of.longest:,}"]
+            for name, of in rows.items()
+        ]
+        self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
         self.say(
@@ -121,10 +134,11 @@ class Reporter:
     def _table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         if self.verbosity == "quiet" or not rows:
             return
-        self.say(title)
+        if title:
+            self.say(title)
         table = Table(box=None, pad_edge=False)
         for column in columns:
-            is_text = column in ("set", "metric")
+            is_text = column in ("set", "metric", "of")
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)

@@ -18,6 +18,7 @@ MAY_CHANGE = (
     "dpo.max_num_steps",
     "dpo.val_",
     "data.validation",
+    "data.num_workers",
     "data.val_data_paths",
     "checkpointing.",
     "logger.",
@@ -58,7 +59,7 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
     differences = [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
+        if old.get(key) != new.get(key) and (not key.startswith(MAY_CHANGE) or key == "data.validation_share")
     ]
     if differences:
         raise CheckpointError(

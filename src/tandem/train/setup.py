@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.schema import EMBEDDED, Config, DatasetFields
-from tandem.data.preflight import Preflight, preflight
-from tandem.data.store import TokenStore, open_store
+from tandem.config.schema import Config
+from tandem.data.preflight import Preflight, preflights
+from tandem.data.selection import Preferences
+from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokens import load_tokenizer
-from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
 from tandem.packing.schedule import Batches, Packer, make_packer
@@ -31,6 +31,7 @@ class Setup:
     compiles: bool
     source: ModelSource
     template: Template
+    sets: Sets
     train: Packer
     validation: dict[str, Packer]
     batches: Batches
@@ -43,16 +44,14 @@ class Setup:
         return {"train": self.train, **{f"validation-{name}": packer for name, packer in self.validation.items()}}
 
     def preflights(self) -> list[Preflight]:
-        train = self.train.store
-        return [
-            preflight(split, packer.store, None if packer.store is train else train)
-            for split, packer in self.packers().items()
-        ]
+        return preflights(self.sets)
 
     def choices(self) -> list[tuple[str, str]]:
         """What decides what is learned, in words, with the values in force."""
-        c, dpo, store = self.config, self.config.dpo, self.train.store
-        total = int(store.num_pairs.sum())
+        c, dpo = self.config, self.config.dpo
+        total = sum(
+            int(self.train.store.num_pairs[self.batches.members(epoch)].sum()) for epoch in range(dpo.max_num_epochs)
+        )
         averaging = {True: "per token", False: "summed"}
         template = "none (raw text)" if self.template.source is None else "chat template"
         lost = dropouts(self.source.config)
@@ -71,7 +70,7 @@ class Setup:
             ("batch", f"{c.policy.train_global_batch_size} pairs"),
             (
                 "length",
-                f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total * dpo.max_num_epochs:,}; "
+                f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
                 f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}",
             ),
             (
@@ -86,7 +85,7 @@ class Setup:
         ]
 
 
-def set_up(config: Config, device: torch.device) -> Setup:
+def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights."""
     check_cache_dir()
     check_scheduler(config.policy)
@@ -95,17 +94,16 @@ def set_up(config: Config, device: torch.device) -> Setup:
     check_packable(source, config.policy)
     tokenizer_folder = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
     template = make_template(load_tokenizer(tokenizer_folder), config.policy.tokenizer)
-    train = _packer(_train_path(config), config.data.train, template, config, source, device)
-    validation = {
-        name: _packer(_path(given, f"validation set {name}"), given, template, config, source, device)
-        for name, given in _validation_sets(config).items()
-    }
+    sets = open_sets(config, template, bar)
+    train = _packer(sets.train, config, source, device)
+    validation = {name: _packer(store, config, source, device) for name, store in sets.validation.items()}
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
+        spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
     )
     num_steps, num_pairs = _length(batches, config)
     precision = config.policy.precision
@@ -114,7 +112,19 @@ def set_up(config: Config, device: torch.device) -> Setup:
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(
-        config, device, precision, compiles, source, template, train, validation, batches, num_steps, num_pairs, highest
+        config,
+        device,
+        precision,
+        compiles,
+        source,
+        template,
+        sets,
+        train,
+        validation,
+        batches,
+        num_steps,
+        num_pairs,
+        highest,
     )
 
 
@@ -139,7 +149,7 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
     counts = [batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch)]
     counts = counts[: config.dpo.max_num_steps]
     if not counts:
-        have = int(batches.num_pairs.sum())
+        have = int(batches.num_pairs[batches.members(0)].sum())
         raise DataError(
             f"the training set has {have} pairs, fewer than one batch of {batches.batch_size}. "
             f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
@@ -147,38 +157,15 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
     return len(counts), sum(counts)
 
 
-def _packer(
-    path: str, given: DatasetFields, template: Template, config: Config, source: ModelSource, device: torch.device
-) -> Packer:
-    store = open_store(path, given, template, config.data, config.policy.max_total_sequence_length)
+def _packer(store: Preferences, config: Config, source: ModelSource, device: torch.device) -> Packer:
     _check_vocabulary(store, source)
     return make_packer(store, config.policy.packing, shortest_auto=SHORTEST_AUTO_PACK[device.type])
 
 
-def _check_vocabulary(store: TokenStore, source: ModelSource) -> None:
+def _check_vocabulary(store: Preferences, source: ModelSource) -> None:
     highest = store.highest_token_id
     if highest >= source.vocabulary:
         raise ConfigError(
             f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model knows only "
             f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
         )
-
-
-def _train_path(config: Config) -> str:
-    given = config.data.train
-    return str(TRAIN) if given.data_path == EMBEDDED else _path(given, "data.train")
-
-
-def _validation_sets(config: Config) -> dict[str, DatasetFields]:
-    """Validation sets by name: data.validation is the one named default."""
-    data = config.data
-    given = {"default": data.validation, **data.val_data_paths} if data.validation else dict(data.val_data_paths)
-    if not given and data.train.data_path == EMBEDDED:
-        given = {"default": DatasetFields(data_path=EMBEDDED)}
-    return given
-
-
-def _path(given: DatasetFields, what: str) -> str:
-    if given.data_path is None:
-        raise ConfigError(f"{what} has no data_path. Give one, or set data.default.data_path.")
-    return str(VALIDATION) if given.data_path == EMBEDDED else given.data_path

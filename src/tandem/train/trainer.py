@@ -60,7 +60,7 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False) -> P
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         return run
     workers = start_workers()
-    setup = set_up(loaded.config, workers.device)
+    setup = set_up(loaded.config, workers.device, reporter.progress)
     with held(run):
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(run / 'checkpoints') else ''}")
         (run / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
@@ -355,6 +355,6 @@ def _reload(t: Training, model: Path) -> Policy:
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
     with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
-        for split, packer in setup.packers().items():
-            with (packer.store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
+        for split, store in setup.sets.read.items():
+            with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 out.writelines(json.dumps({"split": split, **json.loads(line)}) + "\n" for line in rejects)

@@ -204,7 +204,10 @@ def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
 BAD_ARRAYS = {
     "cut off": (b'[{"a": 1},\n {"a": ', "pairs.json:2: column 8: malformed JSON: Expecting value."),
     "two arrays": (b"[]\n[]", "pairs.json:2: column 1: malformed JSON: Extra data."),
-    "duplicate key": (b'[{"a": 1, "a": 2}]', "pairs.json: element 1: the key 'a' stands twice in one object. Remove one."),
+    "duplicate key": (
+        b'[{"a": 1, "a": 2}]',
+        "pairs.json: element 1: the key 'a' stands twice in one object. Remove one.",
+    ),
     "not UTF-8": (b'[{"a": "\xff"}]', "pairs.json: not UTF-8 at byte 8. Save the file as UTF-8."),
     "deep": (b"[" * 100_000, "pairs.json: JSON nested too deeply to hold preferences."),
     "many digits": (b"[" + b"1" * 5000 + b"]", "pairs.json: a number with too many digits to be read."),

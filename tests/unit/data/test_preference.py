@@ -186,7 +186,7 @@ BAD_PAIRS = {
         {"chosen": [said("assistant", "a"), said("user", "u")]},
         "wrong roles",
         "chosen: roles assistant, user; a completion is one assistant message, or assistant and tool messages that end "
-            "in the assistant's.",
+        "in the assistant's.",
     ),
     "completion by the user": (
         {"chosen": [said("user", "u")]},

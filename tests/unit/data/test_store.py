@@ -288,7 +288,7 @@ def test_a_file_without_any_usable_preference_is_refused(source):
 def test_the_same_content_in_the_same_place_is_tokenised_once(source, monkeypatch):
     write(source, pair())
     first = opened(source)
-    monkeypatch.setattr(store_module, "prepare", lambda *args, **kwargs: pytest.fail("tokenised again"))
+    monkeypatch.setattr(store_module, "write_store", lambda *args, **kwargs: pytest.fail("tokenised again"))
     assert opened(source).fingerprint == first.fingerprint
     assert opened(source).folder == first.folder
 

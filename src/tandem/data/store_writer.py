@@ -100,7 +100,7 @@ class Recipe:
             return error
 
 
-def prepare(
+def write_store(
     files: list[SourceFile],
     recipe: Recipe,
     folder: Path,

@@ -1,0 +1,111 @@
+"""TokenStores in; a Selection out: preferences of one or several sets, read as if they were one set."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cache import fingerprint
+from tandem.data.store import TokenStore
+from tandem.data.tokens import TokenizedPreference
+from tandem.errors import DataError
+
+
+class Selection:
+    """Some preferences of several stores laid end to end.
+
+    Stores of 3 and 2 preferences, rows [0, 2, 4]: the first and third of the one, the second of the other.
+    """
+
+    def __init__(self, stores: Sequence[TokenStore], rows: NDArray[np.int64]):
+        self.stores, self.rows = stores, rows
+        self._starts = np.cumsum([0, *(len(store) for store in stores)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TokenizedPreference:
+        store, row = self._find(index)
+        return store[row]
+
+    def place(self, index: int) -> str:
+        store, row = self._find(index)
+        return store.place(row)
+
+    def _find(self, index: int) -> tuple[TokenStore, int]:
+        row = int(self.rows[index])
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self.stores[number], row - int(self._starts[number])
+
+    def _joined(self, name: str) -> NDArray[np.int64]:
+        return np.concatenate([getattr(store, name) for store in self.stores])[self.rows]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        chosen = blake2b(self.rows.astype(np.int64).tobytes()).hexdigest()
+        return fingerprint([store.fingerprint for store in self.stores], chosen)
+
+    @cached_property
+    def num_pairs(self) -> NDArray[np.int64]:
+        return self._joined("num_pairs")
+
+    @cached_property
+    def num_prompt_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_prompt_tokens")
+
+    @cached_property
+    def num_completion_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_completion_tokens")
+
+    @cached_property
+    def num_scored_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_scored_tokens")
+
+    @cached_property
+    def num_completions(self) -> NDArray[np.int64]:
+        return self._joined("num_completions")
+
+    @cached_property
+    def completion_lengths(self) -> NDArray[np.int64]:
+        """Tokens of every completion, one after another."""
+        lengths = [len(completion) for i in range(len(self)) for completion in self[i].completions]
+        return np.array(lengths, np.int64)
+
+    @cached_property
+    def longest(self) -> NDArray[np.int64]:
+        return self._joined("longest")
+
+    @cached_property
+    def highest_token_id(self) -> int:
+        return max(store.highest_token_id for store in self.stores)
+
+
+# Tokenised preferences by number, and their sizes.
+Preferences = TokenStore | Selection
+
+
+def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
+    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt stands on both sides.
+
+    The choice depends on the prompts and the seed alone, not on the order of the rows.
+    """
+    key = seed.to_bytes(8, "little")
+    digests = np.array(
+        [
+            int.from_bytes(blake2b(row.prompt.tobytes(), digest_size=8, key=key).digest(), "little")
+            for store in stores
+            for row in store
+        ],
+        np.uint64,
+    )
+    in_order = np.sort(digests)
+    wanted = max(1, round(share * len(digests)))
+    last = in_order[wanted - 1]
+    if last == in_order[-1]:
+        raise DataError(
+            f"data.validation_share = {share}: {len(np.unique(digests))} different prompts among {len(digests)} "
+            "preferences are too few to hold some out. Give data.validation a set of its own."
+        )
+    return digests <= last

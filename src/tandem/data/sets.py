@@ -1,0 +1,114 @@
+"""A configuration in; its training and validation sets out, tokenised."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.data.selection import Preferences, Selection, hold_out
+from tandem.data.store import TokenStore, open_store
+from tandem.data.template import Template
+from tandem.embedded.files import TRAIN, VALIDATION
+from tandem.errors import ConfigError
+
+# Where a format that is named after a published set is found, unless a path is given.
+PUBLISHED = {
+    "HelpSteer3": {"data_path": "nvidia/HelpSteer3", "subset": "preference"},
+    "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
+}
+BAR_STEPS = 1000
+
+# Opens a bar for a piece of work in so many steps; the function it yields is told how many were done.
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a training set stands among the training preferences, and how often an epoch passes over it."""
+
+    start: int
+    end: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Every set of a run."""
+
+    read: dict[str, TokenStore]  # as they were read, by split; several training sets are train-0, train-1, ...
+    train: Preferences
+    spans: tuple[Span, ...]
+    validation: dict[str, Preferences]
+
+
+def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
+    return nullcontext(lambda advance=1, words="": None)
+
+
+def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
+    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so."""
+
+    def opened(split: str, given: DatasetFields, embedded: str) -> TokenStore:
+        given = _with_path(given, split)
+        path = embedded if given.data_path == EMBEDDED else str(given.data_path)
+        length = config.policy.max_total_sequence_length
+        with bar(f"Tokenising {split}", BAR_STEPS) as advance:
+            return open_store(path, given, template, config.data, length, _steps(advance))
+
+    given = config.data.training_sets
+    names = ["train"] if len(given) == 1 else [f"train-{i}" for i in range(len(given))]
+    stores = {name: opened(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)}
+    validation = {
+        name: opened(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()
+    }
+    read = stores | {f"validation-{name}": store for name, store in validation.items()}
+    return _joined(list(stores.values()), [one.weight for one in given], read, validation, config)
+
+
+def _joined(
+    stores: list[TokenStore],
+    weights: list[float],
+    read: dict[str, TokenStore],
+    validation: dict[str, TokenStore],
+    config: Config,
+) -> Sets:
+    share = config.data.validation_share
+    starts = np.cumsum([0, *(len(store) for store in stores)])
+    if len(stores) == 1 and not share:
+        return Sets(read, stores[0], (Span(0, len(stores[0]), weights[0]),), {**validation})
+    held = hold_out(stores, share, config.run.seed) if share else np.zeros(starts[-1], bool)
+    # Where each set's kept preferences begin and end, once those held out are gone.
+    kept = np.concatenate([[0], np.cumsum(~held)])[starts]
+    spans = tuple(
+        Span(int(start), int(end), weight) for (start, end), weight in zip(pairwise(kept), weights, strict=True)
+    )
+    held_out: dict[str, Preferences] = {"default": Selection(stores, np.flatnonzero(held))} if share else {}
+    return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
+
+
+def _with_path(given: DatasetFields, split: str) -> DatasetFields:
+    if given.data_path is not None:
+        return given
+    if given.dataset_name not in PUBLISHED:
+        where = "data.train" if split.startswith("train") else f"validation set {split.removeprefix('validation-')}"
+        raise ConfigError(f"{where} has no data_path. Give one, or set data.default.data_path.")
+    published: dict[str, Any] = PUBLISHED[given.dataset_name]
+    return given.model_copy(update={**published, **({"subset": given.subset} if given.subset else {})})
+
+
+def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
+    """A share of the work, as steps of a bar."""
+    done = 0
+
+    def progress(share: float) -> None:
+        nonlocal done
+        steps = int(share * BAR_STEPS)
+        if steps > done:
+            advance(steps - done)
+            done = steps
+
+    return progress
