@@ -247,7 +247,8 @@ class DatasetFields(Section):
 
     data_path: str | None = Field(
         default=None,
-        description="a .jsonl, .json, .csv (each also .gz, .zst), .parquet or .arrow file, or a pattern of such; "
+        description="a .jsonl, .json, .csv (each also .gz, .zst), .parquet or .arrow file, a pattern of such, a folder "
+        "(of datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
         "embedded: the bundled pairs",
     )
     dataset_name: DatasetName = Field(default="auto", description="format; auto: told by the keys of the first row")

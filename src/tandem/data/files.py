@@ -1,11 +1,16 @@
-"""A dataset's path in; the files that hold it, in order, out."""
+"""A dataset's path in; the files that hold it, in order, out: from this machine or from the hub."""
 
 import glob
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.schema import DatasetFields
+from tandem.data.hub import hub_files, is_hub_name
+from tandem.data.hub_layout import choose_files
 from tandem.errors import DataError
+
+ANY_DEPTH = "**/*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +22,68 @@ class SourceFile:
 
 
 def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
-    """The files that a path names: one file, or all that a pattern with * ? [ ] matches, in order of their names."""
+    """The files that a path names, in order.
+
+    One file; all that a pattern with * ? [ ] matches; a folder written by datasets' `save_to_disk`; a folder laid out
+    like a dataset of the hub; or a dataset of the hub, org/name.
+    """
     path = Path(data_path)
     if path.is_file():
+        _refuse_parts(data_path, given, "a file")
         return [SourceFile(path, data_path)]
     if any(sign in data_path for sign in "*?["):
+        _refuse_parts(data_path, given, "a pattern")
         files = sorted(name for name in map(Path, glob.glob(data_path, recursive=True)) if name.is_file())  # noqa: PTH207
         if not files:
             raise DataError(f"{data_path}: no file matches this pattern.")
         return [SourceFile(file, str(file)) for file in files]
     if path.is_dir():
-        raise DataError(f"{data_path}: a directory. Name its files, for example by the pattern {path}/*.jsonl.")
+        files = _saved(path, given) if _is_saved(path) else _of_folder(path, given)
+        return [SourceFile(file, str(file)) for file in files]
+    if is_hub_name(data_path):
+        found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
+        return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]
     raise DataError(f"{data_path}: no such file. Check data.train.data_path and the validation paths.")
+
+
+def _refuse_parts(data_path: str, given: DatasetFields, what: str) -> None:
+    """A file is what it is: it has no subsets, no revisions and, like one that datasets loads, the split train alone."""
+    for key, value in (("subset", given.subset), ("revision", given.revision)):
+        if value is not None:
+            raise DataError(f"{data_path}: {what}, which has no {key} {value!r}. Leave out {key}.")
+    if given.split not in (None, "train"):
+        raise DataError(f"{data_path}: {what}, which has no split {given.split!r}. Leave out split.")
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _saved(path: Path, given: DatasetFields) -> list[Path]:
+    """The Arrow files of a folder written by `save_to_disk`: of the wanted split, if it holds several."""
+    try:
+        if (path / "dataset_dict.json").is_file():
+            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            split = given.split or "train"
+            if split not in splits:
+                raise DataError(f"{path}: it has no split {split!r}. Set split to one of: {', '.join(splits)}.")
+            path = path / split
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        names = [file["filename"] for file in state["_data_files"]]
+        if state.get("_indices_data_files"):
+            raise DataError(f"{path}: saved with its rows rearranged by an index. Save it again, flattened.")
+        if any(Path(name).name != name for name in names):
+            raise DataError(f"{path}: state.json names files outside of the folder.")
+        return [path / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a whole folder of datasets' save_to_disk ({error}).") from None
+
+
+def _of_folder(path: Path, given: DatasetFields) -> list[Path]:
+    """A folder like a dataset of the hub, such as a copy of one: README.md or names tell subsets and splits."""
+    if given.revision is not None:
+        raise DataError(f"{path}: a folder, which has no revision {given.revision!r}. Leave out revision.")
+    listing = sorted(str(file.relative_to(path)) for file in path.glob(ANY_DEPTH) if file.is_file())
+    readme = (path / "README.md").read_text("utf-8", "replace") if "README.md" in listing else ""
+    chosen = choose_files(str(path), listing, readme, subset=given.subset, split=given.split)
+    return [path / name for name in chosen]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tandem.data import sources
 from tandem.config.schema import DatasetFields
+from tandem.data import sources
 from tandem.data.files import find_files
 from tandem.data.sources import RowError, SourceRow, read_rows
 from tandem.errors import DataError
@@ -159,9 +159,3 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."
-
-
-def test_a_directory_is_refused_with_a_pattern_to_use(tmp_path):
-    assert (
-        refused(tmp_path) == f"{tmp_path}: a directory. Name its files, for example by the pattern {tmp_path}/*.jsonl."
-    )

@@ -1,0 +1,195 @@
+"""Times the way from a file of pairs to tokens: tandem, TRL's dataset preparation, and bare `tokenizers` encoding.
+
+    python benchmarks/prepare.py --tokenizer DIR --trl-python PATH [--rows 100000] [--data FILE] [--memory 1000000]
+
+All three read the same pairs on the same cores, one after another, each in a process of its own; imports are not
+counted. TRL gets as many processes as there are cores; bare encoding (`encode_batch` over all rendered texts, kept in
+memory) uses its own threads. `--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
+Prints a table and, as its last line, one JSON object; exits with 1 when a target is missed.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
+NUM_CORES = len(os.sched_getaffinity(0))
+
+TANDEM = """
+import sys, time
+from pathlib import Path
+from tandem.config.schema import Data, DatasetFields, Tokenizer
+from tandem.data.store import open_store
+from tandem.data.template import make_template
+from tandem.data.tokens import load_tokenizer
+template = make_template(load_tokenizer(Path(sys.argv[2])), Tokenizer())
+lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0)
+start = time.perf_counter()
+store = open_store(sys.argv[1], DatasetFields(), template, lenient, 4096)
+print(time.perf_counter() - start, int(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum()))
+"""
+
+TRL = """
+import sys, time
+from types import SimpleNamespace
+from datasets import disable_caching, disable_progress_bars, load_dataset
+from transformers import AutoTokenizer
+from trl import DPOTrainer
+disable_caching(); disable_progress_bars()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+start = time.perf_counter()
+rows = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[4])
+this = SimpleNamespace(_tokenizer=tokenizer)
+args = SimpleNamespace(dataset_num_proc=int(sys.argv[3]))
+rows = DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train")
+seconds = time.perf_counter() - start
+print(seconds, sum(len(ids) for name in ("prompt_ids", "chosen_ids", "rejected_ids") for ids in rows[name]))
+"""
+
+BARE = """
+import json, sys, time
+from pathlib import Path
+from tandem.config.schema import DatasetFields, Tokenizer
+from tandem.data.formats import detect_format, read_preference
+from tandem.data.sources import read_rows
+from tandem.data.template import make_template
+from tandem.data.tokens import load_tokenizer
+from tandem.data.wording import Wording
+tokenizer = load_tokenizer(Path(sys.argv[2]))
+template = make_template(tokenizer, Tokenizer())
+texts = []
+for row in read_rows(Path(sys.argv[1])):
+    try:
+        name, _ = detect_format(row, DatasetFields())
+        rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
+    except Exception:
+        continue
+    texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
+start = time.perf_counter()
+encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+print(time.perf_counter() - start, sum(len(one.ids) for one in encoded))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer that has a chat template")
+    parser.add_argument("--trl-python", help="an interpreter that has TRL; without it TRL is left out")
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--data", help="a JSONL file to read instead of generated pairs")
+    parser.add_argument("--memory", type=int, default=0, metavar="ROWS", help="compare peak memory with 10,000 rows")
+    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        results = run(given, Path(scratch))
+    print(json.dumps(results))
+    sys.exit(0 if all(results["met"].values()) else 1)
+
+
+def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
+    data = Path(given.data) if given.data else generate(scratch / "pairs.jsonl", given.rows, words=90)
+    seconds, tokens = {}, {}
+    for name, python, program in (
+        ("tandem", sys.executable, TANDEM),
+        ("trl", given.trl_python, TRL),
+        ("bare", sys.executable, BARE),
+    ):
+        if python is not None:
+            timed = [measure(python, program, data, given.tokenizer, scratch)[:2] for _ in range(given.repeat)]
+            seconds[name], tokens[name] = min(timed)
+    ratios = {"versus_bare": seconds["tandem"] / seconds["bare"]}
+    if "trl" in seconds:
+        ratios["versus_trl"] = seconds["trl"] / seconds["tandem"]
+    if given.memory:
+        peaks = [
+            measure(
+                sys.executable, TANDEM, generate(scratch / "short.jsonl", rows, words=12), given.tokenizer, scratch
+            )[2]
+            for rows in (10_000, given.memory)
+        ]
+        ratios["memory_growth"] = peaks[1] / peaks[0]
+        print(f"peak memory: {peaks[0] / 2**20:.0f} MiB at 10,000 rows, {peaks[1] / 2**20:.0f} MiB at {given.memory:,}")
+    met = {
+        name: value >= TARGETS[name] if name == "versus_trl" else value <= TARGETS[name]
+        for name, value in ratios.items()
+    }
+    print(f"{'':8}{'seconds':>9}{'tokens':>14}")
+    for name in seconds:
+        print(f"{name:8}{seconds[name]:>9.1f}{tokens[name]:>14,}")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.2f} (target {TARGETS[name]}, {'met' if met[name] else 'MISSED'})")
+    return {"rows": given.rows, "cores": NUM_CORES, "seconds": seconds, "tokens": tokens, "ratios": ratios, "met": met}
+
+
+def generate(file: Path, rows: int, words: int) -> Path:
+    """Pairs as messages, of words from English text; lengths log-normal around `words` in all."""
+    random.seed(0)
+    with (Path(__file__).parent.parent / "src/tandem/embedded/train.jsonl").open(encoding="utf-8") as lines:
+        text = " ".join(" ".join(json.loads(line).values()) for line in lines).split()
+
+    def said(role: str, mean: float) -> list[dict[str, str]]:
+        length = max(1, int(random.lognormvariate(0, 0.7) * mean))
+        start = random.randrange(len(text))
+        return [{"role": role, "content": " ".join((text + text)[start : start + min(length, len(text))])}]
+
+    with file.open("w", encoding="utf-8") as out:
+        for number in range(rows):
+            prompt = said("user", words / 3)
+            prompt[0]["content"] += f" ({number})"
+            row = {"prompt": prompt, "chosen": said("assistant", words / 3), "rejected": said("assistant", words / 3)}
+            out.write(json.dumps(row) + "\n")
+    return file
+
+
+def measure(python: str, program: str, data: Path, tokenizer: str, scratch: Path) -> tuple[float, int, int]:
+    """Seconds and tokens as the program says, and the peak memory of it and its children together."""
+    with tempfile.TemporaryDirectory(dir=scratch) as cache:
+        environment = {**os.environ, "TANDEM_CACHE": f"{cache}/tandem", "HF_HOME": f"{cache}/hf", "HF_HUB_OFFLINE": "1"}
+        command = [python, "-c", program, str(data), tokenizer, str(NUM_CORES), f"{cache}/datasets"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        peak = [0]
+        watcher = threading.Thread(target=watch, args=(process, peak))
+        watcher.start()
+        printed, _ = process.communicate()
+        watcher.join()
+    if process.returncode:
+        sys.exit(f"{python} failed")
+    seconds, tokens = printed.split()[-2:]
+    return float(seconds), int(tokens), peak[0]
+
+
+def watch(process: "subprocess.Popen[str]", peak: list[int]) -> None:
+    while process.poll() is None:
+        peak[0] = max(peak[0], sum(map(proportional_bytes, family(process.pid))))
+        time.sleep(0.2)
+
+
+def family(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from family(int(child))
+    except OSError:
+        return
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process, pages shared with others counted in part; mapped files are the system's to drop."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+if __name__ == "__main__":
+    main()

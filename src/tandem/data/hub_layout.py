@@ -1,0 +1,169 @@
+"""The file names and README.md of a dataset repository in; the names of one split's data files out.
+
+The rules are the hub's: `configs` in the README.md's front matter (subsets, each with its splits), or else names.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from typing import Annotated, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from tandem.errors import DataError
+
+DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
+# What the `datasets` library writes beside the data.
+NOT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*")
+KEYWORDS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+GIVE_FILES = "Download what you need of it and give the files as data_path."
+
+
+# Names and paths are shown in messages of one line.
+_Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
+_Texts = Annotated[list[_Text], Field(min_length=1)]
+
+
+class _SplitFiles(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    split: _Text
+    path: _Text | _Texts
+
+
+class _Subset(BaseModel):
+    """One entry of `configs`, as far as it says which files there are."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    config_name: _Text = "default"
+    data_files: _Text | _Texts | list[_SplitFiles] | None = None
+    data_dir: _Text | None = None
+    default: bool = False
+
+
+def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
+    """The data files of a split, in order; a DataError that says what there is where the choice is not clear."""
+    files = [file for file in listing if _is_data(file)]
+    if not files:
+        _refuse_without_data(name, listing)
+    splits = _splits(_subset(name, _subsets(name, readme), subset), files)
+    split = _pick(name, "split", split, splits, usual="train")
+    for path, found in splits[split].items():
+        if not found:
+            raise DataError(
+                f"{name}: its README.md gives {path} as split {split!r}, but no data file is there. {GIVE_FILES}"
+            )
+    chosen = list(dict.fromkeys(file for found in splits[split].values() for file in found))
+    kinds = sorted({found[0].lower() for file in chosen if (found := DATA_FILE.search(file))})
+    if len(kinds) > 1:  # often one table in several forms, which would be trained on as often
+        raise DataError(f"{name}: the split {split!r} has files of several kinds ({', '.join(kinds)}). {GIVE_FILES}")
+    return chosen
+
+
+def _is_data(file: str) -> bool:
+    *folders, base = file.split("/")
+    hidden = base.startswith(".") or any(folder.startswith((".", "__")) for folder in folders)
+    return not hidden and base not in NOT_DATA and DATA_FILE.search(base) is not None
+
+
+def _refuse_without_data(name: str, listing: list[str]) -> NoReturn:
+    script = next((file for file in listing if file.endswith(".py")), None)
+    if script:
+        raise DataError(
+            f"{name}: it holds no data files, but code that would make them ({script!r}), and tandem runs no code from a "
+            "dataset repository. Make the files yourself and give them as data_path."
+        )
+    raise DataError(
+        f"{name}: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or .zst."
+    )
+
+
+def _subsets(name: str, readme: str) -> list[_Subset]:
+    """What `configs` in the front matter says; without it, one subset whose splits are told by names."""
+    front = FRONT_MATTER.match(readme.removeprefix("\ufeff"))
+    try:
+        facts = yaml.safe_load(front[1]) if front else None
+        configs = facts.get("configs") if isinstance(facts, dict) else None
+        return TypeAdapter(list[_Subset]).validate_python(configs or [{}])
+    except ValidationError as error:
+        place = ".".join(["configs", *map(str, error.errors()[0]["loc"][:2])])
+        raise DataError(f"{name}: {place} in its README.md is malformed. {GIVE_FILES}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        raise DataError(f"{name}: the front matter of its README.md is not YAML. {GIVE_FILES}") from None
+
+
+def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
+    by_name = {subset.config_name: subset for subset in subsets}
+    defaults = [known for known, subset in by_name.items() if subset.default or known == "default"]
+    return by_name[_pick(name, "subset", given, by_name, usual=defaults[0] if len(defaults) == 1 else None)]
+
+
+def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
+    """The one that was given; if none was, the usual one, or the only one there is."""
+    known = list(known)
+    wanted = usual if given is None else given
+    if wanted in known:
+        return wanted
+    if given is None and len(known) == 1:
+        return known[0]
+    problem = f"it has several {key}s" if given is None else f"it has no {key} {given!r}"
+    known.sort(key=lambda one: -SequenceMatcher(None, given or "", one).ratio())
+    raise DataError(f"{name}: {problem}. Set {key} to one of: {', '.join(known)}.")
+
+
+def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:
+    """Split -> path or pattern that the README.md gives for it -> the data files there."""
+    folder = posixpath.normpath((subset.data_dir or ".").strip("/"))
+    above = "" if folder == "." else f"{folder}/"
+    if not subset.data_files:
+        by_name = _splits_by_name([file.removeprefix(above) for file in files if file.startswith(above)])
+        return {split: {folder: [above + file for file in found]} for split, found in by_name.items()}
+    splits: dict[str, dict[str, list[str]]] = {}
+    for entry in [subset.data_files] if isinstance(subset.data_files, str) else subset.data_files:
+        split, given = (entry.split, entry.path) if isinstance(entry, _SplitFiles) else ("train", entry)
+        for path in [given] if isinstance(given, str) else given:
+            splits.setdefault(split, {})[path] = [file for file in files if _matches(file, above + path)]
+    return splits
+
+
+def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
+    """Shards in data/ name any split; else folders name the known ones, else files do; else all is train."""
+    shards: dict[str, list[str]] = {}
+    for file in files:
+        if shard := SHARD.fullmatch(file):
+            shards.setdefault(shard[1], []).append(file)
+    if shards:
+        return shards
+    for part in (posixpath.dirname, posixpath.basename):
+        splits = {split: [file for file in files if _says(part(file), words)] for split, words in KEYWORDS.items()}
+        if any(splits.values()):
+            return {split: found for split, found in splits.items() if found}
+    return {"train": files}
+
+
+def _says(text: str, words: str) -> bool:
+    # As a whole word, digits and underscores being no part of one: train1, my_train and train-0 say train; trainer not.
+    return re.search(rf"(?<![^-._ 0-9/])(?:{words})(?![^-._ 0-9/])", text) is not None
+
+
+def _matches(file: str, pattern: str) -> bool:
+    return _parts_match(file.split("/"), posixpath.normpath(pattern).split("/"))
+
+
+def _parts_match(parts: list[str], pattern: list[str]) -> bool:
+    """* and ? stay within one name, ** stands for any number of folders: data/** matches data/a/b.csv."""
+    if not parts or not pattern:
+        return not parts and all(piece == "**" for piece in pattern)
+    if pattern[0] == "**":
+        return _parts_match(parts, pattern[1:]) or _parts_match(parts[1:], pattern)
+    return fnmatchcase(parts[0], pattern[0]) and _parts_match(parts[1:], pattern[1:])

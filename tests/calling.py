@@ -1,0 +1,42 @@
+"""Conversations in which the assistant calls tools, and a chat template that writes them."""
+
+from typing import Any
+
+from letters import letter_tokenizer
+from rows import KEYS, pair, said
+
+from tandem.data.formats import read_preference
+from tandem.data.preference import Preference
+from tandem.data.template import Template
+from tandem.data.wording import Wording
+
+# tools:add.<end>
+# user:hi<end>
+# assistant:well call add c d<end>
+# tool:four<end>
+# assistant:four.<end>
+TOOLS = (
+    "{% if tools %}{{ 'tools:' }}{% for t in tools %}{{ t.function.name + '.' }}{% endfor %}{{ '<end>\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ ' call ' + call.function.name }}"
+    "{% for name, value in call.function.arguments.items() %}{{ ' ' + name + ' ' + value }}{% endfor %}{% endfor %}"
+    "{{ '<end>\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TOKENIZER = letter_tokenizer()
+CALLING = Template(TOKENIZER, TOOLS, {})
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"c": "number"}}}
+
+
+def calls(content: Any, name: str = "add", **arguments: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def four(start: str | None = None, **arguments: str) -> list[dict[str, Any]]:
+    """Asks a tool, hears four, says so."""
+    return [calls(start, **arguments), said("tool", "four"), said("assistant", "four.")]
+
+
+def read(**changes: Any) -> Preference:
+    """The pair of yes and no as answers to Hi, with changes."""
+    return read_preference(pair(**changes), KEYS, "BinaryPreferenceDataset", Wording())

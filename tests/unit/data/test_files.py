@@ -1,0 +1,222 @@
+"""Where a set's files are: files, patterns, saved datasets, folders like a hub dataset, and the hub itself."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from hub_stub import serving, use_hub
+from letters import CHAT, letter_tokenizer
+
+from tandem.config.schema import Config, DatasetFields
+from tandem.data.files import find_files
+from tandem.data.sets import open_sets
+from tandem.data.template import Template
+from tandem.errors import DataError
+
+HELPSTEER = [
+    {"context": [{"role": "user", "content": "hi"}], "response1": "yes", "response2": "no", "overall_preference": -2},
+    {"context": [{"role": "user", "content": "so"}], "response1": "a", "response2": "b", "overall_preference": 1},
+    {"context": [{"role": "user", "content": "eh"}], "response1": "a", "response2": "b", "overall_preference": 0},
+]
+HELPSTEER_README = """---
+configs:
+- config_name: preference
+  data_files:
+  - split: train
+    path: preference/train.jsonl.gz
+  - split: validation
+    path: preference/validation.jsonl.gz
+- config_name: edit
+  data_files:
+  - split: train
+    path: edit/train.jsonl.gz
+---
+"""
+TULU = [
+    {
+        "chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+        "rejected": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}],
+    }
+]
+
+
+def as_lines(rows: list) -> bytes:
+    return gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def helpsteer() -> dict[str, bytes | None]:
+    return {
+        "README.md": HELPSTEER_README.encode(),
+        "preference/train.jsonl.gz": as_lines(HELPSTEER),
+        "preference/validation.jsonl.gz": as_lines(HELPSTEER[:1]),
+        "edit/train.jsonl.gz": as_lines([]),
+    }
+
+
+def tulu(folder: Path) -> dict[str, bytes | None]:
+    parquet.write_table(pa.Table.from_pylist(TULU), folder / "part.parquet")
+    return {f"data/train-0000{i}-of-00002.parquet": (folder / "part.parquet").read_bytes() for i in range(2)}
+
+
+def put(folder: Path, files: dict[str, bytes | None]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content or b"")
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    with serving() as stub:
+        use_hub(stub.url, tmp_path / "hub-home", monkeypatch)
+        yield stub
+
+
+def opened(**data):
+    config = Config.model_validate({"data": {"max_filtered_share": 1.0, **data}})
+    return open_sets(config, Template(letter_tokenizer(), CHAT, {}))
+
+
+# The published sets, by name
+
+
+def test_helpsteer3_is_fetched_by_its_name_and_its_ties_are_counted(hub):
+    hub.add("nvidia/HelpSteer3", helpsteer())
+    sets = opened(
+        train={"dataset_name": "HelpSteer3"}, validation={"dataset_name": "HelpSteer3", "split": "validation"}
+    )
+    train = sets.read["train"]
+    assert train.counts.filtered == {"equal ranks": 1}
+    assert [train[i].pairs for i in range(2)] == [((0, 1),), ((1, 0),)]
+    assert train.place(1) == "nvidia/HelpSteer3/preference/train.jsonl.gz:2"
+    assert len(sets.validation["default"]) == 1
+
+
+def test_tulu3_is_fetched_by_its_name_in_all_its_parts(hub, tmp_path):
+    name = "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+    hub.add(name, tulu(tmp_path))
+    train = opened(train={"dataset_name": "Tulu3Preference"}).read["train"]
+    assert [train.place(i) for i in range(2)] == [f"{name}/data/train-0000{i}-of-00002.parquet:1" for i in range(2)]
+    assert train.format == "Tulu3Preference"
+
+
+def test_a_copy_of_the_files_reads_like_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    copy = put(tmp_path / "HelpSteer3", helpsteer())
+    train = opened(train={"data_path": str(copy), "subset": "preference", "dataset_name": "HelpSteer3"}).read["train"]
+    assert len(train) == 2
+    assert train.place(0) == f"{copy}/preference/train.jsonl.gz:1"
+    assert len(opened(train=str(put(tmp_path / "tulu", tulu(tmp_path)))).read["train"]) == 2
+
+
+def test_a_revision_of_a_hub_dataset_is_read(hub):
+    hub.add("me/pairs", {"train.jsonl": b'{"prompt": "hi", "chosen": "a", "rejected": "b"}\n'}, revision="v1")
+    hub.add("me/pairs", {"train.jsonl": b'{"prompt": "hi", "chosen": "a", "rejected": "b"}\n' * 3})
+    assert len(opened(train={"data_path": "me/pairs", "revision": "v1"}).read["train"]) == 1
+    assert len(opened(train="me/pairs").read["train"]) == 3
+
+
+def test_a_mistyped_path_is_said_to_be_neither_a_file_nor_on_the_hub(hub):
+    with pytest.raises(DataError) as caught:
+        opened(train="data/pears")
+    assert str(caught.value) == (
+        f"data/pears: nothing here has this name, and neither has a public dataset on {hub.url}. "
+        "Check the spelling, or set HF_TOKEN for a private dataset."
+    )
+
+
+# Saved datasets
+
+
+def save(folder: Path, rows: list[dict], **state) -> Path:
+    """What `Dataset.save_to_disk` writes (version 3 to 5 of the library): an Arrow stream, and the two JSON files."""
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    files = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None, **state}
+    (folder / "state.json").write_text(json.dumps(files), encoding="utf-8")
+    (folder / "dataset_info.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def names(path: Path, **given) -> list[str]:
+    return [str(file.path.relative_to(path)) for file in find_files(str(path), DatasetFields(**given))]
+
+
+def refusal(path: str | Path, **given) -> str:
+    with pytest.raises(DataError) as caught:
+        find_files(str(path), DatasetFields(**given))
+    return str(caught.value)
+
+
+def test_a_saved_dataset_is_its_arrow_files(tmp_path):
+    saved = save(tmp_path / "saved", TULU)
+    assert names(saved) == ["data-00000-of-00001.arrow"]
+
+
+def test_of_saved_splits_the_wanted_one_is_read(tmp_path):
+    save(tmp_path / "saved/train", TULU)
+    save(tmp_path / "saved/test", TULU)
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+    assert names(tmp_path / "saved") == ["train/data-00000-of-00001.arrow"]
+    assert names(tmp_path / "saved", split="test") == ["test/data-00000-of-00001.arrow"]
+    assert refusal(tmp_path / "saved", split="dev") == (
+        f"{tmp_path}/saved: it has no split 'dev'. Set split to one of: train, test."
+    )
+
+
+def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
+    assert refusal(save(tmp_path / "a", TULU, _indices_data_files=[{"filename": "i.arrow"}])) == (
+        f"{tmp_path}/a: saved with its rows rearranged by an index. Save it again, flattened."
+    )
+    assert refusal(save(tmp_path / "b", TULU, _data_files=[{"filename": "../x.arrow"}])) == (
+        f"{tmp_path}/b: state.json names files outside of the folder."
+    )
+    (tmp_path / "b/state.json").write_text("{", encoding="utf-8")
+    assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a whole folder of datasets' save_to_disk (")
+
+
+def test_the_library_itself_writes_what_is_read_here(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="the library is no part of the environment")
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    program = (
+        "import sys, datasets; d = datasets.Dataset.from_list([{'prompt': 'hi', 'chosen': str(i), 'rejected': 'x'} "
+        "for i in range(5)]).filter(lambda row: row['chosen'] != '2'); d.save_to_disk(sys.argv[1], num_shards=2)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "saved")], check=True, capture_output=True)
+    assert len(opened(train=str(tmp_path / "saved")).read["train"]) == 4
+
+
+# What a file does not have
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"subset": "x"}, "a file, which has no subset 'x'. Leave out subset."),
+        ({"revision": "v1"}, "a file, which has no revision 'v1'. Leave out revision."),
+        ({"split": "test"}, "a file, which has no split 'test'. Leave out split."),
+    ],
+)
+def test_what_only_a_hub_dataset_has_is_refused_for_a_file(tmp_path, given, message):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("{}", encoding="utf-8")
+    assert refusal(file, **given) == f"{file}: {message}"
+    assert find_files(str(file), DatasetFields(split="train"))[0].path == file
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or "
+        ".zst."
+    )

@@ -1,0 +1,374 @@
+"""Datasets by their names on the hub: fetched once, found again offline, and refused in one line."""
+
+import errno
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from hub_stub import StubHub, serving, use_hub
+from huggingface_hub import constants, errors
+
+from tandem.data.hub import HubFiles, hub_files, is_hub_name
+from tandem.errors import DataError
+
+NAME = "acme/pairs"
+ONE = {"train.jsonl": b'{"a": 1}\n'}
+HELPSTEER3 = b"""---
+license: cc-by-4.0
+configs:
+- config_name: preference
+  default: true
+  data_files:
+  - split: train
+    path: preference/train.jsonl.gz
+  - split: validation
+    path: preference/validation.jsonl.gz
+- config_name: feedback
+  data_files:
+  - split: train
+    path: feedback/train.jsonl.gz
+---
+# HelpSteer3
+"""
+TULU3 = b"""---
+dataset_info:
+  splits:
+  - name: train
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*
+---
+"""
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "tandem"))
+    with serving() as hub:
+        use_hub(hub.url, tmp_path / "huggingface", monkeypatch)
+        yield hub
+
+
+def fetch(
+    name: str = NAME, *, subset: str | None = None, split: str | None = None, revision: str | None = None
+) -> HubFiles:
+    return hub_files(name, subset=subset, split=split, revision=revision)
+
+
+def refusal(name: str = NAME, **given: str) -> str:
+    with pytest.raises(DataError) as caught:
+        fetch(name, **given)
+    assert caught.value.__cause__ is None  # no traceback of the library's
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return str(caught.value)
+
+
+def contents(found: HubFiles) -> list[bytes]:
+    return [path.read_bytes() for path in found.files.values()]
+
+
+def remembered(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (tmp_path / "tandem" / "hub").glob("*")]
+
+
+@pytest.mark.parametrize("name", ["nvidia/HelpSteer3", "allenai/llama-3.1-tulu-3-8b-preference-mixture", "a/b_c.d"])
+def test_org_and_name_name_a_dataset_of_the_hub(name):
+    assert is_hub_name(name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *["data/train.jsonl", "data/train.jsonl.gz", "data/t.json.zst", "data/t.CSV", "data/t.parquet", "data/t.arrow"],
+        *["data/train-*", "data/train?", "data/[ab]", "embedded", "a/b/c", "/a/b", "./a", "../a", "~/a", "a/", "a/.b"],
+        *["a/b--c", "a/b..c", "a/b-", "a-/b", "a/b.git", "a/bä", "a/b c", "a/b\n", f"a/{'b' * 97}", ""],
+    ],
+)
+def test_files_patterns_and_illegal_names_are_no_datasets_of_the_hub(path):
+    assert not is_hub_name(path)
+
+
+def test_what_exists_here_is_no_dataset_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("acme/pairs")
+    (tmp_path / "acme" / "pairs").mkdir(parents=True)
+    assert not is_hub_name("acme/pairs")
+
+
+def test_subset_and_split_are_those_of_the_readme(hub: StubHub):
+    files = {
+        "README.md": HELPSTEER3,
+        "preference/train.jsonl.gz": gzip.compress(b"train"),
+        "preference/validation.jsonl.gz": gzip.compress(b"validation"),
+        "feedback/train.jsonl.gz": gzip.compress(b"feedback"),
+    }
+    commit = hub.add("nvidia/HelpSteer3", files)
+    asked = {
+        "preference/train.jsonl.gz": [{}, {"subset": "preference"}, {"subset": "preference", "split": "train"}],
+        "preference/validation.jsonl.gz": [{"split": "validation"}, {"subset": "preference", "split": "validation"}],
+        "feedback/train.jsonl.gz": [{"subset": "feedback"}],
+    }
+    for file, ways in asked.items():
+        for given in ways:
+            found = fetch("nvidia/HelpSteer3", **given)
+            assert found.commit == commit
+            assert contents(found) == [files[file]]
+            assert next(iter(found.files.values())).parts[-2:] == tuple(
+                file.split("/")
+            )  # the suffix tells how a file reads
+
+
+def test_shards_come_in_order_and_nothing_else_is_fetched(hub: StubHub, tmp_path):
+    commit = hub.add(
+        "allenai/tulu",
+        {
+            "data/train-00001-of-00002.parquet": b"second",
+            "data/train-00000-of-00002.parquet": b"first",
+            "README.md": TULU3,
+            ".gitattributes": b"",
+            "extra/notes.parquet": b"",
+        },
+    )
+    found = fetch("allenai/tulu")
+    assert contents(found) == [b"first", b"second"]
+    kept = tmp_path / "huggingface" / "hub" / "datasets--allenai--tulu" / "snapshots" / commit
+    assert sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()) == [
+        "README.md",
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+    ]
+    assert next(iter(found.files.values())) == kept / "data/train-00000-of-00002.parquet"
+
+
+def test_without_a_readme_names_tell_the_splits(hub: StubHub):
+    hub.add(NAME, {"test.jsonl": b"test", "train.jsonl": b"train"})
+    assert contents(fetch()) == [b"train"]
+    assert contents(fetch(split="test")) == [b"test"]
+
+
+def test_a_second_time_only_the_listing_is_asked_for(hub: StubHub):
+    commit = hub.add(NAME, ONE)
+    first = fetch()
+    place = f"/datasets/{NAME}/resolve/{commit}/train.jsonl"
+    assert hub.requests == [f"GET /api/datasets/{NAME}", f"HEAD {place}", f"GET {place}"]
+    assert fetch() == first
+    assert hub.requests[3:] == [f"GET /api/datasets/{NAME}"]
+
+
+def test_a_revision_is_a_branch_or_a_commit(hub: StubHub):
+    old = hub.add(NAME, {"train.jsonl": b"old"})
+    new = hub.add(NAME, {"train.jsonl": b"new"})
+    branch = hub.add(NAME, {"train.jsonl": b"branch"}, revision="refs/pr/1")
+    for revision, commit, content in [
+        (None, new, b"new"),
+        ("main", new, b"new"),
+        (old, old, b"old"),
+        ("refs/pr/1", branch, b"branch"),
+    ]:
+        found = fetch(revision=revision)
+        assert (found.commit, contents(found)) == (commit, [content])
+
+
+def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
+    hub.add(NAME, ONE, token="hf_right")
+    missing = (
+        f"{NAME}: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, or "
+        "set HF_TOKEN for a private dataset."
+    )
+    assert refusal() == missing
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert refusal() == missing
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert contents(fetch()) == [ONE["train.jsonl"]]
+
+
+def test_a_dataset_that_is_not_there_is_told_with_the_way_to_private_ones(hub: StubHub):
+    assert refusal("acme/pears") == (
+        f"acme/pears: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, "
+        "or set HF_TOKEN for a private dataset."
+    )
+
+
+def test_a_gated_dataset_is_told_with_the_page_of_its_terms(hub: StubHub):
+    hub.add(NAME, ONE, gated=True)
+    assert refusal() == (
+        f"{NAME}: its owners ask for consent to their terms. Accept them at {hub.url}/datasets/{NAME}, then set "
+        "HF_TOKEN to a token of that account."
+    )
+
+
+def test_an_unknown_revision_is_told(hub: StubHub):
+    hub.add(NAME, ONE)
+    assert refusal(revision="v2") == (
+        f"{NAME}: {hub.url} knows no revision 'v2' of it. Give a branch, a tag or a commit."
+    )
+
+
+def test_what_there_is_is_listed_nearest_first(hub: StubHub):
+    hub.add(NAME, {"README.md": HELPSTEER3, "preference/train.jsonl.gz": b"", "feedback/train.jsonl.gz": b""})
+    assert refusal(subset="feedbacks") == (
+        f"{NAME}: it has no subset 'feedbacks'. Set subset to one of: feedback, preference."
+    )
+    assert refusal(split="valid") == f"{NAME}: it has no split 'valid'. Set split to one of: validation, train."
+
+
+def test_a_part_of_a_split_is_refused_before_the_hub_is_asked(hub: StubHub):
+    hub.add(NAME, ONE)
+    assert refusal(split="train[:10%]") == (
+        f"{NAME}: split=train[:10%] asks for a part of a split. Give a whole one, such as split=train."
+    )
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_token_is_told_and_not_shown(hub: StubHub, monkeypatch, status):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add(NAME, ONE, status=status)
+    assert refusal() == f"{NAME}: {hub.url} refused access (HTTP {status}). Check HF_TOKEN."
+
+
+@pytest.mark.parametrize("token", ["hf_secret\x0b1", "hf_secretä"])
+def test_a_token_that_no_header_can_hold_is_told_and_not_shown(hub: StubHub, monkeypatch, token):
+    hub.add(NAME, ONE)
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert refusal() == f"{NAME}: HF_TOKEN holds characters that no token has. Set it anew."
+
+
+def test_any_other_answer_is_told_by_its_number(hub: StubHub):
+    hub.add(NAME, ONE, status=500)
+    assert refusal() == f"{NAME}: {hub.url} answered HTTP 500. Try again later, or give local files as data_path."
+
+
+def test_an_answer_that_no_hub_gives_is_told(hub: StubHub, monkeypatch):
+    info = huggingface_hub.DatasetInfo(id=NAME, sha=None, siblings=[], private=False, downloads=0, likes=0, tags=[])
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
+    assert refusal() == (
+        f"{NAME}: cannot be fetched from {hub.url} (the answer names no commit or no files). Check HF_ENDPOINT and "
+        "HF_HOME if they are set."
+    )
+
+
+def test_a_hub_out_of_reach_is_told_even_if_a_copy_is_remembered(hub: StubHub, monkeypatch):
+    hub.add(NAME, ONE)
+    fetch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        assert refusal() == (
+            f"{NAME}: {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection refused). Check the connection, or set "
+            "HF_HUB_OFFLINE=1 to use what an earlier run fetched."
+        )
+
+
+def test_a_hub_lost_between_listing_and_file_is_told_as_out_of_reach(hub: StubHub, monkeypatch):
+    def lost(*_, **__):
+        raise errors.LocalEntryNotFoundError("Please\ncheck") from errors.HTTPError("timed\nout")
+
+    hub.add(NAME, ONE)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lost)
+    assert refusal() == (
+        f"{NAME}: {hub.url} cannot be reached (timed out). Check the connection, or set HF_HUB_OFFLINE=1 to use what "
+        "an earlier run fetched."
+    )
+
+
+def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hub.add(NAME, ONE)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        fetch()
+
+
+@pytest.mark.parametrize("file", ["../train.jsonl", "/train.jsonl", "data/../../train.jsonl"])
+def test_files_that_would_lie_elsewhere_are_not_fetched(hub: StubHub, file):
+    hub.add(NAME, {**ONE, file: b""})
+    assert refusal() == f"{NAME}: the hub lists {file!r}, which would lie outside of its folder. Nothing was fetched."
+    assert hub.requests == [f"GET /api/datasets/{NAME}"]
+
+
+def test_offline_the_same_files_are_found_and_the_hub_is_not_asked(hub: StubHub, monkeypatch):
+    hub.add(NAME, {**ONE, "test.jsonl": b"test"})
+    train, test = fetch(), fetch(split="test")
+    hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert (fetch(), fetch(split="test")) == (train, test)
+    assert hub.requests == []
+
+
+def test_offline_the_commit_is_the_one_fetched_last(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, {"train.jsonl": b"old"})
+    fetch()
+    commit = hub.add(NAME, {"train.jsonl": b"new"})
+    last = fetch()
+    assert remembered(tmp_path) == [
+        {"dataset": NAME, "subset": None, "split": None, "revision": None, "commit": commit, "files": ["train.jsonl"]}
+    ]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch() == last
+
+
+NOT_FETCHED = (
+    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and revision. "
+    "Run once without HF_HUB_OFFLINE, or give local files as data_path."
+)
+
+
+def test_offline_what_was_not_fetched_is_refused(hub: StubHub, monkeypatch):
+    hub.add(NAME, ONE)
+    fetch()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for other in ({"subset": "default"}, {"split": "train"}, {"revision": "main"}):
+        assert refusal(**other) == NOT_FETCHED
+    assert refusal("acme/other") == NOT_FETCHED.replace(NAME, "acme/other")
+
+
+def test_half_a_download_is_not_remembered(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, {"train-0.jsonl": b"{}", "train-1.jsonl": None})
+    assert refusal() == f"{NAME}: {hub.url} answered HTTP 404. Try again later, or give local files as data_path."
+    assert remembered(tmp_path) == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def test_a_damaged_memory_is_none(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, ONE)
+    fetch()
+    (memory,) = (tmp_path / "tandem" / "hub").iterdir()
+    memory.write_bytes(b"")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def test_offline_a_file_gone_from_the_cache_is_told(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, ONE)
+    next(iter(fetch().files.values())).unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == (
+        f"{NAME}: HF_HUB_OFFLINE is set, and 'train.jsonl' is no longer in the hub's cache {tmp_path}/huggingface/hub. "
+        "Run once without HF_HUB_OFFLINE, or give local files as data_path."
+    )
+
+
+def test_the_environment_names_the_hub_its_cache_and_the_token(hub: StubHub, tmp_path):
+    hub.add(NAME, ONE, token="hf_right")
+    said = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_right"}
+    code = f"from tandem.data.hub import *; print(*hub_files({NAME!r}, subset=None, split=None, revision=None).files.values())"
+    run = [sys.executable, "-c", code]
+    online = subprocess.run(run, env=os.environ | said | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True)
+    offline = subprocess.run(run, env=os.environ | said | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert online.stdout == offline.stdout
+    assert Path(online.stdout.strip()).read_bytes() == ONE["train.jsonl"]
+    assert Path(online.stdout).is_relative_to(tmp_path / "home" / "hub")

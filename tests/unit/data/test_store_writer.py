@@ -1,0 +1,416 @@
+"""Sets written by several processes: the same bytes whoever works, templates without end refused, rows noted."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pytest
+from letters import CHAT, END, ids, letter_tokenizer
+
+from tandem.config.schema import Data, DatasetFields
+from tandem.data import sources, store_writer, workers
+from tandem.data import store as store_module
+from tandem.data import template as template_module
+from tandem.data.store import open_store
+from tandem.data.template import Template
+from tandem.data.workers import METHOD
+from tandem.errors import ConfigError, DataError
+
+RAW = Template(letter_tokenizer(), None, {})
+CHATTING = Template(letter_tokenizer(), CHAT, {})
+KEYS = DatasetFields()
+FILES = ("tokens.arrow", "rejects.jsonl", "manifest.json")
+
+# Writes on for ever, or writes ever more, where the user says so.
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set said = namespace(text='x') %}{% for i in range(TIMES) %}{% set said.text = said.text + said.text %}"
+    "{% endfor %}{{ said.text }}"
+)
+
+forking = pytest.mark.skipif(METHOD != "fork", reason="only a forked process has what the test changed")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture
+def source(tmp_path):
+    return tmp_path / "pairs.jsonl"
+
+
+def lenient(**changes) -> Data:
+    return Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, **changes)
+
+
+def pair(prompt="hi", chosen="yes", rejected="no", **more) -> dict:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+def write(source, *rows) -> None:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def opened(source, *, template=RAW, keys=KEYS, max_length=100, progress=lambda share: None, **changes):
+    return open_store(str(source), keys, template, lenient(**changes), max_length, progress)
+
+
+def contents(store) -> dict[str, bytes]:
+    return {name: (store.folder / name).read_bytes() for name in FILES}
+
+
+def only_for(word: str, template: str) -> Template:
+    return Template(
+        letter_tokenizer(), "{% if messages[0].content == '" + word + "' %}" + template + "{% endif %}" + CHAT, {}
+    )
+
+
+# The same bytes
+
+
+MIXED = [
+    pair("what"),
+    "{",
+    pair("so", "a", "bb"),
+    pair(chosen="no"),
+    pair(prompt=" "),
+    pair("hi \x07"),
+    pair("so", "a", "bb"),
+    pair("what a long question this is"),
+    pair("why", "c", "d"),
+]
+
+
+@forking
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.arrow"])
+def test_the_number_of_processes_changes_no_byte(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    source = tmp_path / name
+    rows = [row for row in MIXED if isinstance(row, dict)]
+    if name == "pairs.jsonl":
+        write(source, *MIXED)
+    elif name == "pairs.json":
+        source.write_text(json.dumps(rows))
+    else:
+        feather.write_feather(pa.Table.from_pylist(rows), str(source), compression="uncompressed")
+    found = []
+    for num_workers in (0, 1, 2, 3):
+        monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / f"cache-{num_workers}"))
+        store = opened(source, num_workers=num_workers, max_length=20)
+        found.append(contents(store))
+        assert store.counts.accepted == 5
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [json.loads(line)["place"] for line in found[0]["rejects.jsonl"].splitlines()] == [
+        f"{source}:{line}" for line in ((2, 4, 5, 8) if name == "pairs.jsonl" else (3, 4, 7))
+    ]
+
+
+def test_the_number_of_processes_is_no_part_of_a_stores_name(source):
+    write(source, pair())
+    assert opened(source, num_workers=0).fingerprint == opened(source, num_workers=2).fingerprint
+
+
+@pytest.mark.parametrize(("num_bytes", "num_workers"), [(100, 1), (999, 1), (1000, 2), (2999, 3), (9000, 4)])
+def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are_cores(
+    source, monkeypatch, num_bytes, num_workers
+):
+    asked = []
+
+    def watched(*args, num_workers, **rest):
+        asked.append(num_workers)
+        return store_writer.write_store(*args, num_workers=num_workers, **rest)
+
+    monkeypatch.setattr(store_module, "default_workers", lambda: 4)
+    monkeypatch.setattr(store_module, "BYTES_PER_WORKER", 1000)
+    monkeypatch.setattr(store_module, "write_store", watched)
+    source.write_text(json.dumps(pair()).ljust(num_bytes, "\n"), encoding="utf-8")
+    assert len(opened(source)) == 1
+    assert asked == [num_workers]
+
+
+# Templates without end
+
+
+@forking
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
+    monkeypatch.setattr(store_writer, "ROW_SECONDS", 0.5)
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    write(source, pair("a"), pair("b"), "", pair("c"), pair("loop"), pair("d"))
+    with pytest.raises(DataError) as caught:
+        opened(source, template=only_for("loop", ENDLESS), num_workers=num_workers)
+    assert str(caught.value) == (
+        f"{source}:5: the chat template does not come to an end: 0.5 seconds passed. "
+        "Give another, by policy.tokenizer.chat_template=FILE.jinja."
+    )
+    assert list(cache.iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+@forking
+def test_a_template_that_never_ends_is_refused_before_any_row(source, monkeypatch):
+    monkeypatch.setattr(store_writer, "ROW_SECONDS", 0.3)
+    write(source, pair())
+    with pytest.raises(ConfigError) as caught:
+        opened(source, template=Template(letter_tokenizer(), ENDLESS, {}))
+    assert str(caught.value) == "the chat template does not come to an end: 0.3 seconds passed."
+    assert multiprocessing.active_children() == []
+
+
+@forking
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_template_that_takes_all_memory_is_a_bad_row_and_the_others_are_read(source, monkeypatch, num_workers):
+    monkeypatch.setattr(workers, "TEMPLATE_BYTES", 128 * 1024 * 1024)
+    write(source, pair("a"), pair("much"), pair("b"))
+    store = opened(source, template=only_for("much", DOUBLING.replace("TIMES", "60")), num_workers=num_workers)
+    assert [row.place for row in store] == [f"{source}:1", f"{source}:3"]
+    assert store.examples == [
+        {
+            "place": f"{source}:2",
+            "kind": "bad",
+            "reason": "template fails",
+            "message": "the chat template fails: MemoryError",
+        }
+    ]
+
+
+@forking
+def test_a_template_that_always_takes_all_memory_is_refused_before_any_row(source, monkeypatch):
+    monkeypatch.setattr(workers, "TEMPLATE_BYTES", 128 * 1024 * 1024)
+    write(source, pair())
+    with pytest.raises(ConfigError, match="the chat template fails: MemoryError"):
+        opened(source, template=Template(letter_tokenizer(), DOUBLING.replace("TIMES", "60"), {}))
+
+
+@forking
+def test_a_template_that_writes_without_measure_is_a_bad_row(source, monkeypatch):
+    # Doubled ten times: 1,024 letters, and "user:much<end>\nassistant:", 25 more.
+    monkeypatch.setattr(template_module, "MAX_RENDERED", 1048)
+    write(source, pair("a"), pair("much"))
+    store = opened(source, template=only_for("much", DOUBLING.replace("TIMES", "10")))
+    assert [(e["place"], e["message"]) for e in store.examples] == [
+        (f"{source}:2", "the chat template writes 1,049 characters.")
+    ]
+
+
+@forking
+def test_a_process_that_is_killed_is_told_with_its_rows(source, cache, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    real = store_writer.read_preference
+
+    def dies_at_row_4(row, *rest):
+        return os.kill(os.getpid(), signal.SIGKILL) if row.line == 4 else real(row, *rest)
+
+    monkeypatch.setattr(store_writer, "read_preference", dies_at_row_4)
+    write(source, *(pair(letter) for letter in "abcdef"))
+    with pytest.raises(DataError) as caught:
+        opened(source, num_workers=2)
+    assert str(caught.value) == (
+        f"{source}:3-4: the process that tokenised these rows was killed. Out of memory? Try data.num_workers=1."
+    )
+    assert list(cache.iterdir()) == []
+
+
+# Killed
+
+
+def killed_half_way(source) -> None:
+    opened(source, num_workers=1, progress=lambda share: os.kill(os.getpid(), signal.SIGKILL) if share > 0.5 else None)
+
+
+def killed_with_only_its_name_missing(source) -> None:
+    def written_then_killed(*args, **facts):
+        write_manifest(*args, **facts)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_manifest, store_module.write_manifest = store_module.write_manifest, written_then_killed
+    opened(source, num_workers=1)
+
+
+@forking
+@pytest.mark.parametrize("killed", [killed_half_way, killed_with_only_its_name_missing])
+def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_store_and_the_rerun_is_the_same(
+    tmp_path, source, cache, monkeypatch, killed
+):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 1)
+    write(source, *(pair("x" * n) for n in range(1, 21)))
+    victim = multiprocessing.get_context("fork").Process(target=killed, args=(source,))
+    victim.start()
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL
+    left = [folder.name for folder in cache.iterdir()]
+    assert len(left) == 1 and left[0].startswith(".")
+    again = opened(source)
+    assert len(again) == 20
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "undisturbed"))
+    assert contents(opened(source)) == contents(again)
+
+
+# What is noted of rows that are used
+
+
+def test_control_characters_are_noted_once_a_row_and_line_ends_and_tabs_are_not(source):
+    write(source, pair("a\x00\x07"), pair("b", chosen="\x1b", rejected="\x7f"), pair("c\t\r\nd"), pair("e"))
+    assert opened(source).notes == {"control characters in the text": 2}
+
+
+def test_special_tokens_that_a_message_spells_are_noted_and_those_of_the_template_are_not(source):
+    write(source, pair("a <end>"), pair("b", rejected="</s><s>"), pair("c"))
+    store = opened(source, template=CHATTING)
+    assert store.notes == {"special tokens spelled in a message, encoded as plain text": 2}
+    assert store[0].prompt.tolist().count(END) == 1
+    assert opened(source).notes == {}  # in raw text they are meant
+
+
+def scored(chosen, rejected) -> dict:
+    return {
+        "prompt": "hi",
+        "chosen_response": "yes",
+        "rejected_response": "no",
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+
+
+def test_a_chosen_completion_scored_below_the_rejected_one_is_noted(source):
+    write(source, scored(1.0, 2.0), scored(2.0, 1.0), scored(1.0, 1.0), scored(None, 2.0), scored(-3.0, -2.5))
+    assert opened(source).notes == {"chosen scored below rejected": 2}
+
+
+def test_of_several_completions_a_pair_is_noted_only_where_it_is_made(source):
+    # best_worst pairs 3.0 with 1.0 alone; all pairs 1.0 with 2.0 too.
+    group = [
+        {"rank": i, "completion": text, "score": s} for i, (text, s) in enumerate(zip("abc", (3, 1, 2), strict=True))
+    ]
+    write(source, {"context": "hi", "completions": group})
+    assert opened(source).notes == {}
+    assert opened(source, pairing="all").notes == {"chosen scored below rejected": 1}
+
+
+def test_scores_are_read_from_a_csv_file_and_an_empty_one_is_none(tmp_path):
+    source = tmp_path / "pairs.csv"
+    source.write_text(
+        "prompt,chosen_response,rejected_response,chosen_reward,rejected_reward\n"
+        "hi,yes,no,1.5,2\nso,a,b,-1e0,-2.25\nwhy,c,d,,\nwell,e,f,good,1\n"
+    )
+    store = opened(source)
+    assert [row.scores for row in store][:2] == [(1.5, 2.0), (-1.0, -2.25)]
+    assert str(store[2].scores) == "(nan, nan)"
+    assert store.notes == {"chosen scored below rejected": 1}
+    assert [(e["place"], e["reason"], e["message"]) for e in store.examples] == [
+        (f"{source}:5", "bad score", "chosen_reward: 'good' is not a finite number.")
+    ]
+
+
+def test_a_preference_among_helpsteers_csv_columns_is_a_number(tmp_path):
+    source = tmp_path / "pairs.csv"
+    source.write_text("context,response1,response2,overall_preference\nhi,yes,no,2\n")
+    store = opened(source)
+    assert store.format == "HelpSteer3"
+    assert store[0].pairs == ((1, 0),)
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.csv"])
+def test_a_byte_order_mark_is_noted_for_each_file_that_has_one(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 1)
+    rows = [pair(), pair("so")]
+    text = {
+        "pairs.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "pairs.json": json.dumps(rows),
+        "pairs.csv": "prompt,chosen,rejected\nhi,yes,no\nso,yes,no\n",
+    }[name]
+    for number, mark in enumerate([b"\xef\xbb\xbf", b"", b"\xef\xbb\xbf"]):
+        (tmp_path / f"{number}-{name}").write_bytes(mark + text.encode())
+    store = opened(tmp_path / f"?-{name}")
+    assert store.notes == {"byte-order mark at the start of a file": 2}
+    assert [row.prompt.tolist() for row in store] == [ids("hi"), ids("so")] * 3
+
+
+# Duplicates and lengths
+
+
+@pytest.mark.parametrize("rows_a_chunk", [1, 512])
+def test_each_preference_that_stood_before_is_a_duplicate(source, monkeypatch, rows_a_chunk):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", rows_a_chunk)
+    others = [pair("so"), pair(chosen="yess"), pair(rejected="nno"), pair(chosen="no", rejected="yes")]
+    write(source, pair(), *others, pair(), pair("so"), pair())
+    store = opened(source)
+    assert (len(store), store.num_duplicates) == (8, 3)
+
+
+def test_preferences_over_each_limit_are_counted_those_left_out_too(source):
+    # Tokens of prompt and longest completion with its end: 256, 257, 512, 513 and 1,025.
+    write(source, *(pair("p" * (n - 5), "yyyy", "no") for n in (256, 257, 512, 513, 1025)))
+    store = opened(source, max_length=512)
+    assert (len(store), store.counts.filtered) == (3, {"over-long": 2})
+    assert {limit: count for limit, count in store.longer_than.items() if count} == {256: 4, 512: 2, 1024: 1}
+    assert list(store.longer_than) == [2**power for power in range(8, 18)]
+
+
+def test_preferences_that_are_cut_are_counted_by_what_they_were(source):
+    write(source, pair("p" * 252, "yyyy", "no"), pair("hi"))
+    store = opened(source, max_length=100, overlong="truncate_prompt")
+    assert store.longest.tolist() == [100, 6]
+    assert store.longer_than[256] == 1
+
+
+# Progress
+
+
+def shares_told(source, **changes) -> list[float]:
+    told: list[float] = []
+    opened(source, progress=told.append, **changes)
+    return told
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_progress_rises_with_the_bytes_read_up_to_the_whole(source, monkeypatch, num_workers):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    write(source, *(pair(letter) for letter in "abcdefgh"))  # lines of equal length
+    assert shares_told(source, num_workers=num_workers) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_progress_over_several_files_goes_by_their_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    for name, letters in (("a", "ab"), ("b", "cdefgh")):
+        write(tmp_path / f"{name}.jsonl", *(pair(letter) for letter in letters))
+    assert shares_told(tmp_path / "?.jsonl") == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl.gz", "pairs.json", "pairs.csv", "pairs.parquet"])
+def test_progress_of_every_kind_of_file_never_falls_and_ends_at_the_whole(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 3)
+    rows = [pair(letter) for letter in "abcdefgh"]
+    source = tmp_path / name
+    if name == "pairs.parquet":
+        import pyarrow.parquet as parquet
+
+        parquet.write_table(pa.Table.from_pylist(rows), source)
+    elif name == "pairs.csv":
+        source.write_text("prompt,chosen,rejected\n" + "".join(f"{row['prompt']},yes,no\n" for row in rows))
+    elif name == "pairs.json":
+        source.write_text(json.dumps(rows))
+    else:
+        source.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    told = shares_told(source)
+    assert len(told) == 3
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+@pytest.mark.xfail(strict=True, reason="within a record batch the share goes back to nothing")
+def test_progress_of_an_arrow_file_never_falls(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
+    table = pa.Table.from_pylist([pair(letter) for letter in "abcdefgh"])
+    source = tmp_path / "pairs.arrow"
+    with pa.OSFile(str(source), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    assert shares_told(source) == [0.25, 0.5, 0.75, 1.0]

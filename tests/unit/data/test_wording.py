@@ -1,0 +1,170 @@
+"""Texts around every prompt: the prompt file and the system prompt file."""
+
+import json
+
+import pytest
+from letters import CHAT, END, ids, letter_tokenizer
+from rows import pair, said
+
+from tandem.config.schema import Data, DatasetFields
+from tandem.data.formats import read_preference
+from tandem.data.preference import Message
+from tandem.data.sources import RowError
+from tandem.data.store import open_store
+from tandem.data.template import Template
+from tandem.data.wording import Wording, wording_of
+from tandem.errors import ConfigError, DataError
+
+USER, ANSWER, SYSTEM = Message("user", "Hi"), Message("assistant", "Ho"), Message("system", "Be kind.")
+TOOL = Message("tool", "four")
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(**texts: str | bytes) -> DatasetFields:
+        given = {}
+        for key, text in texts.items():
+            (tmp_path / key).write_bytes(text if isinstance(text, bytes) else text.encode("utf-8"))
+            given[key] = str(tmp_path / key)
+        return DatasetFields(**given)
+
+    return write
+
+
+# What the files say
+
+
+def test_the_files_texts_lose_the_newline_at_their_end_and_no_other(files):
+    assert wording_of(files(prompt_file="Q: {}\n\n", system_prompt_file=" Be\nkind.\n")) == Wording(
+        "Q: {}\n", " Be\nkind."
+    )
+
+
+def test_without_files_prompts_stay_as_they_are():
+    assert wording_of(DatasetFields()) == Wording(None, None)
+    for prompt in ("Hi", (USER,), (SYSTEM, USER)):
+        assert Wording().of(prompt) == prompt
+
+
+def test_a_prompt_file_without_a_place_for_the_prompt_is_refused(files):
+    given = files(prompt_file="Question:\n")
+    with pytest.raises(ConfigError) as caught:
+        wording_of(given)
+    assert str(caught.value) == f"prompt_file = {given.prompt_file}: holds no {{}}, the place where the prompt goes."
+
+
+@pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
+def test_a_file_that_is_missing_is_refused_by_its_key(tmp_path, key):
+    file = f"{tmp_path}/no.txt"
+    with pytest.raises(ConfigError) as caught:
+        wording_of(DatasetFields(**{key: file}))
+    assert str(caught.value) == f"{key} = {file}: not readable: [Errno 2] No such file or directory: '{file}'."
+
+
+@pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
+def test_a_file_that_is_no_utf8_is_refused_by_its_key(files, key):
+    given = files(**{key: b"\xff {}"})
+    with pytest.raises(ConfigError) as caught:
+        wording_of(given)
+    assert str(caught.value) == (
+        f"{key} = {getattr(given, key)}: not readable: "
+        "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte."
+    )
+
+
+# What becomes of prompts
+
+
+def test_a_text_is_put_in_every_place_that_the_prompt_file_leaves():
+    assert Wording("Q: {}\nAgain: {}\nA:").of("Hi") == "Q: Hi\nAgain: Hi\nA:"
+
+
+def test_braces_in_a_prompt_and_other_braces_in_the_file_are_kept():
+    assert Wording('{"a": {}} {0}').of("{} {x}") == '{"a": {} {x}} {0}'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((USER,), (Message("user", "Q: Hi"),)),
+        ((SYSTEM, USER), (SYSTEM, Message("user", "Q: Hi"))),
+        ((USER, ANSWER, USER), (USER, ANSWER, Message("user", "Q: Hi"))),
+        ((USER, ANSWER, TOOL), (Message("user", "Q: Hi"), ANSWER, TOOL)),
+    ],
+)
+def test_of_messages_the_last_user_turn_is_put_there(before, after):
+    assert Wording("Q: {}").of(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Hi", (SYSTEM, USER)),
+        ((USER, ANSWER, USER), (SYSTEM, USER, ANSWER, USER)),
+        ((Message("system", "Be brief."), USER), (Message("system", "Be brief."), USER)),
+    ],
+)
+def test_a_system_turn_is_put_before_prompts_that_have_none(before, after):
+    assert Wording(None, "Be kind.").of(before) == after
+
+
+def test_both_files_together():
+    assert Wording("Q: {}", "Be kind.").of("Hi") == (SYSTEM, Message("user", "Q: Hi"))
+
+
+def read(wording: Wording, **changes):
+    return read_preference(pair(**changes), DatasetFields(), "BinaryPreferenceDataset", wording)
+
+
+def test_completions_are_left_alone():
+    found = read(Wording("Q: {}", "Be kind."))
+    assert [completion.answer for completion in found.completions] == ["yes", "no"]
+
+
+@pytest.mark.xfail(strict=True, reason="a prompt of a system turn alone has no user turn to put anywhere")
+def test_a_prompt_without_a_user_turn_is_refused_as_a_row():
+    with pytest.raises(RowError):
+        read(Wording("Q: {}"), prompt=[said("system", "Be kind.")])
+
+
+# In a set
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps({"prompt": "hi", "chosen": "yes", "rejected": "no"}))
+
+    def open_it(keys: DatasetFields, template=CHAT):
+        return open_store(str(source), keys, Template(letter_tokenizer(), template, {}), Data(), 100)
+
+    return open_it
+
+
+def test_the_files_reach_the_tokens(opened, files):
+    store = opened(files(prompt_file="so {}?", system_prompt_file="be kind"))
+    assert store[0].prompt.tolist() == [
+        *ids("system:be kind"),
+        END,
+        *ids("\nuser:so hi?"),
+        END,
+        *ids("\nassistant:"),
+    ]
+
+
+def test_a_prompt_file_serves_raw_text_too(opened, files):
+    assert opened(files(prompt_file="so {}?"), None)[0].prompt.tolist() == ids("so hi?")
+
+
+def test_a_system_turn_needs_a_template(opened, files):
+    with pytest.raises(DataError, match="the prompt is a list of messages, but there is no chat template"):
+        opened(files(system_prompt_file="be kind"), None)
+
+
+def test_a_set_is_tokenised_anew_when_a_files_text_changes_and_only_then(opened, files):
+    plain = opened(DatasetFields()).fingerprint
+    first = opened(files(prompt_file="so {}")).fingerprint
+    second = opened(files(prompt_file="why {}")).fingerprint
+    assert len({plain, first, second, opened(files(system_prompt_file="so {}")).fingerprint}) == 4
+    assert opened(files(prompt_file="so {}\n")).fingerprint == first
