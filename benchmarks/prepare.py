@@ -29,7 +29,7 @@ from pathlib import Path
 from tandem.config.schema import Data, DatasetFields, Tokenizer
 from tandem.data.store import open_store
 from tandem.data.template import make_template
-from tandem.data.tokens import load_tokenizer
+from tandem.data.tokenizer import load_tokenizer
 template = make_template(load_tokenizer(Path(sys.argv[2])), Tokenizer())
 lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0)
 start = time.perf_counter()
@@ -61,7 +61,7 @@ from tandem.config.schema import DatasetFields, Tokenizer
 from tandem.data.formats import detect_format, read_preference
 from tandem.data.sources import read_rows
 from tandem.data.template import make_template
-from tandem.data.tokens import load_tokenizer
+from tandem.data.tokenizer import load_tokenizer
 from tandem.data.wording import Wording
 tokenizer = load_tokenizer(Path(sys.argv[2]))
 template = make_template(tokenizer, Tokenizer())

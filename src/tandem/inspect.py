@@ -12,7 +12,8 @@ from rich.text import Text
 from tandem.config.schema import EMBEDDED, Config, DatasetFields
 from tandem.data.store import TokenStore, open_store
 from tandem.data.template import make_template
-from tandem.data.tokens import TokenizedPreference, load_tokenizer
+from tandem.data.tokenizer import load_tokenizer
+from tandem.data.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import DataError
 from tandem.model.load import find_model

@@ -10,7 +10,8 @@ from tandem.config.schema import Config
 from tandem.data.preflight import Lengths, Preflight, preflights
 from tandem.data.sets import ProgressBar, open_sets
 from tandem.data.template import make_template
-from tandem.data.tokens import TokenizedPreference, load_tokenizer
+from tandem.data.tokenizer import load_tokenizer
+from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import find_model
 from tandem.train.report import Reporter
 

@@ -77,7 +77,9 @@ class Dpo(Section):
 class Tokenizer(Section):
     """The tokenizer and the chat template."""
 
-    name: str | None = Field(default=None, description="path or hub name; null: as policy.model_name")
+    name: str | None = Field(
+        default=None, description="path, hub name, or a SentencePiece file (x.model); null: as policy.model_name"
+    )
     chat_template: str | None = Field(
         default="default",
         description="default: the tokenizer's own; null: raw text; a path ending in .jinja: that file",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError, SourceRow, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -203,6 +204,9 @@ def _clean(text: str, row: SourceRow, key: str) -> str:
         raise RowError(
             row.place, "lone surrogate", f"{key}: half a character (a lone surrogate) at position {error.start}."
         ) from None
+    if SHIELD in text:
+        at = text.index(SHIELD)
+        raise RowError(row.place, "noncharacter", f"{key}: U+FDD0, which is no character, at position {at}. Remove it.")
     return text
 
 

@@ -1,6 +1,5 @@
 """TokenizedPreferences in; a TokenStore on disk out: Arrow columns, memory-mapped, named by a fingerprint of its content."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tandem.config.schema import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.store_writer import SCHEMA, Recipe, format_of, probe, write_store
 from tandem.data.template import Template
+from tandem.data.tokenizer import state_of
 from tandem.data.tokens import TokenizedPreference
 from tandem.data.wording import wording_of
 from tandem.data.workers import default_workers
@@ -272,7 +272,5 @@ def _examples(store: TokenStore, counts: dict[str, int]) -> str:
 def _content_of(template: Template) -> list[Any]:
     """What decides the tokens: the tokenizer's own state, the template, and how it renders today."""
     tokenizer = template.tokenizer
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     today = probe(template)
-    return [state, tokenizer.eos_token, tokenizer.bos_token, template.source, template.kwargs, today]
+    return [state_of(tokenizer), tokenizer.eos_token, tokenizer.bos_token, template.source, template.kwargs, today]

@@ -17,8 +17,9 @@ from tandem.config.schema import DatasetFields
 from tandem.data.files import SourceFile
 from tandem.data.formats import detect_format, read_preference
 from tandem.data.preference import Preference
+from tandem.data.shield import SHIELD
 from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
-from tandem.data.template import SHIELD, Rendered, Template
+from tandem.data.template import Rendered, Template
 from tandem.data.tokens import TokenizedPreference, encode, fitted, render
 from tandem.data.wording import Wording
 from tandem.data.workers import Died, Stalled, Watch, bounded_memory, pool
@@ -77,7 +78,7 @@ class Recipe:
         watch.off()
         prepared.notes.update(note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1]))
         accepted = []
-        for row in encode(rendered, self.template.tokenizer, self.pairing):
+        for row in encode(rendered, self.template, self.pairing):
             if isinstance(row, TokenizedPreference):
                 prepared.longer_than.update(limit for limit in LIMITS if row.longest > limit)
                 row = fitted(row, self.max_length, self.overlong)

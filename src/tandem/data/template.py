@@ -8,12 +8,12 @@ from typing import Any
 
 from tandem.config.schema import Tokenizer as TokenizerConfig
 from tandem.data.preference import Message, Preference
+from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
+from tandem.data.tokenizer import without_dummy_prefix
 from tandem.errors import ConfigError
 
 PROBE = (Message("user", "How far is the moon?"),)
-# Stands around a special token that is only spelled. No text has it: it is one of Unicode's noncharacters.
-SHIELD = "\ufdd0"
 # Characters; no line of a data file is longer, so a longer text is the template's doing.
 MAX_RENDERED = 64 * 1024 * 1024
 
@@ -44,6 +44,7 @@ class Template:
     kwargs: dict[str, Any]
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
     _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a turn
+    _going_on: Any = field(init=False, repr=False)  # a tokenizer for texts that go on, where that makes a difference
 
     def __post_init__(self) -> None:
         t = self.tokenizer
@@ -51,6 +52,14 @@ class Template:
         special = added | set(t.all_special_tokens)
         object.__setattr__(self, "_special", _any_of(special))
         object.__setattr__(self, "_ends", _any_of(special - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}))
+        object.__setattr__(self, "_going_on", without_dummy_prefix(t))
+
+    def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[list[int]]:
+        """Token ids of each text, nothing added. Some tokenizers put a space before a text: not before one that goes on."""
+        if begins or self._going_on is None:
+            return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)["input_ids"]
+        self._going_on.encode_special_tokens = not parse_special
+        return [one.ids for one in self._going_on.encode_batch(texts, add_special_tokens=False)]
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
@@ -75,7 +84,7 @@ class Template:
         return [self._shielded_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _shielded(self, content: str) -> str:
-        """Hide special tokens that a message merely spells, so that they are encoded as plain text (see `pieces`)."""
+        """Hide special tokens that a message merely spells, so that they are encoded as plain text (see data/shield.py)."""
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
@@ -215,11 +224,6 @@ def _as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
 
 def _as_answer(answer: str | tuple[Message, ...]) -> tuple[Message, ...]:
     return (Message("assistant", answer),) if isinstance(answer, str) else answer
-
-
-def pieces(rendered: str) -> list[tuple[str, bool]]:
-    """A rendered text in pieces, and whether special tokens in each are meant: "a\ufdd0</s>\ufdd0b" -> a, </s> (no), b."""
-    return [(part, i % 2 == 0) for i, part in enumerate(rendered.split(SHIELD)) if part]
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.data.preference import Preference
+from tandem.data.shield import SHIELD, pieces
 from tandem.data.sources import RowError
-from tandem.data.template import SHIELD, Part, Rendered, Template, pieces
-from tandem.errors import ConfigError
+from tandem.data.spm import SentencePiece
+from tandem.data.template import Part, Rendered, Template
 
 IntArray = NDArray[np.int32]
 BATCH = 1024
@@ -43,19 +43,6 @@ class TokenizedPreference:
         return len(self.prompt) + max(len(completion) for completion in self.completions)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder; one without EOS is refused."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())}") from None
-    if tokenizer.eos_token is None:
-        raise ConfigError(f"{folder}: the tokenizer has no EOS token, so no completion could end. Set eos_token in it.")
-    return tokenizer
-
-
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
     """Pairs (better, worse); equal ranks make none.
 
@@ -82,7 +69,7 @@ def tokenize(
     """Every preference as token ids, in order; rows that cannot be used pass through as errors."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
-        for row in encode([render(item, template) for item in batch], template.tokenizer, pairing):
+        for row in encode([render(item, template) for item in batch], template, pairing):
             yield row if isinstance(row, RowError) else fitted(row, max_length, overlong)
 
 
@@ -95,40 +82,43 @@ def render(item: Preference | RowError, template: Template) -> tuple[Preference,
 
 
 def encode(
-    batch: Sequence[tuple[Preference, Rendered] | RowError], tokenizer: Any, pairing: str
+    batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
     """The texts of a batch, encoded together."""
-    bos = _bos(tokenizer)
-    texts = [text for item in batch if not isinstance(item, RowError) for text in _texts(item[1])]
-    # Prompt and completion are encoded apart: no token can straddle the border between them.
-    encoded = iter(_encode(texts, tokenizer))
+    bos = _bos(template.tokenizer)
+    encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
         if isinstance(item, RowError):
             yield item
             continue
         preference, rendered = item
-        prompt = next(encoded)
+        prompt, completions = next(encoded)
         if rendered.adds_bos and prompt[: len(bos)] != bos:
             prompt = bos + prompt
-        completions = [[next(encoded) for _ in parts] for parts in rendered.completions]
         yield _checked(preference, np.asarray(prompt, np.int32), completions, rendered.completions, pairing)
 
 
-def _texts(rendered: Rendered) -> Iterator[str]:
-    yield rendered.prompt
-    yield from (part.text for parts in rendered.completions for part in parts)
+def _encode(rows: list[Rendered], template: Template) -> list[tuple[list[int], list[list[list[int]]]]]:
+    """Ids of each row's prompt, and of every part of its completions; no token straddles a border between them."""
+    if isinstance(template.tokenizer, SentencePiece):
+        turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
+        return [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
+    prompts = _encode_texts([row.prompt for row in rows], template, begins=True)
+    followed = [part.text for row in rows for parts in row.completions for part in parts]
+    ids = iter(_encode_texts(followed, template, begins=False))
+    completions = [[[next(ids) for _ in parts] for parts in row.completions] for row in rows]
+    return list(zip(prompts, completions, strict=True))
 
 
-def _encode(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each text; special tokens that a message only spells become plain tokens."""
+def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[list[int]]:
+    """Token ids of texts that begin something, or go on; special tokens that a message only spells become plain ones."""
     if not texts:
         return []
-    shielded = [i for i, text in enumerate(texts) if SHIELD in text]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for i in shielded:
+    encoded = template.encode(texts, begins=begins)
+    for i in (i for i, text in enumerate(texts) if SHIELD in text):
         parts = [
-            tokenizer(part, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
-            for part, special in pieces(texts[i])
+            template.encode([part], begins=begins and number == 0, parse_special=special)[0]
+            for number, (part, special) in enumerate(pieces(texts[i]))
         ]
         encoded[i] = [token for part in parts for token in part]
     return encoded

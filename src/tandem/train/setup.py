@@ -11,7 +11,7 @@ from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
-from tandem.data.tokens import load_tokenizer
+from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
 from tandem.packing.schedule import Batches, Packer, make_packer
@@ -92,8 +92,10 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     uses_flex(config.policy, device)
     source = find_model(config.policy)
     check_packable(source, config.policy)
-    tokenizer_folder = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
-    template = make_template(load_tokenizer(tokenizer_folder), config.policy.tokenizer)
+    named = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
+    tokenizer = load_tokenizer(named)
+    check_export(tokenizer, named, source.config)
+    template = make_template(tokenizer, config.policy.tokenizer)
     sets = open_sets(config, template, bar)
     train = _packer(sets.train, config, source, device)
     validation = {name: _packer(store, config, source, device) for name, store in sets.validation.items()}

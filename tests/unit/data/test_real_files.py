@@ -7,7 +7,7 @@ import pytest
 from tandem.config.schema import Data, DatasetFields
 from tandem.data.store import Counts, open_store
 from tandem.data.template import Template
-from tandem.data.tokens import load_tokenizer
+from tandem.data.tokenizer import load_tokenizer
 from tandem.model.tiny import CHAT_TEMPLATE, tiny_model
 
 FOLDER = Path(__file__).parents[4] / "shared" / "data"

@@ -3,8 +3,10 @@
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.config.schema import Tokenizer
+from tandem.config.schema import DatasetFields, Tokenizer
+from tandem.data.formats import binary
 from tandem.data.preference import Completion, Message, Preference
+from tandem.data.sources import RowError, SourceRow
 from tandem.data.template import make_template
 from tandem.data.tokens import TokenizedPreference, tokenize
 from tandem.model.tiny import tiny_model
@@ -127,3 +129,11 @@ def test_completions_that_are_equal_once_cut_are_filtered(tokenizer, whole):
 def test_a_system_message_reaches_the_prompt(tokenizer):
     row = tokenized(tokenizer, (Message("system", "Be brief."), Message("user", "Hi")), "Yes", "No")
     assert tokenizer.decode(row.prompt).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
+
+
+def test_a_text_with_the_mark_itself_is_refused():
+    """Else "\ufdd0</s>\ufdd0" would be marked twice, that is not at all, and end the turn."""
+    row = SourceRow({"prompt": "hi", "chosen": "a\ufdd0</s>\ufdd0", "rejected": "b"}, "pairs.jsonl", 3)
+    with pytest.raises(RowError) as caught:
+        binary(row, DatasetFields())
+    assert str(caught.value) == "pairs.jsonl:3: chosen: U+FDD0, which is no character, at position 1. Remove it."

@@ -10,8 +10,7 @@ from tandem.data import tokens
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
 from tandem.data.template import Template
-from tandem.data.tokens import TokenizedPreference, load_tokenizer, make_pairs, tokenize
-from tandem.errors import ConfigError
+from tandem.data.tokens import TokenizedPreference, make_pairs, tokenize
 
 RAW = Template(letter_tokenizer(), None, {})
 RAW_WITH_BOS = Template(letter_tokenizer(adds_bos=True), None, {})
@@ -147,29 +146,3 @@ def test_errors_pass_through_in_their_place_also_over_several_batches(monkeypatc
 def test_a_batch_of_errors_alone_is_encoded_as_nothing():
     known = RowError("pairs.jsonl:2", "malformed JSON", "x")
     assert one(known) is known
-
-
-# Loading
-
-
-def test_a_tokenizer_is_read_back_from_its_folder(tmp_path):
-    letter_tokenizer().save_pretrained(str(tmp_path))
-    assert load_tokenizer(tmp_path)("no!", add_special_tokens=False)["input_ids"] == ids("no!")
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    tokenizer = letter_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(str(tmp_path))
-    with pytest.raises(ConfigError) as caught:
-        load_tokenizer(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: the tokenizer has no EOS token, so no completion could end. Set eos_token in it."
-    )
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        load_tokenizer(tmp_path / "no")
-    assert str(caught.value).startswith(f"{tmp_path}/no: no tokenizer could be loaded: ")
-    assert "\n" not in str(caught.value)

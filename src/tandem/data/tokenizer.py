@@ -1,0 +1,153 @@
+"""A path in, of a tokenizer's folder or of a SentencePiece model file; the tokenizer out."""
+
+import hashlib
+import json
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tandem.data.spm import SAVED_AS, SentencePiece
+from tandem.errors import ConfigError
+
+INSTALL = "pip install tandem-dpo[sentencepiece]"
+# Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
+PLAIN = "How far is the moon?"
+PROBES = (PLAIN, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
+
+
+def load_tokenizer(name: Path) -> Any:
+    """The tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused."""
+    if name.suffix == ".model" and not name.is_dir():
+        return _read_sentencepiece(name, f"policy.tokenizer.name = {name}")
+    if _exported(name):
+        tokenizer = _read_sentencepiece(name / "tokenizer.model", str(name))
+        tokenizer.chat_template = _from_folder(name).chat_template
+        return tokenizer
+    tokenizer = _from_folder(name)
+    if tokenizer.eos_token is None:
+        raise ConfigError(f"{name}: the tokenizer has no EOS token, so no completion could end. Set eos_token in it.")
+    return tokenizer
+
+
+def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
+    """Refuse a SentencePiece model whose ids `AutoTokenizer` would not give again from the exported model's folder.
+
+    For some model types transformers chooses the class of the tokenizer, whatever the folder says.
+    """
+    from transformers import AutoTokenizer
+
+    if not isinstance(tokenizer, SentencePiece):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        try:
+            same = _agree(AutoTokenizer.from_pretrained(folder), tokenizer, PROBES)
+        except Exception:  # of whatever class transformers took, on files that are not meant for it
+            same = False
+    if not same:
+        raise ConfigError(
+            f"policy.tokenizer.name = {name}: transformers would read this SentencePiece model differently once it is "
+            f"exported with a {model_config.model_type} model. Give a folder with a tokenizer.json instead."
+        )
+
+
+def state_of(tokenizer: Any) -> str:
+    """What tells a tokenizer from every other one."""
+    if isinstance(tokenizer, SentencePiece):
+        return hashlib.sha256(tokenizer.model).hexdigest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+
+
+def without_dummy_prefix(tokenizer: Any) -> Any | None:
+    """The backend of a tokenizer that puts a space before every text (Llama 2's, Mistral's), without it; else None.
+
+    An answer is encoded apart from its prompt, which it follows: "Yes" behind "[/INST] " is Yes, never a second space.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    state = json.loads(backend.to_str())
+    plain = {**state, "normalizer": _without_prefix(state["normalizer"])}
+    plain["pre_tokenizer"] = _without_prefix(state["pre_tokenizer"])
+    if plain == state:
+        return None
+    changed = type(backend).from_str(json.dumps(plain))
+    changed.no_truncation()
+    changed.no_padding()
+    return changed
+
+
+def _without_prefix(step: Any) -> Any:
+    """A normalizer or pre-tokenizer, as JSON, less what puts a space before the text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    if step["type"] == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    if step["type"] == "ByteLevel":
+        return {**step, "add_prefix_space": False}
+    for inner in ("normalizers", "pretokenizers"):
+        if inner in step:
+            return {**step, inner: [kept for one in step[inner] if (kept := _without_prefix(one)) is not None]}
+    return step
+
+
+def _from_folder(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    model = folder / "tokenizer.model"
+    bare = model.is_file() and not (folder / "tokenizer.json").is_file()
+    if bare and not _installed():
+        raise ConfigError(f"{folder}: its tokenizer.model needs the sentencepiece package: {INSTALL}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        differs = bare and not _agree(tokenizer, SentencePiece(model), (PLAIN,))
+    except Exception as error:
+        raise ConfigError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())}") from None
+    if differs:
+        raise ConfigError(
+            f"{folder}: transformers gives other ids than the SentencePiece model in there (tokenizer.model). "
+            f"Use the model itself: policy.tokenizer.name={model}"
+        )
+    return tokenizer
+
+
+def _read_sentencepiece(file: Path, place: str) -> SentencePiece:
+    if not file.is_file():
+        raise ConfigError(f"{place}: there is no such file. Give the path of a SentencePiece model.")
+    if not _installed():
+        raise ConfigError(f"{place}: a SentencePiece model needs the sentencepiece package: {INSTALL}")
+    try:
+        tokenizer = SentencePiece(file)
+    except Exception:  # the library's errors differ from version to version
+        raise ConfigError(
+            f"{place}: this is no SentencePiece model, or it is damaged. Copy it again, or give a tokenizer's folder."
+        ) from None
+    if tokenizer.eos_token is None:
+        raise ConfigError(
+            f"{place}: the model has no EOS symbol, so no completion could end. Train it with --eos_id, or use another."
+        )
+    return tokenizer
+
+
+def _exported(folder: Path) -> bool:
+    """Whether a folder holds what `SentencePiece.save_pretrained` writes."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and SAVED_AS in config
+
+
+def _agree(tokenizer: Any, model: SentencePiece, texts: tuple[str, ...]) -> bool:
+    return all(tokenizer(text, add_special_tokens=False)["input_ids"] == model(text)["input_ids"] for text in texts)
+
+
+def _installed() -> bool:
+    try:
+        import_module("sentencepiece.sentencepiece_model_pb2")  # which imports protobuf
+    except ImportError:
+        return False
+    return True

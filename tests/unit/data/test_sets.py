@@ -1,0 +1,262 @@
+"""The sets that a configuration names: one or several to train on, some held out, and where published ones are."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from letters import letter_tokenizer
+
+from tandem.config.load import load_config
+from tandem.config.schema import Config, DatasetFields
+from tandem.data import sets as sets_module
+from tandem.data.selection import Selection, hold_out
+from tandem.data.sets import Sets, Span, open_sets
+from tandem.data.store import TokenStore
+from tandem.data.template import Template
+from tandem.errors import ConfigError
+
+RAW = Template(letter_tokenizer(), None, {})
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a.jsonl (5 preferences), b.jsonl (3) and c.jsonl (40); prompts tell where they stand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    for name, count in (("a", 5), ("b", 3), ("c", 40)):
+        prompts = [name + letter * (i // 20 + 1) for i, letter in enumerate("cdefghijklmnopqrstuv" * 2)][:count]
+        lines = [json.dumps({"prompt": prompt, "chosen": "yes", "rejected": "no"}) for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def config(*overrides: str, file: str | None = None) -> Config:
+    return load_config(file, overrides).config
+
+
+def opened(*overrides: str, **changes) -> Sets:
+    return open_sets(config(*overrides), RAW, **changes)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(*overrides)
+    return str(caught.value)
+
+
+def places(preferences: TokenStore | Selection) -> list[str]:
+    return [preferences.place(i) for i in range(len(preferences))]
+
+
+# One and several
+
+
+def test_one_training_set_is_read_as_it_is(here):
+    found = opened("data.train=a.jsonl")
+    assert list(found.read) == ["train"]
+    assert found.train is found.read["train"]
+    assert found.spans == (Span(0, 5, 1.0),)
+    assert found.validation == {}
+
+
+def test_several_training_sets_stand_end_to_end(here):
+    found = opened("data.train=[a.jsonl,b.jsonl]")
+    assert list(found.read) == ["train-0", "train-1"]
+    assert found.spans == (Span(0, 5, 1.0), Span(5, 8, 1.0))
+    assert places(found.train) == [f"a.jsonl:{i}" for i in range(1, 6)] + [f"b.jsonl:{i}" for i in range(1, 4)]
+
+
+def test_each_training_set_has_its_weight(here):
+    found = opened("data.train=[{data_path:a.jsonl,weight:0.4},{data_path:b.jsonl,weight:2}]")
+    assert found.spans == (Span(0, 5, 0.4), Span(5, 8, 2))
+    assert opened("data.train={data_path:a.jsonl,weight:1.5}").spans == (Span(0, 5, 1.5),)
+
+
+def test_the_same_set_may_be_named_twice(here):
+    found = opened("data.train=[b.jsonl,b.jsonl]")
+    assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2
+
+
+def test_validation_sets_are_read_beside_them_by_name(here):
+    found = opened("data.train=[a.jsonl,b.jsonl]", "data.validation=c.jsonl", "data.val_data_paths={other:b.jsonl}")
+    assert list(found.read) == ["train-0", "train-1", "validation-default", "validation-other"]
+    assert {name: len(chosen) for name, chosen in found.validation.items()} == {"default": 40, "other": 3}
+    assert len(found.train) == 8
+
+
+def test_a_list_of_datasets_is_read_from_a_file(here):
+    (here / "run.yaml").write_text("data: {train: [a.jsonl, {data_path: b.jsonl, weight: 2.0}]}")
+    given = config(file="run.yaml").data.training_sets
+    assert [(one.data_path, one.weight) for one in given] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
+
+
+def test_what_a_dataset_of_a_list_leaves_out_is_filled_from_the_default():
+    data = config(
+        "data.default.dataset_name=aligner",
+        "data.default.prompt_key=ask",
+        "data.train=[a.jsonl,{data_path:b.jsonl,prompt_key:question}]",
+        "data.validation=c.jsonl",
+    ).data
+    assert [(d.data_path, d.dataset_name, d.prompt_key) for d in data.training_sets] == [
+        ("a.jsonl", "aligner", "ask"),
+        ("b.jsonl", "aligner", "question"),
+    ]
+    assert data.validation_sets["default"].prompt_key == "ask"
+
+
+def test_an_empty_list_of_training_sets_is_refused():
+    assert refusal("data.train=[]") == (
+        "command line: data.train = []: list should have at least 1 item after validation, not 0."
+    )
+
+
+def test_an_unknown_key_within_a_list_is_told():
+    said = refusal("data.train=[{data_path:a.jsonl,wieght:2}]")
+    assert said.startswith("command line: unknown key data.train.0.wieght. Did you mean data.")
+
+
+@pytest.mark.parametrize("weight", [0, -1])
+def test_a_weight_is_more_than_nothing(weight):
+    assert refusal(f"data.train={{data_path:a.jsonl,weight:{weight}}}") == (
+        f"command line: data.train.weight = {weight}: input should be greater than 0."
+    )
+
+
+# Held out
+
+
+def test_a_share_is_held_out_by_prompt_as_the_validation_set_named_default(here):
+    found = opened("data.train=c.jsonl", "data.validation_share=0.25", "run.seed=7")
+    held = hold_out([found.read["train"]], 0.25, 7)
+    assert held.sum() == 10
+    assert list(found.validation) == ["default"]
+    assert places(found.validation["default"]) == [f"c.jsonl:{i + 1}" for i in np.flatnonzero(held)]
+    assert places(found.train) == [f"c.jsonl:{i + 1}" for i in np.flatnonzero(~held)]
+    assert found.spans == (Span(0, 30, 1.0),)
+    assert list(found.read) == ["train"]
+
+
+def test_each_training_set_loses_what_is_held_out_of_it(here):
+    found = opened("data.train=[a.jsonl,{data_path:c.jsonl,weight:3},b.jsonl]", "data.validation_share=0.25")
+    held = hold_out(list(found.read.values()), 0.25, 42)
+    kept = [int((~held[start:end]).sum()) for start, end in ((0, 5), (5, 45), (45, 48))]
+    assert sum(kept) == 36
+    a, c = kept[0], kept[0] + kept[1]
+    assert found.spans == (Span(0, a, 1.0), Span(a, c, 3.0), Span(c, 36, 1.0))
+    names = [place.split(":")[0] for place in places(found.train)]
+    assert names == ["a.jsonl"] * kept[0] + ["c.jsonl"] * kept[1] + ["b.jsonl"] * kept[2]
+    assert sorted(places(found.train) + places(found.validation["default"])) == sorted(
+        f"{name}.jsonl:{i}" for name, count in (("a", 5), ("b", 3), ("c", 40)) for i in range(1, count + 1)
+    )
+
+
+def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
+    assert list(config().data.validation_sets) == ["default"]
+    assert config("data.validation_share=0.1").data.validation_sets == {}
+
+
+@pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
+def test_a_share_beside_a_validation_set_is_refused(given):
+    assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
+        "command line: data.validation_share holds out training preferences where no validation set is given, but "
+        "data.validation or data.val_data_paths is."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "reason"), [(1, "input should be less than 1"), (-0.1, "input should be greater than or equal to 0")]
+)
+def test_a_share_is_of_something_and_leaves_something(share, reason):
+    assert refusal(f"data.validation_share={share}") == f"command line: data.validation_share = {share}: {reason}."
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("data.validation={data_path:c.jsonl,weight:2}", "default"),
+        ("data.val_data_paths.w={data_path:c,weight:2}", "w"),
+    ],
+)
+def test_a_validation_set_has_no_weight(given, name):
+    assert refusal("data.train=a.jsonl", given) == (
+        f"command line: validation set {name} has weight 2.0; only training sets are weighted."
+    )
+
+
+# Published sets
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[str, DatasetFields]]:
+    """What is opened, and nothing is."""
+    opened_sets: list[tuple[str, DatasetFields]] = []
+
+    class Nothing:
+        def __len__(self) -> int:
+            return 0
+
+    def open_nothing(path, given, *_):
+        opened_sets.append((path, given))
+        return Nothing()
+
+    monkeypatch.setattr(sets_module, "open_store", open_nothing)
+    return opened_sets
+
+
+def parts(asked) -> list[tuple]:
+    return [(path, given.data_path, given.subset, given.split, given.dataset_name) for path, given in asked]
+
+
+def test_a_format_named_after_a_published_set_is_found_without_a_path(asked):
+    opened("data.train=[{dataset_name:HelpSteer3},{dataset_name:Tulu3Preference}]")
+    tulu = "allenai/llama-3.1-tulu-3-8b-preference-mixture"
+    assert parts(asked) == [
+        ("nvidia/HelpSteer3", "nvidia/HelpSteer3", "preference", None, "HelpSteer3"),
+        (tulu, tulu, None, None, "Tulu3Preference"),
+    ]
+
+
+def test_the_subset_and_split_that_are_given_are_kept(asked):
+    opened(
+        "data.train={dataset_name:HelpSteer3,subset:edit}",
+        "data.validation={dataset_name:HelpSteer3,split:validation}",
+    )
+    assert [given[2:4] for given in parts(asked)] == [("edit", None), ("preference", "validation")]
+
+
+def test_a_path_that_is_given_is_taken(asked):
+    opened("data.train={dataset_name:HelpSteer3,data_path:mine.jsonl}")
+    assert parts(asked) == [("mine.jsonl", "mine.jsonl", None, None, "HelpSteer3")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["data.train={dataset_name:aligner}"], "data.train"),
+        (["data.train=[a.jsonl,{weight:2}]"], "data.train"),
+        (["data.train=a.jsonl", "data.validation={prompt_key:ask}"], "validation set default"),
+        (["data.train=a.jsonl", "data.val_data_paths.other={prompt_key:ask}"], "validation set other"),
+    ],
+)
+def test_a_set_without_a_path_that_no_name_tells_is_refused(asked, overrides, where):
+    with pytest.raises(ConfigError) as caught:
+        opened(*overrides)
+    assert str(caught.value) == f"{where} has no data_path. Give one, or set data.default.data_path."
+
+
+# Progress
+
+
+def test_a_bar_is_opened_for_each_set_and_told_all_its_steps(here):
+    bars: dict[str, list[int]] = {}
+
+    @contextmanager
+    def bar(what: str, total: int):
+        bars[what] = []
+        yield lambda advance=1, words="": bars[what].append(advance)
+        assert sum(bars[what]) == total
+
+    opened("data.train=[a.jsonl,b.jsonl]", "data.validation=c.jsonl", bar=bar)
+    assert list(bars) == ["Tokenising train-0", "Tokenising train-1", "Tokenising validation-default"]

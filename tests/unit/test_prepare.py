@@ -1,0 +1,204 @@
+"""`tandem prepare`: sets tokenised ahead of training, and their numbers, checked by hand."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from letters import letter_tokenizer
+
+from tandem import cli
+from tandem.data import store as store_module
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a model of which only the tokenizer is read, and a cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    letter_tokenizer().save_pretrained("model")
+    Path("model/config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    Path("model/model.safetensors").touch()
+    return tmp_path
+
+
+def pair(prompt: str, chosen: str = "yyy", rejected: str = "no") -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def write(name: str, *rows) -> None:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    Path(name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+# Prompts of 2, 4, ... 20 tokens before completions of 4 and 3: together 6, 8, ... 24. One of 34 is over the limit.
+TEN = [pair("p" * length) for length in range(2, 21, 2)]
+LIMIT = "policy.max_total_sequence_length=24"
+
+
+@pytest.fixture
+def prepare(here, monkeypatch, capsys):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        monkeypatch.setattr(sys, "argv", ["tandem", "prepare", "policy.model_name=model", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def report(prepare):
+    def run(*arguments: str) -> dict:
+        code, out, err = prepare(*arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run
+
+
+def test_what_is_in_a_set_is_shown_as_tables_and_a_histogram(prepare, here):
+    write("pairs.jsonl", *TEN, pair("p" * 30))
+    code, out, err = prepare("data.train=pairs.jsonl", LIMIT)
+    (folder,) = (here / "cache" / "tokens").iterdir()
+    assert (code, err) == (0, "")
+    # 110 tokens of prompts and 70 of completions; each prompt repeated would be 110 more: 110 / 290 is 38%.
+    expected = f"""\
+Data
+set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sharing can save
+train    11        10    0         1     10         110          70       24               38%
+  train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
+  train: skipped 1: over-long (rejects.jsonl)
+
+train: tokens
+of                           mean  p50  p90  p95  p99  longest
+prompt                       11.0   12   20   20   20       20
+completion                    3.5    4    4    4    4        4
+prompt + longest completion  15.0   16   24   24   24       24
+        0 to       2          0
+        2 to       4          0
+        4 to       6          0
+        6 to       8          1  ####################
+        8 to      10          1  ####################
+       10 to      12          1  ####################
+       12 to      14          1  ####################
+       14 to      16          1  ####################
+       16 to      18          1  ####################
+       18 to      20          1  ####################
+       20 to      22          1  ####################
+       22 to      24          2  ########################################
+  over the limit of 24: 1 left out; by limit: none over 256
+
+The first preference around its answer, literally
+  prompt ends        'p p'
+  completion starts  'y y y </s>'
+  completion ends    'y y y </s>'
+
+train is kept in {folder}
+"""
+    assert [line.rstrip() for line in out.splitlines()] == expected.splitlines()
+
+
+def test_json_holds_the_same_numbers(report, here):
+    write("pairs.jsonl", *TEN, pair("p" * 30))
+    found = report("data.train=pairs.jsonl", LIMIT)
+    (train,) = found["sets"]
+    assert train["counts"] == {"rows": 11, "accepted": 10, "bad": {}, "filtered": {"over-long": 1}}
+    assert (train["num_pairs"], train["prompt_tokens"], train["completion_tokens"]) == (10, 110, 70)
+    assert train["whole_lengths"] == {
+        "mean": 15.0,
+        "percentiles": {"50": 16, "90": 24, "95": 24, "99": 24},
+        "longest": 24,
+        "histogram": [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2],
+    }
+    # Steps of one where nothing is longer than twelve; ten completions of 3 and ten of 4.
+    assert train["completion_lengths"]["histogram"] == [0, 0, 0, 10, 10, 0, 0, 0, 0, 0, 0, 0]
+    assert (found["max_length"], found["prompt_end"], found["completion_end"]) == (24, "p p", "y y y </s>")
+    assert found["folders"] == {"train": str(next((here / "cache" / "tokens").iterdir()))}
+
+
+def test_percentiles_are_lengths_that_stand_in_the_set(report):
+    # 99 prompts of one token and one of 11: half, 90 and 95 of a hundred have one; of the last hundredth one has 11.
+    write("pairs.jsonl", *[pair("p", "y" * (i % 5 + 1)) for i in range(99)], pair("p" * 11))
+    (train,) = report("data.train=pairs.jsonl")["sets"]
+    assert train["prompt_lengths"]["percentiles"] == {"50": 1, "90": 1, "95": 1, "99": 11}
+    assert train["prompt_lengths"]["mean"] == pytest.approx(1.1)
+
+
+def test_shares_over_each_limit_count_what_is_left_out_too(prepare):
+    # 4 of 5 preferences fit; two are over 256 tokens, of which one is over 512 and left out.
+    rows = [pair("p" * length) for length in (10, 20, 30, 300, 600)]
+    write("pairs.jsonl", *rows)
+    _, out, _ = prepare("data.train=pairs.jsonl", "policy.max_total_sequence_length=512", "data.max_filtered_share=0.2")
+    assert "  over the limit of 512: 1 left out; by limit: 40.0% over 256, 20.0% over 512\n" in out
+
+
+def test_notes_duplicates_and_rows_left_out_are_told(prepare):
+    write("pairs.jsonl", pair("a"), pair("a"), pair("b\x07"), "{", pair("c", "no"))
+    settings = ["data.on_bad_row=skip", "data.max_bad_share=1.0", "data.max_filtered_share=1.0"]
+    _, out, _ = prepare("data.train=pairs.jsonl", *settings)
+    assert [line for line in out.splitlines() if "noted" in line or "skipped" in line] == [
+        "  train: skipped 1: malformed JSON (rejects.jsonl)",
+        "  train: skipped 1: equal completions (rejects.jsonl)",
+        "  train: noted 1: control characters in the text",
+        "  train: noted 1: preferences that stand in it already",
+    ]
+
+
+def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
+    write("a.jsonl", *TEN)
+    write("b.jsonl", *(pair("q" * length) for length in range(1, 11)))
+    given = ("data.train=[a.jsonl,b.jsonl]", "data.validation_share=0.25")
+    first, second, held = report(*given)["sets"]
+    assert [s["name"] for s in (first, second, held)] == ["train-0", "train-1", "validation-default"]
+    assert [s["counts"]["accepted"] for s in (first, second, held)] == [10, 10, 5]
+    assert (held["format"], held["format_reason"]) == ("held out", "by data.validation_share")
+    assert (held["prompt_overlap"], first["prompt_overlap"]) == (0, None)
+    _, out, _ = prepare(*given)
+    assert [line for line in out.splitlines() if line.endswith(": tokens")] == [
+        "train-0: tokens",
+        "train-1: tokens",
+        "validation-default: tokens",
+    ]
+    assert [line.split(" is kept in ")[0] for line in out.splitlines() if " is kept in " in line] == [
+        "train-0",
+        "train-1",
+    ]
+
+
+def test_what_was_prepared_is_not_tokenised_again(prepare, monkeypatch):
+    write("pairs.jsonl", *TEN)
+    first = prepare("data.train=pairs.jsonl")
+    monkeypatch.setattr(store_module, "write_store", lambda *args, **kwargs: pytest.fail("tokenised again"))
+    assert prepare("data.train=pairs.jsonl") == first
+
+
+def test_quiet_says_nothing(prepare, here):
+    write("pairs.jsonl", *TEN)
+    assert prepare("data.train=pairs.jsonl", "--quiet") == (0, "", "")
+    assert len(list((here / "cache" / "tokens").iterdir())) == 1
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_bad_file_is_one_message_and_code_3(prepare, here, as_json):
+    write("pairs.jsonl", pair("a"), "{")
+    assert prepare("data.train=pairs.jsonl", *as_json) == (
+        3,
+        "",
+        "tandem: error: pairs.jsonl: 1 of 2 rows are malformed:\n"
+        "  malformed JSON: 1\n"
+        "    pairs.jsonl:2: column 2: malformed JSON: Expecting property name enclosed in double quotes.\n"
+        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.5.\n",
+    )
+
+
+def test_a_missing_file_is_one_message_and_code_3(prepare):
+    assert prepare("data.train=no.jsonl") == (
+        3,
+        "",
+        "tandem: error: no.jsonl: no such file. Check data.train.data_path and the validation paths.\n",
+    )
