@@ -48,7 +48,7 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 start = time.perf_counter()
 rows = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[4])
 this = SimpleNamespace(_tokenizer=tokenizer)
-args = SimpleNamespace(dataset_num_proc=int(sys.argv[3]))
+args = SimpleNamespace(dataset_num_proc=int(sys.argv[3]), max_length=None)
 rows = DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train")
 seconds = time.perf_counter() - start
 print(seconds, sum(len(ids) for name in ("prompt_ids", "chosen_ids", "rejected_ids") for ids in rows[name]))
@@ -133,12 +133,12 @@ def generate(file: Path, rows: int, words: int) -> Path:
     """Pairs as messages, of words from English text; lengths log-normal around `words` in all."""
     random.seed(0)
     with (Path(__file__).parent.parent / "src/tandem/embedded/train.jsonl").open(encoding="utf-8") as lines:
-        text = " ".join(" ".join(json.loads(line).values()) for line in lines).split()
+        text = " ".join(json.loads(line)["chosen"] for line in lines).split() * 2
 
     def said(role: str, mean: float) -> list[dict[str, str]]:
         length = max(1, int(random.lognormvariate(0, 0.7) * mean))
-        start = random.randrange(len(text))
-        return [{"role": role, "content": " ".join((text + text)[start : start + min(length, len(text))])}]
+        start = random.randrange(len(text) // 2)
+        return [{"role": role, "content": " ".join(text[start : start + length])}]
 
     with file.open("w", encoding="utf-8") as out:
         for number in range(rows):

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -154,13 +155,13 @@ def probe(template: Template) -> str:
     if template.source is None:
         return ""
     try:
-        with pool(_render_probe, 1, row_seconds=ROW_SECONDS) as worker:
-            return next(worker.map([template]))
+        with pool(partial(_render_probe, template), 1, row_seconds=ROW_SECONDS) as worker:
+            return next(worker.map([None]))
     except Stalled:
         raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
 
 
-def _render_probe(template: Template, watch: Watch) -> str:
+def _render_probe(template: Template, _: None, watch: Watch) -> str:
     watch.at(0)
     try:
         with bounded_memory():

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Tokenizer as TokenizerConfig
+from tandem.data.chat import ChatTemplate
 from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
-from tandem.data.tokenizer import without_dummy_prefix
+from tandem.data.tokenizer import fast_backend, without_dummy_prefix
 from tandem.errors import ConfigError
 
 PROBE = (Message("user", "How far is the moon?"),)
@@ -44,7 +45,9 @@ class Template:
     kwargs: dict[str, Any]
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
     _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a turn
-    _going_on: Any = field(init=False, repr=False)  # a tokenizer for texts that go on, where that makes a difference
+    _chat: ChatTemplate = field(init=False, repr=False)
+    _begins: Any = field(init=False, repr=False)  # the tokenizer's fast backend; None if it has none
+    _goes_on: Any = field(init=False, repr=False)  # the same for texts that go on from others
 
     def __post_init__(self) -> None:
         t = self.tokenizer
@@ -52,23 +55,30 @@ class Template:
         special = added | set(t.all_special_tokens)
         object.__setattr__(self, "_special", _any_of(special))
         object.__setattr__(self, "_ends", _any_of(special - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}))
-        object.__setattr__(self, "_going_on", without_dummy_prefix(t))
+        object.__setattr__(self, "_chat", ChatTemplate(t, self.source or "", self.kwargs))
+        backend = fast_backend(t)
+        object.__setattr__(self, "_begins", backend)
+        object.__setattr__(self, "_goes_on", backend and without_dummy_prefix(backend))
 
     def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[list[int]]:
         """Token ids of each text, nothing added. Some tokenizers put a space before a text: not before one that goes on."""
-        if begins or self._going_on is None:
+        backend = self._begins if begins else self._goes_on
+        if backend is None:
             return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)["input_ids"]
-        self._going_on.encode_special_tokens = not parse_special
-        return [one.ids for one in self._going_on.encode_batch(texts, add_special_tokens=False)]
+        backend.encode_special_tokens = not parse_special
+        return [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
             return self._raw(preference)
         before = _Said(self._shielded_turns(_as_messages(preference.prompt)), self._shielded_in(preference.tools))
-        prompt = self._apply(before, preference.place, add_generation_prompt=True)
+        answers = [self._shielded_turns(_as_answer(completion.answer)) for completion in preference.completions]
+        [prompt] = self._apply([before], preference.place, add_generation_prompt=True)
+        # The first turns of all answers by one call: most of its time does not depend on how many it is given.
+        firsts = self._apply([before.then(a[:1]) for a in answers], preference.place, add_generation_prompt=False)
         completions = tuple(
-            self._completion(before, prompt, self._shielded_turns(_as_answer(completion.answer)), preference.place)
-            for completion in preference.completions
+            self._completion(before, prompt, answer, first, preference.place)
+            for answer, first in zip(answers, firsts, strict=True)
         )
         return Rendered(prompt, completions, adds_bos=False)
 
@@ -89,7 +99,7 @@ class Template:
 
     def probe(self) -> str:
         """A fixed conversation, rendered: part of the fingerprint, since templates may read the date."""
-        return self._apply(_Said(PROBE), "the chat template", add_generation_prompt=True) if self.source else ""
+        return self._apply([_Said(PROBE)], "the chat template", add_generation_prompt=True)[0] if self.source else ""
 
     def _raw(self, preference: Preference) -> Rendered:
         if not isinstance(preference.prompt, str):
@@ -111,7 +121,9 @@ class Template:
         completions = tuple((Part(self._ended(str(answer), 0)),) for answer in answers)
         return Rendered(preference.prompt, completions, adds_bos=True)
 
-    def _completion(self, before: "_Said", prompt: str, answer: tuple[Message, ...], place: str) -> tuple[Part, ...]:
+    def _completion(
+        self, before: "_Said", prompt: str, answer: tuple[Message, ...], first: str, place: str
+    ) -> tuple[Part, ...]:
         """The answer's turns as they follow each other: what the assistant says, and what comes between.
 
         user: 2+2? | assistant: calls add | tool: 4 | assistant: Four.
@@ -122,11 +134,12 @@ class Template:
         written = prompt
         for i, message in enumerate(answer):
             if message.role == "assistant":
-                whole = self._apply(before.then(answer[: i + 1]), place, add_generation_prompt=False)
+                so_far = before.then(answer[: i + 1])
+                whole = first if i == 0 else self._apply([so_far], place, add_generation_prompt=False)[0]
                 said = self._said(whole, written, message.content, place, is_last=i == len(answer) - 1)
                 parts.append(Part(said))
             elif answer[i + 1].role == "assistant":
-                whole = self._apply(before.then(answer[: i + 1]), place, add_generation_prompt=True)
+                [whole] = self._apply([before.then(answer[: i + 1])], place, add_generation_prompt=True)
                 said = _rest(whole, written, place)
                 parts.append(Part(said, scored=False))
             else:
@@ -153,23 +166,21 @@ class Template:
             end = next((found for found in self._ends.finditer(text) if not text[found.end() :].strip()), None)
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
-    def _apply(self, said: "_Said", place: str, *, add_generation_prompt: bool) -> str:
-        conversation = [{"role": m.role, "content": m.content, **m.more} for m in said.messages]
+    def _apply(self, several: "list[_Said]", place: str, *, add_generation_prompt: bool) -> list[str]:
+        """Each conversation as text; all have the same tools."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation,
-                tools=list(said.tools) or None,
-                chat_template=self.source,
-                tokenize=False,
+            texts = self._chat.texts(
+                [[{"role": m.role, "content": m.content, **m.more} for m in said.messages] for said in several],
+                list(several[0].tools),
                 add_generation_prompt=add_generation_prompt,
-                **self.kwargs,
             )
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(place, "template fails", f"the chat template fails: {reason}") from None
-        if len(text) > MAX_RENDERED:
-            raise RowError(place, "template fails", f"the chat template writes {len(text):,} characters.")
-        return text
+        longest = max(len(text) for text in texts)
+        if longest > MAX_RENDERED:
+            raise RowError(place, "template fails", f"the chat template writes {longest:,} characters.")
+        return texts
 
 
 @dataclass(frozen=True, slots=True)

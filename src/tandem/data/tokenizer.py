@@ -61,19 +61,33 @@ def state_of(tokenizer: Any) -> str:
     return backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
 
 
-def without_dummy_prefix(tokenizer: Any) -> Any | None:
-    """The backend of a tokenizer that puts a space before every text (Llama 2's, Mistral's), without it; else None.
+def fast_backend(tokenizer: Any) -> Any | None:
+    """A tokenizer's Rust backend, if it has one and nothing in between changes what it gives.
 
-    An answer is encoded apart from its prompt, which it follows: "Yes" behind "[/INST] " is Yes, never a second space.
+    Called directly, without offsets and without Python objects that nobody reads, it takes two thirds of the time.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
+    backend.no_truncation()
+    backend.no_padding()
+    same = all(
+        tokenizer(text, add_special_tokens=False)["input_ids"] == backend.encode(text, add_special_tokens=False).ids
+        for text in PROBES
+    )
+    return backend if same else None
+
+
+def without_dummy_prefix(backend: Any) -> Any:
+    """A backend that puts a space before every text (Llama 2's, Mistral's), without it; any other as it is.
+
+    An answer is encoded apart from its prompt, which it follows: "Yes" behind "[/INST] " is Yes, never a second space.
+    """
     state = json.loads(backend.to_str())
     plain = {**state, "normalizer": _without_prefix(state["normalizer"])}
     plain["pre_tokenizer"] = _without_prefix(state["pre_tokenizer"])
     if plain == state:
-        return None
+        return backend
     changed = type(backend).from_str(json.dumps(plain))
     changed.no_truncation()
     changed.no_padding()

@@ -132,7 +132,9 @@ def _checked(
     pairing: str,
 ) -> TokenizedPreference | RowError:
     place = preference.place
-    completions = tuple(np.asarray(list(chain.from_iterable(ids)), np.int32) for ids in encoded)
+    completions = tuple(
+        np.asarray(ids[0] if len(ids) == 1 else list(chain.from_iterable(ids)), np.int32) for ids in encoded
+    )
     tokenized = TokenizedPreference(
         prompt,
         completions,

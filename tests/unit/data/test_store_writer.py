@@ -170,7 +170,7 @@ def test_a_template_that_never_ends_is_refused_before_any_row(source, monkeypatc
 def test_a_template_that_takes_all_memory_is_a_bad_row_and_the_others_are_read(source, monkeypatch, num_workers):
     monkeypatch.setattr(workers, "TEMPLATE_BYTES", 128 * 1024 * 1024)
     write(source, pair("a"), pair("much"), pair("b"))
-    store = opened(source, template=only_for("much", DOUBLING.replace("TIMES", "60")), num_workers=num_workers)
+    store = opened(source, template=only_for("much", DOUBLING.replace("TIMES", "30")), num_workers=num_workers)
     assert [row.place for row in store] == [f"{source}:1", f"{source}:3"]
     assert store.examples == [
         {
@@ -187,7 +187,7 @@ def test_a_template_that_always_takes_all_memory_is_refused_before_any_row(sourc
     monkeypatch.setattr(workers, "TEMPLATE_BYTES", 128 * 1024 * 1024)
     write(source, pair())
     with pytest.raises(ConfigError, match="the chat template fails: MemoryError"):
-        opened(source, template=Template(letter_tokenizer(), DOUBLING.replace("TIMES", "60"), {}))
+        opened(source, template=Template(letter_tokenizer(), DOUBLING.replace("TIMES", "30"), {}))
 
 
 @forking

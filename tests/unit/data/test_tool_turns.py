@@ -229,6 +229,13 @@ ASKED = said("user", "hi")
             "user",
             ["assistant tool assistant"] * 2,
         ),
+        # One hears a tool more.
+        (
+            [ASKED, *four()],
+            [ASKED, *four()[:2], said("tool", "two"), said("assistant", "two.")],
+            "user",
+            ["assistant tool assistant", "assistant tool tool assistant"],
+        ),
         # One calls and one answers at once.
         ([ASKED, *four()], [ASKED, said("assistant", "no")], "user", ["assistant tool assistant", "text"]),
         # An earlier exchange belongs to both.

@@ -1,0 +1,60 @@
+"""Conversations in; their texts by a chat template out, as transformers writes them, with less of its overhead."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Conversation = list[dict[str, Any]]
+
+
+class ChatTemplate:
+    """A chat template in transformers' sandbox.
+
+    `apply_chat_template` takes longer to get ready than the template takes to run. So plain conversations go to the
+    compiled template itself, once both were seen to write the same; what has tools or tool calls never does.
+    """
+
+    def __init__(self, tokenizer: Any, source: str, kwargs: dict[str, Any]):
+        self._tokenizer, self._source, self._kwargs = tokenizer, source, kwargs
+        self._compiled: Callable[..., str] | None = None
+        self._was_compared = False
+
+    def __reduce__(self) -> Any:  # a compiled template cannot travel
+        return ChatTemplate, (self._tokenizer, self._source, self._kwargs)
+
+    def texts(self, several: Sequence[Conversation], tools: list[Any], *, add_generation_prompt: bool) -> list[str]:
+        """Each conversation as text."""
+        plain = not tools and all(message.keys() == {"role", "content"} for one in several for message in one)
+        if plain and self._compiled is not None:
+            return [self._compiled(messages=one, add_generation_prompt=add_generation_prompt) for one in several]
+        texts = self._tokenizer.apply_chat_template(
+            list(several),
+            tools=tools or None,
+            chat_template=self._source,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._kwargs,
+        )
+        if plain and not self._was_compared:
+            self._compare(several, texts, add_generation_prompt)
+        return texts
+
+    def _compare(self, several: Sequence[Conversation], texts: list[str], add_generation_prompt: bool) -> None:
+        self._was_compared = True
+        compiled = self._compile()
+        if compiled is not None:
+            try:
+                own = [compiled(messages=one, add_generation_prompt=add_generation_prompt) for one in several]
+            except Exception:  # whatever it is, transformers' own way did without it
+                return
+            self._compiled = compiled if own == texts else None
+
+    def _compile(self) -> Callable[..., str] | None:
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+        except ImportError:  # no public name: it may go
+            return None
+        if not hasattr(self._tokenizer, "special_tokens_map"):
+            return None
+        given = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map, **self._kwargs}
+        render = _compile_jinja_template(self._source).render
+        return lambda **more: render(**given, **more)
