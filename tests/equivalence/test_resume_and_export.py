@@ -27,8 +27,8 @@ def killed_after(monkeypatch, step):
     """Die like a killed process: after the step's numbers were written, before anything is tidied up."""
     report = trainer._report
 
-    def dying(t, number, pending, bar):
-        report(t, number, pending, bar)
+    def dying(t, number, *rest):
+        report(t, number, *rest)
         if number == step:
             raise Killed
 

@@ -141,17 +141,23 @@ WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [
 class Packing(Section):
     """How preferences share rows."""
 
-    mode: Literal["batch", "none"] = Field(
-        default="batch", description="batch: pack each global batch; none: one sequence a row, padded, nothing shared"
+    mode: Literal["batch", "dataset", "none"] = Field(
+        default="batch",
+        description="batch: pack each global batch; dataset: pack the whole set once, batches of whole packs; "
+        "none: one sequence a row, padded, nothing shared",
     )
-    pack_length: Positive | Literal["auto"] = Field(default="auto", description="tokens in a row")
+    pack_length: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="tokens in a row; auto: 8192 on CUDA, 512 elsewhere, less for small batches, more for long preferences",
+    )
     share_prompts: bool = Field(
         default_factory=lambda set_before: set_before.get("mode") != "none",
         description="compute a prompt once for all its completions; default: true, but false with mode none",
     )
     packs_per_micro_batch: Positive = Field(default=1, description="rows that go through the model together")
-    algorithm: Literal["first_fit_decreasing"] = Field(
-        default="first_fit_decreasing", description="how rows are filled"
+    algorithm: Literal["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"] = Field(
+        default="first_fit_decreasing",
+        description="how rows are filled: largest first; in an order drawn from run.seed; or each as full as can be",
     )
 
     @model_validator(mode="after")

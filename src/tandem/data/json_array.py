@@ -65,13 +65,17 @@ class _ArrayText:
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
                 # What touches the end of the text may go on behind it: 12 of 123.
-                if end < len(self._text) or self._is_whole:
+                if (end < len(self._text) and not self._may_go_on(end)) or self._is_whole:
+                    if end - self._at > MAX_BYTES:
+                        raise DataError(f"{self._path}: element {number} is over 64 MB.")
                     self.consumed += end - self._at
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
                 if self._is_whole:
                     raise self._malformed(error.msg, error.pos) from None
+                if error.pos - self._at > MAX_BYTES:
+                    raise DataError(f"{self._path}: element {number} is over 64 MB.") from None
             except DuplicateKey as error:
                 raise DataError(
                     f"{self._path}: element {number}: the key {error.args[0]!r} stands twice in one object. Remove one."
@@ -80,9 +84,13 @@ class _ArrayText:
                 raise DataError(f"{self._path}: a number with too many digits to be read.") from None
             except RecursionError:
                 raise DataError(f"{self._path}: JSON nested too deeply to hold preferences.") from None
-            self._read_on(len(self._text) - self._at)
-            if len(self._text) - self._at > MAX_BYTES:
+            if len(self._text) - self._at > 2 * MAX_BYTES:
                 raise DataError(f"{self._path}: element {number} is over 64 MB, or malformed.")
+            self._read_on(len(self._text) - self._at)
+
+    def _may_go_on(self, end: int) -> bool:
+        """Whether a number was read whose rest may not be here yet: 1 of 1.5, when the text ends in 1."""
+        return self._text[end : end + 2] == self._text[end:] and self._text[end] in ".eE"
 
     def _read_on(self, unread: int) -> None:
         """Forget what was taken; read as much again as is still unread, so that a long value is not parsed too often."""
@@ -95,7 +103,9 @@ class _ArrayText:
         try:
             more = self._decode.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            at = self._bytes - undecoded + error.start
+            # Where the byte-order mark stands in the same block, the decoder counts from behind it.
+            mark = len(codecs.BOM_UTF8) if not self._bytes and block.startswith(codecs.BOM_UTF8) else 0
+            at = self._bytes - undecoded + error.start + mark
             raise DataError(f"{self._path}: not UTF-8 at byte {at}. Save the file as UTF-8.") from None
         self._bytes += len(block)
         self._text, self._at, self._is_whole = self._text[self._at :] + more, 0, not block

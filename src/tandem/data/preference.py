@@ -96,6 +96,8 @@ def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
+    if messages[-1].role == "system":
+        raise RowError(row.place, "no user turn", f"{key}: a system turn alone; there is nothing to answer.")
     if messages[-1].role == "assistant":
         raise RowError(
             row.place,
@@ -136,12 +138,12 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RowError(row.place, "bad tools", "tools: a text that is not JSON.") from None
-    if not value:
+    if not value or (isinstance(value, str) and not value.strip()):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RowError(row.place, "bad tools", f"tools: {kind_of(value)}, not a list of tool descriptions.")
+        raise RowError(row.place, "bad tools", f"tools: {kind_of(value)}, not a list of objects that describe tools.")
     return tuple(_clean_within(value, row, "tools"))
 
 

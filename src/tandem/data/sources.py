@@ -178,7 +178,7 @@ def _with_numbers(value: dict[str, Any]) -> dict[str, Any]:
     """The known columns of numbers as numbers, where they are; an empty one is none."""
     for name in CSV_NUMBERS:
         if (text := value.get(name)) is not None:
-            with suppress(ValueError):  # else it stays a text, and the format refuses it by name
+            with suppress(ValueError, RecursionError):  # else it stays a text, and the format refuses it by name
                 value[name] = json.loads(text) if text.strip() else None
     return value
 
@@ -205,16 +205,17 @@ def _kind_of_table(path: Path) -> str | None:
 
 def _table_chunks(path: Path, kind: str, name: str) -> Iterator[Chunk]:
     """The rows of a table, numbered from 1."""
-    number = 1
+    number, before = 1, 0.0
     try:
         for batch, share in _record_batches(path, kind):
             batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
             for start in range(0, batch.num_rows, CHUNK_RECORDS):
                 part = batch.slice(start, CHUNK_RECORDS)
                 numbers = tuple(range(number, number + part.num_rows))
-                done = share if start + CHUNK_RECORDS >= batch.num_rows else 0.0
-                yield Chunk(name, numbers, _as_stream(part), "table", done)
+                reached = before + (share - before) * min(1.0, (start + CHUNK_RECORDS) / batch.num_rows)
+                yield Chunk(name, numbers, _as_stream(part), "table", reached)
                 number += part.num_rows
+            before = share
     except (pa.ArrowException, ValueError, OSError, EOFError) as error:
         raise DataError(f"{path}: damaged, or no {kind} file: {_one_line(error)}.") from None
 

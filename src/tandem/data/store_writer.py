@@ -159,6 +159,8 @@ def probe(template: Template) -> str:
             return next(worker.map([None]))
     except Stalled:
         raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
+    except Died:
+        raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
 
 
 def _render_probe(template: Template, _: None, watch: Watch) -> str:
@@ -167,7 +169,7 @@ def _render_probe(template: Template, _: None, watch: Watch) -> str:
         with bounded_memory():
             return template.probe()
     except RowError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error.message}") from None
 
 
 def _prepared_chunks(

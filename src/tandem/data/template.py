@@ -90,7 +90,7 @@ class Template:
         if isinstance(value, str):
             return self._shielded(value)
         if isinstance(value, Mapping):
-            return {key: self._shielded_in(inner) for key, inner in value.items()}
+            return {self._shielded_in(key): self._shielded_in(inner) for key, inner in value.items()}
         return [self._shielded_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _shielded(self, content: str) -> str:
@@ -136,7 +136,8 @@ class Template:
             if message.role == "assistant":
                 so_far = before.then(answer[: i + 1])
                 whole = first if i == 0 else self._apply([so_far], place, add_generation_prompt=False)[0]
-                said = self._said(whole, written, message.content, place, is_last=i == len(answer) - 1)
+                calls = bool(message.more.get("tool_calls"))
+                said = self._said(whole, written, message.content, place, calls=calls, is_last=i == len(answer) - 1)
                 parts.append(Part(said))
             elif answer[i + 1].role == "assistant":
                 [whole] = self._apply([before.then(answer[: i + 1])], place, add_generation_prompt=True)
@@ -147,14 +148,15 @@ class Template:
             written += said
         return tuple(parts)
 
-    def _said(self, whole: str, written: str, content: str, place: str, *, is_last: bool) -> str:
+    def _said(self, whole: str, written: str, content: str, place: str, *, calls: bool, is_last: bool) -> str:
         """What the last assistant turn adds, up to its end of turn.
 
-        Some templates open the next turn behind the answer: what counts is the first end of turn after it.
+        Some templates open the next turn behind the answer: what counts is the first end of turn after it. A tool call
+        may open with a special token of its own, so a turn that calls ends where nothing but white space follows.
         """
         rest, content = _rest(whole, written, place), content.strip()
-        at = rest.rfind(content) if content else -1
-        said = self._ended(rest, at + len(content) if at >= 0 else 0)
+        at = rest.find(content) if content else -1
+        said = self._ended(rest, at + len(content) if at >= 0 and not calls else 0)
         # Only the last turn may be given an EOS that the template did not write: others must lead on to what follows.
         return said if is_last or rest.startswith(said) else rest
 

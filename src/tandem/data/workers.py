@@ -1,5 +1,6 @@
 """Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ R = TypeVar("R")
 
 # A forked process has the tokenizer at once; elsewhere than on Linux forking is not safe.
 METHOD = "fork" if sys.platform == "linux" else "spawn"
+PR_SET_PDEATHSIG = 1
 # Memory that a template may take beside what the process has already.
 TEMPLATE_BYTES = 4 * 1024**3
 
@@ -148,7 +150,7 @@ class _Worker:
         theirs.close()
 
     def give(self, task: _Task) -> None:
-        self.task = task
+        self.task, self._seen = task, (-1, time.monotonic())
         with suppress(BrokenPipeError):  # it died; reading from it will say so
             self.pipe.send(task.item)
 
@@ -157,7 +159,7 @@ class _Worker:
         task, self.task = self.task, None
         try:
             task.done(self.pipe.recv())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # nothing came, or half an answer
             raise Died(task.item) from None
 
     def seconds_on_row(self) -> float:
@@ -175,6 +177,7 @@ class _Worker:
 def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: list[Connection]) -> None:
     """The life of a worker: take an item, answer, until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
+    _die_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     for other in inherited:
         other.close()
@@ -191,6 +194,13 @@ def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: 
             answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
         watch.off()
         pipe.send(answer)
+
+
+def _die_with_parent() -> None:
+    """A worker in an endless row hears of nothing: have the system end it when the parent is gone."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

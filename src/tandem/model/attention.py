@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from tandem.errors import TandemError
 from tandem.packing.blocks import block_lists
 from tandem.packing.layout import FILLER, Pack
-from tandem.packing.schedule import BLOCK
+from tandem.packing.packer import BLOCK
 
 IMPLEMENTATION = "tandem_pack"
 

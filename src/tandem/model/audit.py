@@ -11,7 +11,7 @@ from tandem.errors import AuditError
 from tandem.model.attention import counted_calls
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
-from tandem.packing.schedule import Packer
+from tandem.packing.packer import Packer
 
 # Mean absolute difference per token that rounding can make (docs/exactness.md).
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}

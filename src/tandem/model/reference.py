@@ -14,7 +14,7 @@ from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
 from tandem.model.policy import PackInputs, Policy
 from tandem.packing.layout import Pack
-from tandem.packing.schedule import Packer
+from tandem.packing.packer import Packer
 
 # Raised whenever the same weights and tokens would give other numbers.
 LOGPS_VERSION = 1

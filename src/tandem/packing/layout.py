@@ -15,6 +15,7 @@ IntArray = NDArray[np.int64]
 #   shared    prompt | completion 0 | completion 1           in one row, the prompt once
 #   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each
 #   separate  prompt | completion 0                          one row each
+# A preference that is longer than a row has several to itself, each with the prompt and the next completions that fit.
 Arrangement = Literal["shared", "repeated", "separate"]
 
 FILLER = -1
@@ -59,20 +60,20 @@ def lay_out(
     arrangement: Arrangement = "shared",
 ) -> Pack:
     """Lay preferences one after another into a row (or, separate, one sequence a row)."""
-    writer = _Writer(length, _num_rows(preferences, arrangement))
+    plans = [_rows(preference, length, arrangement) for preference in preferences]
+    one_row = arrangement != "separate" and all(len(plan) == 1 for plan in plans)
+    writer = _Writer(length, 1 if one_row else sum(len(plan) for plan in plans))
     predicting: list[IntArray] = []
     winners: list[int] = []
     losers: list[int] = []
     best: list[int] = []
     num_completions = 0
-    for preference in preferences:
-        if arrangement == "shared":
-            predicting += writer.tree(preference.prompt, preference.completions)
-        else:
-            for completion in preference.completions:
-                if arrangement == "separate":
-                    writer.next_row()
-                predicting += writer.tree(preference.prompt, (completion,))
+    for preference, plan in zip(preferences, plans, strict=True):
+        for trees in plan:
+            if not one_row:
+                writer.next_row()
+            for tree in trees:
+                predicting += writer.tree(preference.prompt, [preference.completions[number] for number in tree])
         winners += [num_completions + winner for winner, _ in preference.pairs]
         losers += [num_completions + loser for _, loser in preference.pairs]
         best.append(num_completions + preference.pairs[0][0])
@@ -171,8 +172,28 @@ class _Writer:
         return self.row * self.length + start
 
 
-def _num_rows(preferences: Sequence[TokenizedPreference], arrangement: Arrangement) -> int:
-    return sum(len(preference.completions) for preference in preferences) if arrangement == "separate" else 1
+def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement) -> list[list[list[int]]]:
+    """The rows of a preference, the trees in each, and the completions of each tree.
+
+    A prompt of 4, completions of 2, 3 and 2, rows of 10: shared [[[0, 1]], [[2]]], repeated [[[0]], [[1]], [[2]]].
+    With rows of 11: shared [[[0, 1, 2]]].
+    """
+    prompt = len(preference.prompt)
+    rows: list[list[list[int]]] = []
+    room = 0
+    for number, completion in enumerate(preference.completions):
+        shares = arrangement == "shared" and rows
+        takes = len(completion) if shares else prompt + len(completion)
+        if arrangement == "separate" or takes > room:
+            rows.append([[number]])
+            room = length - prompt - len(completion)
+        else:
+            room -= takes
+            if shares:
+                rows[-1][-1].append(number)
+            else:
+                rows[-1].append([number])
+    return rows
 
 
 def _concatenate(parts: Sequence[NDArray[np.integer]]) -> IntArray:

@@ -14,11 +14,13 @@ from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
-from tandem.packing.schedule import Batches, Packer, make_packer
+from tandem.packing.packer import Packer, make_packer
+from tandem.packing.packs import open_packs
+from tandem.packing.schedule import Batches
 from tandem.train.optimizer import check_scheduler, highest_rate
 
-# An `auto` pack is at least this long. On a CPU attention is dense, and longer rows cost more than they save.
-SHORTEST_AUTO_PACK = {"cpu": 512, "cuda": 8192}
+# Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
+USUAL_PACK = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,7 @@ class Setup:
     def choices(self) -> list[tuple[str, str]]:
         """What decides what is learned, in words, with the values in force."""
         c, dpo = self.config, self.config.dpo
-        total = sum(
-            int(self.train.store.num_pairs[self.batches.members(epoch)].sum()) for epoch in range(dpo.max_num_epochs)
-        )
+        total = sum(self.batches.num_pairs_of(epoch) for epoch in range(dpo.max_num_epochs))
         averaging = {True: "per token", False: "summed"}
         template = "none (raw text)" if self.template.source is None else "chat template"
         lost = dropouts(self.source.config)
@@ -67,7 +67,7 @@ class Setup:
             ),
             ("pairing", c.data.pairing),
             ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
-            ("batch", f"{c.policy.train_global_batch_size} pairs"),
+            ("batch", f"{c.policy.train_global_batch_size} pairs{self._in_packs()}"),
             (
                 "length",
                 f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
@@ -84,6 +84,14 @@ class Setup:
             ("dropout", f"0 (the model's own {lost} is switched off)" if lost else "0"),
         ]
 
+    def _in_packs(self) -> str:
+        """How many of the packs that the set was packed into make a batch, if it was."""
+        if self.batches.packs is None:
+            return ""
+        pairs = self.batches.pairs_per_pack()
+        packs = max(1, round(self.config.policy.train_global_batch_size / pairs.mean()))
+        return f", about {packs} of {len(pairs):,} packs of {pairs.mean():.1f} pairs on average, filled by whole packs"
+
 
 def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights."""
@@ -97,8 +105,18 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     check_export(tokenizer, named, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
     sets = open_sets(config, template, bar)
-    train = _packer(sets.train, config, source, device)
-    validation = {name: _packer(store, config, source, device) for name, store in sets.validation.items()}
+    for store in (sets.train, *sets.validation.values()):
+        _check_vocabulary(store, source)
+    packing = config.policy.packing
+    pairs = config.policy.train_global_batch_size
+    train = make_packer(
+        sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, seed=config.run.seed
+    )
+    # Validation goes in rows of the same lengths, so that nothing more is compiled for it.
+    validation = {
+        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, seed=config.run.seed)
+        for name, store in sets.validation.items()
+    }
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
@@ -106,6 +124,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
         spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
+        packs=open_packs(train) if packing.mode == "dataset" else None,
     )
     num_steps, num_pairs = _length(batches, config)
     precision = config.policy.precision
@@ -151,17 +170,12 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
     counts = [batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch)]
     counts = counts[: config.dpo.max_num_steps]
     if not counts:
-        have = int(batches.num_pairs[batches.members(0)].sum())
+        have = batches.num_pairs_of(0)
         raise DataError(
             f"the training set has {have} pairs, fewer than one batch of {batches.batch_size}. "
             f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
         )
     return len(counts), sum(counts)
-
-
-def _packer(store: Preferences, config: Config, source: ModelSource, device: torch.device) -> Packer:
-    _check_vocabulary(store, source)
-    return make_packer(store, config.policy.packing, shortest_auto=SHORTEST_AUTO_PACK[device.type])
 
 
 def _check_vocabulary(store: Preferences, source: ModelSource) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from tandem.model.parallel import Workers
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
 from tandem.packing.layout import Pack
-from tandem.packing.schedule import GlobalBatch, Packer
+from tandem.packing.schedule import GlobalBatch
 
 # Differences of log-probability that rounding alone makes between two cuts of the same batch: a tie counts one half.
 TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
@@ -180,13 +180,13 @@ class PendingStep:
 
 
 def train_step(
-    policy: Policy, side: Side, packer: Packer, batch: GlobalBatch, optimizer: Any, max_grad_norm: float | None
+    policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch, optimizer: Any, max_grad_norm: float | None
 ) -> PendingStep:
     """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
     step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
     dpo = side.dpo
-    for pack in packer.micro_batches(batch.preferences):
+    for pack in packs:
         loss = pack_loss(policy, side, pack)
         # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
         preference = loss.preference.sum() / batch.num_pairs

@@ -18,7 +18,9 @@ from tandem.model.load import ModelSource, find_model, load_policy, weights_fing
 from tandem.model.parallel import Workers, compile_layers, shard, start_workers
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
-from tandem.packing.schedule import GlobalBatch, Packer
+from tandem.packing.loader import load_ahead
+from tandem.packing.packer import Packer
+from tandem.packing.schedule import GlobalBatch
 from tandem.train.checkpoint import (
     Progress,
     checkpoints,
@@ -206,14 +208,14 @@ def _loop(t: Training) -> list[ValidationReport]:
         before = _validate(t)
         t.reporter.validations("\nValidation before training", before)
     t.reporter.say("")
-    unread: list[tuple[int, PendingStep]] = []
+    unread: list[tuple[int, PendingStep, float]] = []
+    max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
-        for step, batch in _remaining(t):
-            current = train_step(
-                t.policy, t.side, t.setup.train, batch, t.optimizer, t.setup.config.policy.max_grad_norm
-            )
+        for place, loaded in zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True):
+            t.progress, step = place, place.step
+            current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
             t.scheduler.step()
-            unread.append((step, current))
+            unread.append((step, current, loaded.wait_seconds))
             validating, saving = _due(step, dpo.val_period, total), _saving(t, step)
             # A step is read once it is done, at most one step late: reading earlier would make the device wait.
             while unread and (len(unread) > 1 or validating or saving or step == total or unread[0][1].is_done()):
@@ -225,18 +227,26 @@ def _loop(t: Training) -> list[ValidationReport]:
     return before
 
 
-def _remaining(t: Training) -> Iterator[tuple[int, GlobalBatch]]:
-    """Steps still to do and their batches, from the place the run stands at; the place is moved along."""
-    step = t.progress.step
-    epoch, done = t.progress.epoch, t.progress.batch
-    while step < t.setup.num_steps:
-        for number, batch in enumerate(t.setup.batches.epoch(epoch)[done:], start=done + 1):
-            if step == t.setup.num_steps:
+def _places(t: Training) -> Iterator[Progress]:
+    """Where the run stands after each step still to do."""
+    place = t.progress
+    epoch, done = place.epoch, place.batch
+    while place.step < t.setup.num_steps:
+        for number in range(done + 1, len(t.setup.batches.epoch(epoch)) + 1):
+            if place.step == t.setup.num_steps:
                 return
-            step += 1
-            t.progress = replace(t.progress, step=step, epoch=epoch, batch=number)
-            yield step, batch
+            place = replace(t.progress, step=place.step + 1, epoch=epoch, batch=number)
+            yield place
         epoch, done = epoch + 1, 0
+
+
+def _remaining(t: Training) -> Iterator[GlobalBatch]:
+    """The batches of those steps."""
+    epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.num_steps - t.progress.step
+    while left:
+        batches = t.setup.batches.epoch(epoch)[done : done + left]
+        yield from batches
+        epoch, done, left = epoch + 1, 0, left - len(batches)
 
 
 def _due(step: int, period: int, total: int) -> bool:
@@ -248,7 +258,7 @@ def _saving(t: Training, step: int) -> bool:
     return checkpointing.enabled and _due(step, checkpointing.save_period, t.setup.num_steps)
 
 
-def _report(t: Training, step: int, pending: PendingStep, bar: Any) -> None:
+def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
     report = pending.read(t.setup.train.store.place)
     record = {
@@ -260,6 +270,7 @@ def _report(t: Training, step: int, pending: PendingStep, bar: Any) -> None:
         "num_tokens": report.num_tokens,
         "pack_fill": report.pack_fill,
         "step_seconds": report.seconds,
+        "loader_wait_seconds": waited,
         "pairs_per_second": report.num_pairs / report.seconds,
         "tokens_per_second": report.num_tokens / report.seconds,
     }

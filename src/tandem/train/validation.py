@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from tandem.model.policy import Policy
-from tandem.packing.schedule import Batches, Packer
+from tandem.packing.packer import Packer
+from tandem.packing.schedule import Batches
 from tandem.train.step import PAIR_METRICS, Side, mean_metrics, metric_sums, pack_loss
 
 
@@ -40,7 +41,7 @@ def validate(policy: Policy, validation: ValidationSet) -> ValidationReport:
     batches = batches[: validation.max_batches]
     sums = torch.zeros(len(PAIR_METRICS) + 1, dtype=torch.float64, device=side.workers.device)
     for batch in batches:
-        for pack in validation.packer.micro_batches(batch.preferences):
+        for pack in validation.packer.micro_batches(batch.preferences, batch.bounds):
             sums += metric_sums(pack_loss(policy, side, pack), side.dpo, side.precision)
     num_pairs = sum(batch.num_pairs for batch in batches)
     num_preferences = sum(len(batch.preferences) for batch in batches)

@@ -34,7 +34,7 @@ def test_a_key_shows_its_type_its_default_as_json_and_its_meaning():
     assert keys["run.seed"] == Key("run.seed", "int", "42", "all randomness")
     assert keys["dpo.max_num_steps"].type == "int or null"
     assert keys["policy.packing.pack_length"].type == "int or auto"
-    assert keys["policy.packing.mode"].type == "batch, none"
+    assert keys["policy.packing.mode"].type == "batch, dataset, none"
     assert keys["data.val_data_paths"].type == "map to dataset"
     assert keys["policy.optimizer.kwargs.betas"].default == "[0.9, 0.98]"
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
 from letters import CHAT, END, ids, letter_tokenizer
+from patience import within
 
 from tandem.config.schema import Data, DatasetFields
 from tandem.data import sources, store_writer, workers
@@ -33,6 +34,12 @@ DOUBLING = (
 )
 
 forking = pytest.mark.skipif(METHOD != "fork", reason="only a forked process has what the test changed")
+
+
+@pytest.fixture(autouse=True)
+def impatient():
+    with within(20):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -406,7 +413,6 @@ def test_progress_of_every_kind_of_file_never_falls_and_ends_at_the_whole(tmp_pa
     assert told[-1] == 1.0
 
 
-@pytest.mark.xfail(strict=True, reason="within a record batch the share goes back to nothing")
 def test_progress_of_an_arrow_file_never_falls(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
     table = pa.Table.from_pylist([pair(letter) for letter in "abcdefgh"])

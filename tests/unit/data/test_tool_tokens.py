@@ -51,15 +51,9 @@ def test_special_tokens_spelled_in_tools_calls_and_answers_are_plain_text():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="only values are shielded, not the names they go by")
 def test_special_tokens_spelled_in_the_name_of_an_argument_are_plain_text():
     found = tokenized(read(chosen=[calls("", **{"<end>": "x"})]))
     assert found.completions[0].tolist().count(END) == 1
-
-
-@pytest.mark.xfail(strict=True, reason="the sign turns plain and special round for all that follows it")
-def test_the_sign_that_stands_around_spelled_tokens_may_stand_in_a_text():
-    assert tokenized(read(prompt="a\ufdd0b")).prompt.tolist().count(END) == 1
 
 
 # Scored or not

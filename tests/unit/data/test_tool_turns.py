@@ -76,7 +76,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert caught.value.reason == "prompt is no prefix"
 
 
-@pytest.mark.xfail(strict=True, reason="the first special token after the content is taken for the end of the turn")
 def test_a_special_token_that_opens_a_tool_call_does_not_end_the_turn():
     opens = Template(TOKENIZER, TOOLS.replace(" call ", "</s>"), {})  # as [TOOL_CALLS] does
     assert opens.render(read(chosen=four("so"), rejected="no")).completions[0] == (
@@ -86,7 +85,6 @@ def test_a_special_token_that_opens_a_tool_call_does_not_end_the_turn():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the answer is looked for from the end, and found in the header")
 def test_an_answer_that_the_next_header_holds_too_ends_with_its_own_turn():
     always = Template(TOKENIZER, TOOLS.replace("{% if add_generation_prompt %}assistant:{% endif %}", "assistant:"), {})
     assert always.render(read(chosen="a", rejected="no")).completions == ((Part("a<end>"),), (Part("no<end>"),))
@@ -100,7 +98,7 @@ def test_tools_reach_the_template_from_a_list_or_a_text(tools):
     assert CALLING.render(read(tools=tools)).prompt == "tools:add.<end>\nuser:Hi<end>\nassistant:"
 
 
-BLANK = pytest.param(" ", marks=pytest.mark.xfail(strict=True, reason="a blank text is refused as tools"))
+BLANK = " "
 
 
 @pytest.mark.parametrize("none", [None, [], "", "[]", "null", BLANK])
@@ -114,10 +112,10 @@ def test_no_tools_are_none(none):
     [
         ("add", "tools: a text that is not JSON."),
         ("{'type': 'function'}", "tools: a text that is not JSON."),
-        ({"name": "add"}, "tools: an object, not a list of tool descriptions."),
-        ('{"name": "add"}', "tools: an object, not a list of tool descriptions."),
-        (["add"], "tools: a list, not a list of tool descriptions."),
-        (7, "tools: a number, not a list of tool descriptions."),
+        ({"name": "add"}, "tools: an object, not a list of objects that describe tools."),
+        ('{"name": "add"}', "tools: an object, not a list of objects that describe tools."),
+        (["add"], "tools: a list, not a list of objects that describe tools."),
+        (7, "tools: a number, not a list of objects that describe tools."),
     ],
 )
 def test_tools_that_are_none_are_refused(tools, message):
@@ -139,7 +137,6 @@ def test_half_a_character_in_a_tool_or_a_call_is_refused():
     assert caught.value.message == "chosen[0].tool_calls: half a character (a lone surrogate) at position 1."
 
 
-@pytest.mark.xfail(strict=True, reason="json.loads raises RecursionError, which nothing turns into a bad row")
 def test_tools_nested_too_deeply_in_a_text_are_refused():
     with pytest.raises(RowError):
         read(tools="[" * 100_000)

@@ -121,7 +121,6 @@ def test_completions_are_left_alone():
     assert [completion.answer for completion in found.completions] == ["yes", "no"]
 
 
-@pytest.mark.xfail(strict=True, reason="a prompt of a system turn alone has no user turn to put anywhere")
 def test_a_prompt_without_a_user_turn_is_refused_as_a_row():
     with pytest.raises(RowError):
         read(Wording("Q: {}"), prompt=[said("system", "Be kind.")])

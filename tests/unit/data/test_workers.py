@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from patience import within
 
 from tandem.data.workers import METHOD, Died, Stalled, bounded_memory, pool
 from tandem.errors import DataError
@@ -22,16 +23,8 @@ LONG = 60.0  # seconds; no test waits so long
 
 @pytest.fixture(autouse=True)
 def impatient():
-    """A test that would wait for ever fails instead."""
-
-    def ring(*_):
-        raise TimeoutError("the test hangs")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with within(20):
+        yield
 
 
 def done(work, items, *, num_workers=2, row_seconds=LONG) -> list:
@@ -143,7 +136,6 @@ def test_a_worker_that_dies_is_told_with_its_item(end):
     assert caught.value.item == "c"
 
 
-@pytest.mark.xfail(strict=True, reason="half an answer is an OSError of the pipe, not a death")
 def test_a_worker_that_dies_half_way_through_its_answer_is_told_with_its_item():
     def work(item, watch):
         if item == 0:
@@ -206,7 +198,6 @@ def test_the_last_row_of_an_item_is_not_watched_any_more_when_the_item_is_done()
     assert done(work, [0, 1], num_workers=1, row_seconds=0.3) == [0, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="a row's time is not started anew with the next item")
 def test_the_same_row_number_of_a_later_item_is_another_row():
     # Rows 1 of two files, each slow enough to be looked at (every 0.1 s); those between are too quick for that.
     def work(item, watch):

@@ -119,5 +119,6 @@ def test_join_of_one_pack_is_that_pack():
 
 
 def test_a_row_too_short_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="8 tokens do not fit a row of 7"):
-        lay_out([0], [A], length=7)
+    # A prompt of 3 and a completion of 3 need a row of 6.
+    with pytest.raises(AssertionError, match="tokens do not fit a row of 4"):
+        lay_out([0], [A], length=4)

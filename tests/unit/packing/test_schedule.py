@@ -3,14 +3,11 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.schema import Packing
-from tandem.data.tokens import TokenizedPreference
-from tandem.errors import ConfigError
-from tandem.packing.schedule import Batches, make_packer, row_sizes
+from tandem.packing.binning import Bins
+from tandem.packing.schedule import Batches
 
 
 def batches(num_pairs, size: int, **options) -> Batches:
@@ -90,123 +87,30 @@ def test_the_first_preference_of_a_batch_did_not_fit_the_one_before(num_pairs, s
         assert before.num_pairs + num_pairs[after.preferences[0]] > size
 
 
-# Packs
+# Batches of whole packs
 
 
-class Store(list[TokenizedPreference]):
-    """What a packer needs of a TokenStore."""
-
-    def place(self, index: int) -> str:
-        return self[index].place
-
-    @property
-    def num_prompt_tokens(self):
-        return np.array([len(row.prompt) for row in self])
-
-    @property
-    def num_completion_tokens(self):
-        return np.array([sum(map(len, row.completions)) for row in self])
-
-    @property
-    def num_completions(self):
-        return np.array([len(row.completions) for row in self])
-
-    @property
-    def longest(self):
-        return np.array([row.longest for row in self])
+def test_batches_of_packs_are_filled_by_whole_packs_and_never_beyond():
+    # packs of 2, 1, 3 and 1 preferences, a pair each; 4 pairs a batch: 2 + 1, then 3 + 1
+    packs = Bins(np.array([5, 0, 1, 2, 3, 4, 6]), np.array([0, 2, 3, 6, 7]))
+    found = Batches(np.ones(7, np.int64), 4, packs=packs).epoch(0)
+    assert [batch.preferences.tolist() for batch in found] == [[5, 0, 1], [2, 3, 4, 6]]
+    assert [batch.bounds.tolist() for batch in found] == [[0, 2, 3], [0, 3, 4]]
+    assert [batch.num_pairs for batch in found] == [3, 4]
 
 
-def store(*sizes: tuple[int, int, int]) -> Store:
-    """Preferences of (prompt, completion, completion) tokens."""
-    return Store(
-        TokenizedPreference(
-            np.full(prompt, 1, np.int32),
-            (np.full(first, 2, np.int32), np.full(second, 3, np.int32)),
-            ((0, 1),),
-            (float("nan"),) * 2,
-            f"pairs.jsonl:{number}",
-        )
-        for number, (prompt, first, second) in enumerate(sizes, start=1)
+def test_packs_are_shuffled_whole():
+    packs = Bins(np.arange(40), np.arange(0, 41, 4))
+    first, second = (Batches(np.ones(40, np.int64), 8, seed=1, shuffle=True, packs=packs).epoch(e) for e in (0, 1))
+    assert members(first) != members(second)
+    assert all(
+        (np.diff(batch.preferences.reshape(-1, 4), axis=1) == 1).all() and len(batch.preferences) == 8
+        for batch in (*first, *second)
     )
 
 
-def packer(of: Store, *, shortest_auto=1, **packing):
-    return make_packer(of, Packing(**packing), shortest_auto=shortest_auto)  # type: ignore[arg-type]
-
-
-def test_sizes_of_the_three_arrangements():
-    of = store((4, 2, 3), (1, 1, 2))
-    assert row_sizes(of, "shared").tolist() == [9, 4]
-    assert row_sizes(of, "repeated").tolist() == [13, 5]
-    assert row_sizes(of, "separate").tolist() == [7, 3]
-
-
-def test_the_arrangement_follows_mode_and_sharing():
-    of = store((10, 5, 5))
-    assert packer(of).arrangement == "shared"
-    assert packer(of, share_prompts=False).arrangement == "repeated"
-    assert packer(of, mode="none").arrangement == "separate"
-
-
-def test_an_auto_length_holds_the_longest_preference_in_whole_blocks_of_128():
-    # shared 100 + 60 + 70 = 230; repeated 330; separate 100 + 70 = 170
-    of = store((10, 5, 5), (100, 60, 70))
-    assert packer(of).length == 256
-    assert packer(of, share_prompts=False).length == 384
-    assert packer(of, mode="none").length == 256
-    assert packer(store((100, 8, 20))).length == 128
-
-
-def test_an_auto_length_is_at_least_the_shortest_worth_its_while_unless_nothing_is_packed():
-    of = store((10, 5, 5))
-    assert packer(of, shortest_auto=512).length == 512
-    assert packer(of, shortest_auto=512, mode="none").length == 128
-
-
-def test_a_given_length_is_rounded_up_to_whole_blocks():
-    assert packer(store((10, 5, 5)), pack_length=200, shortest_auto=512).length == 256
-    assert packer(store((10, 5, 5)), pack_length=256).length == 256
-
-
-def test_a_given_length_too_short_for_a_preference_is_refused_with_its_place():
-    of = store((10, 5, 5), (100, 60, 70), (20, 5, 5))
-    with pytest.raises(ConfigError) as caught:
-        packer(of, pack_length=200)
-    assert str(caught.value) == (
-        "policy.packing.pack_length = 200, but the preference at pairs.jsonl:2 takes 230 tokens. "
-        "Raise the pack length, or lower policy.max_total_sequence_length."
-    )
-    assert packer(of, pack_length=230).length == 256
-    with pytest.raises(ConfigError, match="takes 330 tokens"):
-        packer(of, pack_length=230, share_prompts=False)
-
-
-def test_a_batch_is_packed_first_fit_decreasing_among_its_own():
-    # sizes 60, 100, 28, 68 in rows of 128: 100 + 28, then 68 + 60
-    of = store((40, 10, 10), (80, 10, 10), (8, 10, 10), (48, 10, 10), (1, 1, 1))
-    found = list(packer(of).micro_batches(np.array([0, 1, 2, 3])))
-    assert [pack.preferences.tolist() for pack in found] == [[1, 2], [3, 0]]
-    assert [pack.token_ids.shape for pack in found] == [(1, 128), (1, 128)]
-
-
-def test_several_packs_go_together_and_the_last_may_be_fewer():
-    of = store(*[(80, 10, 10)] * 5)
-    found = list(packer(of, packs_per_micro_batch=2).micro_batches(np.arange(5)))
-    assert [pack.token_ids.shape for pack in found] == [(2, 128), (2, 128), (1, 128)]
-    assert np.concatenate([pack.preferences for pack in found]).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_unpacked_each_preference_is_a_pack_with_a_row_for_each_completion():
-    of = store((40, 10, 10), (80, 10, 10))
-    found = list(packer(of, mode="none").micro_batches(np.array([1, 0])))
-    assert [pack.preferences.tolist() for pack in found] == [[1], [0]]
-    assert [pack.token_ids.shape for pack in found] == [(2, 128), (2, 128)]
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from(["batch", "none"]))
-def test_every_preference_of_a_batch_is_in_one_micro_batch(prompts, together, mode):
-    of = store(*((prompt, 3, 4) for prompt in prompts))
-    chosen = np.arange(len(prompts))[::2]
-    found = list(packer(of, mode=mode, packs_per_micro_batch=together).micro_batches(chosen))
-    assert sorted(np.concatenate([pack.preferences for pack in found]).tolist()) == chosen.tolist()
-    assert sum(pack.num_pairs for pack in found) == len(chosen)
+def test_a_last_batch_of_packs_is_dropped_only_when_it_is_shorter_than_any_other_may_be():
+    # Batches of at most 5 pairs, of packs of 2: each has 4, and so may the last; one pack left over is short.
+    even, odd = (Bins(np.arange(n), np.arange(0, n + 1, 2)) for n in (8, 10))
+    assert [b.num_pairs for b in Batches(np.ones(8, np.int64), 5, drop_last=True, packs=even).epoch(0)] == [4, 4]
+    assert [b.num_pairs for b in Batches(np.ones(10, np.int64), 5, drop_last=True, packs=odd).epoch(0)] == [4, 4]

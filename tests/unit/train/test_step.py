@@ -50,6 +50,10 @@ def started():
     return setup, side, load()
 
 
+def packs_of(setup, batch):
+    return setup.train.micro_batches(batch.preferences)
+
+
 def whole(policy):
     return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
 
@@ -70,7 +74,12 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
     optimizer = make_optimizer(policy.parameters(), setup.config.policy)
     before = whole(policy)
     step = train_step(
-        policy, Side(Poisoned(), side.dpo, side.workers, "float32"), setup.train, batch, optimizer, max_grad_norm=1.0
+        policy,
+        Side(Poisoned(), side.dpo, side.workers, "float32"),
+        packs_of(setup, batch),
+        batch,
+        optimizer,
+        max_grad_norm=1.0,
     )
     store = setup.train.store
     with pytest.raises(NonFiniteError) as stopped:
@@ -90,7 +99,7 @@ def test_clipping_scales_the_gradient_to_its_norm(started):
     # SGD-like: with eps far above any gradient, AdamW's first step is proportional to the clipped gradient.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e6, weight_decay=0.0, fused=True)
     before = whole(policy)
-    step = train_step(policy, side, setup.train, batch, optimizer, max_grad_norm=0.5)
+    step = train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=0.5)
     norm = step.read(setup.train.store.place).metrics["grad_norm"]
     assert norm > 0.5
     moved = sum(((after - before[name]) ** 2).sum() for name, after in whole(policy).items()).sqrt().item()
@@ -117,7 +126,7 @@ def test_bfloat16_weights_alone_hardly_learn_where_float32_masters_do(started):
         optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-6, weight_decay=0.0, fused=True)
         for batch in setup.batches.epoch(0)[:12]:
             _rounded(policy, weights)
-            step = train_step(policy, side, setup.train, batch, optimizer, max_grad_norm=1.0)
+            step = train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
         margins[weights] = step.read(setup.train.store.place).metrics["rewards_margin_mean"]
     assert margins["float32"] > 0.005
     assert margins["bfloat16"] < 0.35 * margins["float32"]
@@ -146,7 +155,7 @@ def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
     want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     sft_alone = Side(side.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), side.workers, "float32")
     optimizer = make_optimizer(policy.parameters(), setup.config.policy)
-    step = train_step(policy, sft_alone, setup.train, batch, optimizer, max_grad_norm=None)
+    step = train_step(policy, sft_alone, packs_of(setup, batch), batch, optimizer, max_grad_norm=None)
     assert step.read(setup.train.store.place).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
 
 

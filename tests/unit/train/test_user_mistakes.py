@@ -61,8 +61,8 @@ def test_weights_that_are_cut_off_are_told_by_their_name(tmp_path):
 def test_an_interrupted_run_says_what_is_kept(tmp_path, monkeypatch, capsys):
     report = trainer._report
 
-    def interrupted(t, number, pending, bar):
-        report(t, number, pending, bar)
+    def interrupted(t, number, *rest):
+        report(t, number, *rest)
         if number == 3:
             raise KeyboardInterrupt
 

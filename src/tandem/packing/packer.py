@@ -1,0 +1,127 @@
+"""The preferences of a batch in; the packs that go through the model, a few at a time, out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.config.schema import Packing
+from tandem.data.selection import Preferences
+from tandem.errors import ConfigError
+from tandem.packing.binning import Bins, pack_into_bins
+from tandem.packing.layout import Arrangement, Pack, join, lay_out
+
+# FlexAttention works in blocks of this many positions; a row is a whole number of them.
+BLOCK = 128
+# A batch's last row may be shorter than the others: by quarters, so that few shapes are compiled.
+NUM_LENGTHS = 4
+# An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
+ROWS_PER_BATCH = 4
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """How preferences become packs, and packs micro-batches."""
+
+    store: Preferences
+    sizes: IntArray  # tokens each preference takes in a row
+    lengths: tuple[int, ...]  # of rows, rising; most have the last
+    arrangement: Arrangement
+    packs_per_micro_batch: int
+    algorithm: str
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.lengths[-1]
+
+    def micro_batches(self, preferences: IntArray, bounds: IntArray | None = None) -> Iterator[Pack]:
+        """The packs of a batch, a few at a time, as they go through the model.
+
+        `bounds` says where one pack ends and the next begins, if that was settled before.
+        """
+        bins = self.bins(preferences) if bounds is None else Bins(preferences, bounds)
+        # Longest first, so that rows of one length stand together and memory is claimed at the start.
+        in_order = sorted(bins, key=self.row_length, reverse=True)
+        for length, group in groupby(in_order, key=self.row_length):
+            waiting: list[Pack] = []
+            for bin in group:
+                waiting.append(self._pack(bin, length))
+                if len(waiting) == self.packs_per_micro_batch:
+                    yield join(waiting)
+                    waiting = []
+            if waiting:
+                yield join(waiting)
+
+    def bins(self, preferences: IntArray) -> Bins:
+        """Which preferences share a row. One that is longer than a row has several to itself."""
+        alone = self.arrangement == "separate" or self.sizes[preferences] > self.length
+        alone = np.broadcast_to(alone, preferences.shape)
+        together, single = preferences[~alone], preferences[alone]
+        bins = pack_into_bins(self.algorithm, self.sizes[together], self.length, self.seed)
+        order = np.concatenate([together[bins.order], single])
+        return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
+
+    def row_length(self, bin: IntArray) -> int:
+        """The shortest row that holds a bin: of 256, 512, 768 and 1024, a bin of 600 tokens takes 768."""
+        size = int(self.sizes[bin].sum())
+        return next((length for length in self.lengths if length >= size), self.length)
+
+    def _pack(self, indices: IntArray, length: int) -> Pack:
+        chosen = indices.tolist()
+        return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
+
+
+def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
+    """Tokens each preference takes in a row (its longest row when separate).
+
+    A prompt of 4, completions of 2 and 3: shared 9, repeated 13, separate 7
+    """
+    if arrangement == "shared":
+        return store.num_prompt_tokens + store.num_completion_tokens
+    if arrangement == "repeated":
+        return store.num_prompt_tokens * store.num_completions + store.num_completion_tokens
+    return store.longest
+
+
+def arrangement_of(packing: Packing) -> Arrangement:
+    if packing.mode == "none":
+        return "separate"
+    return "shared" if packing.share_prompts else "repeated"
+
+
+def make_packer(
+    store: Preferences, packing: Packing, *, usual_auto: int, pairs_per_batch: int | None, seed: int = 0
+) -> Packer:
+    """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch."""
+    arrangement = arrangement_of(packing)
+    sizes = row_sizes(store, arrangement)
+    longest = int(np.argmax(store.longest))
+    if packing.pack_length != "auto":
+        length = packing.pack_length
+        if store.longest[longest] > length:
+            raise ConfigError(
+                f"policy.packing.pack_length = {length}, but a sequence at {store.place(longest)} takes "
+                f"{store.longest[longest]} tokens. Raise the pack length, or lower policy.max_total_sequence_length."
+            )
+    elif arrangement == "separate":
+        length = int(sizes.max())
+    else:
+        wanted = usual_auto
+        if pairs_per_batch is not None and packing.mode == "batch":
+            per_batch = pairs_per_batch * float(sizes.mean()) / float(store.num_pairs.mean())
+            wanted = min(usual_auto, int(per_batch / ROWS_PER_BATCH))
+        length = max(int(sizes.max()), wanted)
+    return Packer(
+        store, sizes, row_lengths(length), arrangement, packing.packs_per_micro_batch, packing.algorithm, seed
+    )
+
+
+def row_lengths(length: int) -> tuple[int, ...]:
+    """A length and the quarters below it, in whole blocks: 1000 -> 256, 512, 768, 1024; 200 -> 128, 256."""
+    quarters = (-(-length * quarter // NUM_LENGTHS) for quarter in range(1, NUM_LENGTHS + 1))
+    return tuple(sorted({-(-quarter // BLOCK) * BLOCK for quarter in quarters}))
