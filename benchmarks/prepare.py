@@ -27,7 +27,7 @@ TANDEM = """
 import sys, time
 from pathlib import Path
 from tandem.config.schema import Data, DatasetFields, Tokenizer
-from tandem.data.store import open_store
+from tandem.data.opening import open_store
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 template = make_template(load_tokenizer(Path(sys.argv[2])), Tokenizer())

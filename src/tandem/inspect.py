@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.config.schema import EMBEDDED, Config, DatasetFields
-from tandem.data.store import TokenStore, open_store
+from tandem.data.opening import open_store
+from tandem.data.store import TokenStore
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference

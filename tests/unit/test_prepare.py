@@ -8,7 +8,7 @@ import pytest
 from letters import letter_tokenizer
 
 from tandem import cli
-from tandem.data import store as store_module
+from tandem.data import opening as store_module
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.data.opening import open_store
 from tandem.data.selection import Preferences, Selection, hold_out
-from tandem.data.store import TokenStore, open_store
+from tandem.data.store import TokenStore
 from tandem.data.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError

@@ -6,8 +6,9 @@ import pytest
 from letters import letter_tokenizer
 
 from tandem.config.schema import Data, DatasetFields
+from tandem.data.opening import open_store
 from tandem.data.preflight import preflight
-from tandem.data.store import TokenStore, open_store
+from tandem.data.store import TokenStore
 from tandem.data.template import Template
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tandem.config.schema import Data, DatasetFields
-from tandem.data.store import Counts, open_store
+from tandem.data.opening import open_store
+from tandem.data.store import Counts
 from tandem.data.template import Template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.model.tiny import CHAT_TEMPLATE, tiny_model

@@ -7,8 +7,9 @@ import pytest
 from letters import EOS, ids, letter_tokenizer
 
 from tandem.config.schema import Data, DatasetFields
+from tandem.data.opening import open_store
 from tandem.data.selection import Selection, hold_out
-from tandem.data.store import TokenStore, open_store
+from tandem.data.store import TokenStore
 from tandem.data.template import Template
 from tandem.errors import DataError
 

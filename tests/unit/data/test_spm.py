@@ -8,10 +8,10 @@ import pytest
 from sentences import KINDS, SYMBOLS, library, model
 
 from tandem.config.schema import Data, DatasetFields, Tokenizer
+from tandem.data.opening import open_store
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.spm import SentencePiece, convert
-from tandem.data.store import open_store
 from tandem.data.template import make_template
 from tandem.data.tokenizer import state_of
 from tandem.data.tokens import tokenize

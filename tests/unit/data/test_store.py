@@ -10,9 +10,10 @@ import pytest
 from letters import CHAT, EOS, ids, letter_tokenizer
 
 from tandem.config.schema import Data, DatasetFields
+from tandem.data import opening as store_module
 from tandem.data import sources
-from tandem.data import store as store_module
-from tandem.data.store import Counts, open_store
+from tandem.data.opening import open_store
+from tandem.data.store import Counts
 from tandem.data.template import Template
 from tandem.errors import DataError
 

@@ -13,10 +13,10 @@ from letters import CHAT, END, ids, letter_tokenizer
 from patience import within
 
 from tandem.config.schema import Data, DatasetFields
+from tandem.data import opening as store_module
 from tandem.data import sources, store_writer, workers
-from tandem.data import store as store_module
 from tandem.data import template as template_module
-from tandem.data.store import open_store
+from tandem.data.opening import open_store
 from tandem.data.template import Template
 from tandem.data.workers import METHOD
 from tandem.errors import ConfigError, DataError

@@ -13,8 +13,8 @@ from models import as_policy, plain_token_logps, random_preference, tiny_model
 from rows import KEYS, said
 
 from tandem.config.schema import Data
+from tandem.data.opening import open_store
 from tandem.data.preference import Preference
-from tandem.data.store import open_store
 from tandem.data.template import Template
 from tandem.data.tokens import TokenizedPreference, tokenize
 from tandem.errors import DataError

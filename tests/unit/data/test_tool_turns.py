@@ -77,7 +77,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 
 def test_a_special_token_that_opens_a_tool_call_does_not_end_the_turn():
-    opens = Template(TOKENIZER, TOOLS.replace(" call ", "</s>"), {})  # as [TOOL_CALLS] does
+    opens = Template(TOKENIZER, TOOLS.replace("' call '", "'</s>'"), {})  # as [TOOL_CALLS] does
     assert opens.render(read(chosen=four("so"), rejected="no")).completions[0] == (
         Part("so</s>add<end>"),
         Part("\ntool:four<end>\nassistant:", scored=False),

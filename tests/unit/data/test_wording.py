@@ -8,9 +8,9 @@ from rows import pair, said
 
 from tandem.config.schema import Data, DatasetFields
 from tandem.data.formats import read_preference
+from tandem.data.opening import open_store
 from tandem.data.preference import Message
 from tandem.data.sources import RowError
-from tandem.data.store import open_store
 from tandem.data.template import Template
 from tandem.data.wording import Wording, wording_of
 from tandem.errors import ConfigError, DataError

@@ -1,0 +1,200 @@
+"""A dataset in; its TokenStore out: prepared ahead, found in the cache by a fingerprint, or made now."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
+from tandem.config.schema import Data, DatasetFields
+from tandem.data.files import SourceFile, find_files
+from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
+from tandem.data.store_writer import Recipe, format_of, probe, write_store
+from tandem.data.template import Template
+from tandem.data.tokenizer import state_of
+from tandem.data.wording import Wording, wording_of
+from tandem.data.workers import default_workers
+from tandem.errors import DataError
+
+# A second process pays for its start from here on.
+BYTES_PER_WORKER = 4 * 1024 * 1024
+
+
+def open_store(
+    source: str,
+    keys: DatasetFields,
+    template: Template,
+    data: Data,
+    max_length: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> TokenStore:
+    """The tokenised form of a set, checked: enough of its rows could be used."""
+    limits = {"policy.max_total_sequence_length": max_length, "data.pairing": data.pairing, "data.overlong": _cut(data)}
+    if is_prepared(Path(source)):
+        store = _open_prepared(Path(source), template, limits)
+    else:
+        store = _find_or_make(source, keys, template, data, limits, progress)
+    judge(store, source, data)
+    return store
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a folder was written by `tandem prepare`."""
+    return (path / "manifest.json").is_file() and (path / "tokens.arrow").is_file()
+
+
+def _find_or_make(
+    source: str,
+    keys: DatasetFields,
+    template: Template,
+    data: Data,
+    limits: dict[str, Any],
+    progress: Callable[[float], None],
+) -> TokenStore:
+    files = find_files(source, keys)
+    wording = wording_of(keys)
+    made_of = {
+        "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
+        "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
+        "wording": [wording.prompt, wording.system],
+        "limits": limits,
+        "text": _text_facts(template),
+    }
+    name = fingerprint(FORMAT_VERSION, made_of)
+    folder = cache_dir() / "tokens" / name
+    if not folder.is_dir():
+        _make(folder, name, files, keys, wording, template, data, made_of, progress)
+    try:
+        return TokenStore(folder, read_manifest(folder))
+    except (ValueError, OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
+
+
+def _make(
+    folder: Path,
+    name: str,
+    files: list[SourceFile],
+    keys: DatasetFields,
+    wording: Wording,
+    template: Template,
+    data: Data,
+    made_of: dict[str, Any],
+    progress: Callable[[float], None],
+) -> None:
+    format_name, reason = format_of(files, keys)
+    max_length = made_of["limits"]["policy.max_total_sequence_length"]
+    recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong)
+    with published(folder) as aside:
+        facts = write_store(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
+        facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
+        write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
+
+
+def _open_prepared(folder: Path, template: Template, limits: dict[str, Any]) -> TokenStore:
+    """A folder of `tandem prepare`, if it was made of what the configuration says, and its sources are as they were."""
+    try:
+        manifest = read_manifest(folder)
+        version = manifest["format_version"]
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
+            )
+        _compare(folder, manifest["made_of"], template, limits)
+        return TokenStore(folder, manifest)
+    except (ValueError, OSError, KeyError, pa.ArrowInvalid) as error:
+        raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
+
+
+PREPARE_AGAIN = "Prepare it again, with tandem prepare."
+
+
+def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: dict[str, Any]) -> None:
+    now = {**limits, **(_text_facts(template) if made_of["text"] else {})}
+    there = {**made_of["limits"], **made_of["text"]}
+    for what, value in now.items():
+        if what in there and there[what] != value:
+            raise DataError(
+                f"{folder}: prepared with {what} = {there[what]}, now {value}. {PREPARE_AGAIN}"
+                if what in limits
+                else f"{folder}: prepared with another {what}. {PREPARE_AGAIN}"
+            )
+    for name, path, content in made_of["sources"]:
+        if Path(path).is_file() and content_of(Path(path)) != content:
+            raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN}")
+
+
+def _text_facts(template: Template) -> dict[str, str]:
+    """What decides the tokens of a text: the tokenizer, the chat template, and what it writes today."""
+    t = template.tokenizer
+    facts = {
+        "tokenizer": [state_of(t), t.eos_token, t.bos_token],
+        "chat template": template.source,
+        "policy.tokenizer.chat_template_kwargs": template.kwargs,
+        "text by the chat template, which may read the date": probe(template),
+    }
+    return {name: fingerprint(value) for name, value in facts.items()}
+
+
+def _cut(data: Data) -> str | None:
+    """How over-long preferences are cut; that others are dropped or refused does not change what is kept."""
+    return data.overlong if data.overlong.startswith("truncate") else None
+
+
+def _num_workers(data: Data, files: list[SourceFile]) -> int:
+    if data.num_workers != "auto":
+        return data.num_workers
+    size = sum(file.path.stat().st_size for file in files)
+    return min(default_workers(), 1 + size // BYTES_PER_WORKER)
+
+
+def judge(store: TokenStore, source: str, data: Data) -> None:
+    """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
+    counts = store.counts
+    bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
+    shown, all_bad = _examples(store, counts.bad | counts.filtered), _examples(store, counts.bad)
+    if counts.rows == 0:
+        raise DataError(f"{source}: the file holds no rows.")
+    if bad and data.on_bad_row == "error":
+        raise DataError(
+            f"{source}: {bad} of {counts.rows} rows are malformed:\n{all_bad}\n"
+            f"Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}."
+        )
+    if bad > data.max_bad_share * counts.rows:
+        raise DataError(
+            f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
+            f"Mend them, or set data.max_bad_share={_share_for(bad, counts.rows)}."
+        )
+    if data.overlong == "error" and counts.filtered.get("over-long"):
+        raise DataError(
+            f"{source}: {counts.filtered['over-long']} of {counts.rows} preferences are over-long:\n{shown}\n"
+            "Raise policy.max_total_sequence_length, or set data.overlong=drop."
+        )
+    if filtered > data.max_filtered_share * counts.rows:
+        raise DataError(
+            f"{source}: {filtered} of {counts.rows} rows were filtered, over "
+            f"data.max_filtered_share={data.max_filtered_share}:\n{shown}\n"
+            f"{_remedy(counts)} or set data.max_filtered_share={_share_for(filtered, counts.rows)}."
+        )
+    if counts.accepted == 0:
+        raise DataError(f"{source}: no usable preference among {counts.rows} rows:\n{shown}")
+
+
+def _share_for(count: int, rows: int) -> float:
+    """The smallest share, in whole percent, that lets so many rows pass: 8 of 113 -> 0.08."""
+    return math.ceil(100 * count / rows) / 100
+
+
+def _remedy(counts: Counts) -> str:
+    return (
+        "Raise policy.max_total_sequence_length, mend the file," if "over-long" in counts.filtered else "Mend the file,"
+    )
+
+
+def _examples(store: TokenStore, counts: dict[str, int]) -> str:
+    lines = []
+    for reason, count in counts.items():
+        lines.append(f"  {reason}: {count}")
+        lines += [f"    {e['place']}: {e['message']}" for e in store.examples if e["reason"] == reason]
+    return "\n".join(lines)
