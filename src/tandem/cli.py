@@ -96,23 +96,49 @@ def inspect_row(
 def prepare(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    pack_sizes: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Pack lengths; policy.packing.pack_length without it.")
+    ] = None,
+    packing_algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The same as policy.packing.algorithm=NAME.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same as run.seed=N.")] = None,
+    output_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write each set into a folder there, to be trained on by its path."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
 ) -> None:
-    """Tokenise the training and validation sets ahead of training, and show what is in them."""
+    """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config
 
-    loaded = load_config(config, overrides or [])
+    changes = [*(overrides or [])]
+    changes += [f"policy.packing.algorithm={packing_algorithm}"] if packing_algorithm else []
+    changes += [f"run.seed={seed}"] if seed is not None else []
+    loaded = load_config(config, changes)
+    lengths = _lengths(pack_sizes)
 
     from tandem import prepare as preparing
     from tandem.train.report import Reporter
 
     reporter = Reporter("quiet" if quiet or as_json else "normal")
-    prepared = preparing.prepare_data(loaded.config, reporter.progress)
+    output = Path(output_dir) if output_dir else None
+    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output)
     if as_json:
         print(preparing.as_json(prepared))
     else:
         preparing.show(prepared, reporter)
+
+
+def _lengths(given: str | None) -> list[int]:
+    try:
+        lengths = [int(part) for part in (given or "").split(",") if part.strip()]
+    except ValueError:
+        lengths = [0]
+    if any(length < 1 for length in lengths):
+        raise ConfigError(f"--pack-sizes {given}: not a list of lengths, such as 4096,8192.")
+    return lengths
 
 
 @app.command("config")

@@ -1,49 +1,99 @@
 """A configuration in; its sets tokenised ahead of training, and what is in them, out."""
 
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tandem.cache import check_cache_dir
+from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
 from tandem.data.preflight import Lengths, Preflight, preflights
 from tandem.data.sets import ProgressBar, open_sets
+from tandem.data.store import TokenStore
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
+from tandem.errors import ConfigError
 from tandem.model.load import find_model
+from tandem.packing.binning import Bins
+from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
+from tandem.packing.packer import Packer, make_packer
+from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
 from tandem.train.report import Reporter
 
 SHOWN_TOKENS = 12
 BAR = 40
+USUAL_LENGTH = 8192  # of an `auto` pack on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What became of every set, where it is kept, and how its first preference reads around the answer."""
+    """What became of every set, where it is kept, how it packs, and how its first preference reads around the answer."""
 
     sets: list[Preflight]
     folders: dict[str, str]
+    packs: dict[str, list[Outlook]]
+    pairs_per_batch: int
     max_length: int
     prompt_end: str
     completion_start: str
     completion_end: str
 
 
-def prepare_data(config: Config, bar: ProgressBar) -> Preparation:
+def prepare_data(
+    config: Config, bar: ProgressBar, pack_sizes: Sequence[int] = (), output: Path | None = None
+) -> Preparation:
+    """Tokenise and pack every set; with `output`, write each into a folder there that can be trained on by its path."""
     check_cache_dir()
+    if output is not None and output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output-dir {output}: not empty. Choose another, or empty it.")
     source = find_model(config.policy)
     given = config.policy.tokenizer.name
     template = make_template(load_tokenizer(Path(given) if given else source.folder), config.policy.tokenizer)
     sets = open_sets(config, template, bar)
-    first = sets.train[0]
+    packs = {name: _packed(store, config, pack_sizes) for name, store in sets.read.items()}
+    folders = {name: str(store.folder) for name, store in sets.read.items()}
+    if output is not None:
+        folders = {name: str(_write(store, packs[name], output / name)) for name, store in sets.read.items()}
+    pairs = config.policy.train_global_batch_size
     return Preparation(
         preflights(sets),
-        {name: str(store.folder) for name, store in sets.read.items()},
+        folders,
+        {name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
+        pairs,
         config.policy.max_total_sequence_length,
-        *_around_the_answer(first, template.tokenizer),
+        *_around_the_answer(sets.train[0], template.tokenizer),
     )
+
+
+def _packed(store: TokenStore, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
+    """The set as packs of each length."""
+    lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
+    packers = [
+        make_packer(
+            store,
+            config.policy.packing.model_copy(update={"mode": "dataset", "pack_length": length, "share_prompts": True}),
+            usual_auto=USUAL_LENGTH,
+            pairs_per_batch=None,
+            seed=config.run.seed,
+        )
+        for length in lengths
+    ]
+    return [(packer, open_packs(packer)) for packer in packers]
+
+
+def _write(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
+    """The store and its packs as a folder of their own."""
+    with published(folder) as aside:
+        for name in ("tokens.arrow", "rejects.jsonl"):
+            shutil.copyfile(store.folder / name, aside / name)
+        for packer, bins in packs:
+            write_packs(bins, aside / file_name(packer.length))
+        facts = {key: value for key, value in read_manifest(store.folder).items() if key != "files"}
+        write_manifest(aside, **facts, packs=[facts_of(packer) for packer, _ in packs])
+    return folder
 
 
 def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> tuple[str, str, str]:
@@ -67,12 +117,46 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
         _show_histogram(found.whole_lengths, reporter)
         if found.longer_than:
             _show_limits(found, preparation.max_length, reporter)
+    _show_packs(preparation, reporter)
     reporter.say("\nThe first preference around its answer, literally")
     reporter.say(f"  prompt ends        {preparation.prompt_end!r}")
     reporter.say(f"  completion starts  {preparation.completion_start!r}")
     reporter.say(f"  completion ends    {preparation.completion_end!r}")
     for name, folder in preparation.folders.items():
         reporter.say(f"\n{name} is kept in {folder}")
+
+
+def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
+    reporter.say(f"\nPacks (policy.packing.mode=dataset), and a batch of {preparation.pairs_per_batch} pairs in them")
+    columns = [
+        "set",
+        "pack length",
+        "packs",
+        "fill",
+        "preferences each",
+        "pairs each",
+        "packs a batch",
+        "times padding",
+    ]
+    rows = [
+        [
+            name,
+            f"{o.pack_length:,}",
+            f"{o.num_packs:,}",
+            f"{o.fill:.1%}",
+            f"{o.preferences_per_pack:.1f}",
+            f"{o.pairs_per_pack:.1f}",
+            f"{o.batch_in_packs:,}",
+            f"{o.padding_factor:.2f}",
+        ]
+        for name, several in preparation.packs.items()
+        for o in several
+    ]
+    reporter.table(columns, rows)
+    reporter.say(
+        f"  times padding: positions that rows padded to the longest of {PADDED_TOGETHER} sequences would compute, over "
+        "those computed in packs"
+    )
 
 
 def as_json(preparation: Preparation) -> str:

@@ -37,6 +37,7 @@ class TokenStore:
         self.format_reason: str = manifest["format_reason"]
         self.counts = Counts(**manifest["counts"])
         self.examples: list[dict[str, str]] = manifest["examples"]
+        self.packs: list[dict[str, Any]] = manifest.get("packs", [])  # how it was packed, by `tandem prepare`
         self.notes: dict[str, int] = manifest["notes"]
         self.num_duplicates: int = manifest["duplicates"]
         self.longer_than: dict[int, int] = dict(

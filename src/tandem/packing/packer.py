@@ -71,6 +71,12 @@ class Packer:
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
+    def num_rows(self, bin: IntArray) -> int:
+        """One, but for a preference that is longer than a row, and where sequences have rows to themselves."""
+        if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
+            return 1
+        return self._pack(bin, self.length).token_ids.shape[0]
+
     def _pack(self, indices: IntArray, length: int) -> Pack:
         chosen = indices.tolist()
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)

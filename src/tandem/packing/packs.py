@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from tandem.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
+from tandem.data.store import TokenStore
 from tandem.errors import DataError
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
@@ -31,6 +32,8 @@ def facts_of(packer: Packer) -> dict[str, Any]:
 def open_packs(packer: Packer) -> Bins:
     """The packs of a whole set: as prepared earlier, or made now and kept for the next run."""
     facts = facts_of(packer)
+    if isinstance(packer.store, TokenStore) and facts in packer.store.packs:
+        return read_packs(packer.store.folder / file_name(packer.length))  # verified with the rest of its folder
     folder = cache_dir() / "packs" / fingerprint(facts)
     if not folder.is_dir():
         with published(folder) as aside:

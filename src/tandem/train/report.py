@@ -131,6 +131,9 @@ class Reporter:
         ]
         self._table(title, ["set", "metric", *times], rows)
 
+    def table(self, columns: list[str], rows: list[list[str]]) -> None:
+        self._table("", columns, rows)
+
     def _table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         if self.verbosity == "quiet" or not rows:
             return

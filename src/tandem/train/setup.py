@@ -108,6 +108,11 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
     packing = config.policy.packing
+    if packing.mode == "dataset" and any(span.weight != 1 for span in sets.spans):
+        raise ConfigError(
+            "data.train has weights, but policy.packing.mode=dataset packs every preference once. "
+            "Use policy.packing.mode=batch, or leave out the weights."
+        )
     pairs = config.policy.train_global_batch_size
     train = make_packer(
         sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, seed=config.run.seed

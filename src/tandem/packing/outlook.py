@@ -1,0 +1,54 @@
+"""A packer in; what packing a whole set with it gives out: fill, packs, and tokens spared against padding."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.packing.binning import Bins
+from tandem.packing.packer import Packer
+
+# What padding is compared with: so many sequences go together, each padded to the longest of them.
+PADDED_TOGETHER = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How a set packs into rows of one length."""
+
+    pack_length: int
+    algorithm: str
+    num_packs: int
+    fill: float
+    preferences_per_pack: float
+    pairs_per_pack: float
+    batch_in_packs: int  # packs that hold the pairs of a global batch, about
+    padding_factor: float  # positions that padding would compute, over those of the packs
+
+
+def outlook(packer: Packer, bins: Bins, pairs_per_batch: int) -> Outlook:
+    store = packer.store
+    rows = [packer.row_length(bin) * packer.num_rows(bin) for bin in bins]
+    tokens = int((store.num_prompt_tokens + store.num_completion_tokens).sum())
+    pairs_per_pack = float(store.num_pairs.sum()) / len(bins)
+    return Outlook(
+        pack_length=packer.length,
+        algorithm=packer.algorithm,
+        num_packs=len(bins),
+        fill=tokens / sum(rows) if packer.arrangement == "shared" else int(packer.sizes.sum()) / sum(rows),
+        preferences_per_pack=len(store) / len(bins),
+        pairs_per_pack=pairs_per_pack,
+        batch_in_packs=max(1, round(pairs_per_batch / pairs_per_pack)),
+        padding_factor=_padded_positions(packer) / sum(rows),
+    )
+
+
+def _padded_positions(packer: Packer) -> int:
+    """Sequences in a shuffled order, some at a time, each padded to the longest: lengths 3 5 | 2 2 -> 10 + 4."""
+    store = packer.store
+    order = np.random.default_rng(0).permutation(len(store))
+    lengths = np.concatenate(
+        [len(row.prompt) + np.array([len(c) for c in row.completions]) for row in (store[int(i)] for i in order)]
+    )
+    padding = -len(lengths) % PADDED_TOGETHER
+    groups = np.pad(lengths, (0, padding)).reshape(-1, PADDED_TOGETHER)
+    return int((groups.max(1) * (groups > 0).sum(1)).sum())

@@ -1,0 +1,121 @@
+"""The packs of a global batch in; the rounds in which the workers compute them out, one pack for each worker a round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.packing.binning import Bins
+from tandem.packing.layout import Arrangement
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One pack for every worker, all in rows of one length."""
+
+    length: int
+    packs: tuple[IntArray, ...]  # [workers], the preferences of each; none of them: an empty pack, all filler
+
+
+def row_cost(
+    prompts: IntArray,
+    completion_lengths: IntArray,
+    num_completions: IntArray,
+    *,
+    hidden_size: int,
+    arrangement: Arrangement = "shared",
+) -> FloatArray:
+    """What each preference adds to the cost of its row, counted in tokens through the linear layers: [preferences].
+
+    A token costs 1, and a pair of a query and a key it may see 1 / (6 * hidden_size): a layer's matrices hold about
+    12 * hidden_size^2 weights, 2 operations each a token, and a pair takes 4 * hidden_size operations, half of them for
+    the score and half for the value. `completion_lengths` stand one after another, `num_completions` to a preference.
+
+    A prompt of 4 with completions of 2 and 3 is 9 tokens and 10 + (8 + 3) + (12 + 6) = 39 pairs. With the prompt
+    repeated it is 13 tokens and 21 + 28 = 49 pairs.
+    """
+    owner = np.repeat(np.arange(len(prompts)), num_completions)
+    own_pairs = completion_lengths * (prompts[owner] + (completion_lengths + 1) / 2)
+    times = 1 if arrangement == "shared" else num_completions
+    tokens = times * prompts + np.bincount(owner, completion_lengths, len(prompts))
+    pairs = times * prompts * (prompts + 1) / 2 + np.bincount(owner, own_pairs, len(prompts))
+    return tokens + pairs / (6 * hidden_size)
+
+
+def share_out(
+    bins: Bins, sizes: IntArray, costs: FloatArray, *, lengths: Sequence[int], num_workers: int
+) -> list[Round]:
+    """Every preference to one worker, in as many rounds as it takes when each has one pack for every worker.
+
+    Packs of like cost stand in one round, since workers wait for one another there; the costliest of a round goes to the
+    worker with the least so far. What is left over, fewer packs than workers, is spread anew over all of them. A round's
+    rows have the shortest of the `lengths` that holds its largest pack. Rounds of long rows come first, then as packed.
+
+    Sizes (and costs) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two workers:
+    [0] | [1] in rows of 8, then [2] | [3] in rows of 6
+    """
+    packs = list(bins)
+    falling = sorted(range(len(packs)), key=lambda number: -costs[packs[number]].sum())
+    groups = [falling[start : start + num_workers] for start in range(0, len(packs), num_workers)]
+    rounds = [
+        _round([packs[number] for number in group], sizes, lengths, num_workers) for group in sorted(groups, key=min)
+    ]
+    rounds.sort(key=lambda round: -round.length)
+    return _balanced(rounds, costs, num_workers)
+
+
+def _round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_workers: int) -> Round:
+    """The packs as they are, or spread anew where some worker would have none or rows can be shorter for it.
+
+    One of 7 tokens, as 4 + 3, for two workers: 4 | 3. Two of 8 (5 + 3) and 2 tokens: 5 | 3 + 2, if rows of 5 exist.
+    """
+    nothing = np.zeros(0, np.int64)
+    as_packed = packs + [nothing] * (num_workers - len(packs))
+    length = _shortest(as_packed, sizes, lengths)
+    assert length is not None, "a pack of several preferences is longer than a row"
+    spread = _spread(np.concatenate(packs), sizes, num_workers)
+    spread_length = _shortest(spread, sizes, lengths)
+    if spread_length is not None and (len(packs) < num_workers or spread_length < length):
+        return Round(spread_length, tuple(spread))
+    return Round(length, tuple(as_packed))
+
+
+def _shortest(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int]) -> int | None:
+    """The shortest row that holds each pack, if one does. A preference alone may be longer: it has several rows."""
+    longest = lengths[-1]
+    totals = [int(sizes[pack].sum()) for pack in packs]
+    if any(total > longest and len(pack) > 1 for total, pack in zip(totals, packs, strict=True)):
+        return None
+    return next(length for length in lengths if length >= min(max(totals), longest))
+
+
+def _spread(preferences: IntArray, sizes: IntArray, num_workers: int) -> list[IntArray]:
+    """Largest first, each to the worker with the fewest tokens: sizes 5 4 3 3 for two workers -> 5 3 | 4 3."""
+    given: list[list[int]] = [[] for _ in range(num_workers)]
+    loads = [(0, worker) for worker in range(num_workers)]
+    for preference in preferences[np.argsort(-sizes[preferences], kind="stable")].tolist():
+        load, worker = loads[0]
+        given[worker].append(preference)
+        heapreplace(loads, (load + int(sizes[preference]), worker))
+    return [np.array(chosen, np.int64) for chosen in given]
+
+
+def _balanced(rounds: list[Round], costs: FloatArray, num_workers: int) -> list[Round]:
+    """The packs of each round in another order: the costliest to the worker with the least so far.
+
+    Costs 5 3 and 4 1 for two workers: 5 | 3, then 1 | 4
+    """
+    totals = np.zeros(num_workers)
+    balanced: list[Round] = []
+    for round in rounds:
+        cost = np.array([costs[pack].sum() for pack in round.packs])
+        order = np.zeros(num_workers, np.int64)
+        order[np.argsort(totals, kind="stable")] = np.argsort(-cost, kind="stable")
+        totals += cost[order]
+        balanced.append(Round(round.length, tuple(round.packs[number] for number in order)))
+    return balanced

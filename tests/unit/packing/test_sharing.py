@@ -1,0 +1,180 @@
+"""The packs of a batch, shared out to workers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.packing.binning import Bins
+from tandem.packing.layout import lay_out
+from tandem.packing.packer import Packer, row_lengths
+from tandem.packing.sharing import Round, row_cost, share_out
+
+ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"]
+
+
+def bins(*members: list[int]) -> Bins:
+    return Bins(np.concatenate([np.array(bin) for bin in members]), np.cumsum([0, *map(len, members)]))
+
+
+def shared(of: Bins, sizes: Sequence[int], workers: int, *, lengths=(2, 4, 6, 8), costs=None) -> list[Round]:
+    cost = np.array(sizes if costs is None else costs, np.float64)
+    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_workers=workers)
+
+
+def plain(rounds: list[Round]) -> list[tuple[int, list[list[int]]]]:
+    return [(round.length, [pack.tolist() for pack in round.packs]) for round in rounds]
+
+
+@st.composite
+def batches(draw) -> tuple[Packer, np.ndarray, int]:
+    """A packer, the preferences of a batch (a few longer than a row), and workers: from one to more than preferences."""
+    sizes = draw(st.lists(st.one_of(st.integers(1, 512), st.integers(1, 60), st.just(700)), min_size=1, max_size=60))
+    algorithm = draw(st.sampled_from(ALGORITHMS))
+    packer = Packer(None, np.array(sizes), row_lengths(512), "shared", 1, algorithm)  # type: ignore[arg-type]
+    chosen = np.arange(len(sizes))[:: draw(st.integers(1, 2))]
+    return packer, chosen, draw(st.integers(1, 40))
+
+
+def rounds_of(packer: Packer, chosen: np.ndarray, workers: int) -> list[Round]:
+    costs = packer.sizes + packer.sizes**2 / 1000
+    return share_out(packer.bins(chosen), packer.sizes, costs, lengths=packer.lengths, num_workers=workers)
+
+
+# By hand
+
+
+def test_what_is_left_over_is_spread_over_all_workers():
+    found = shared(bins([0], [1], [2, 3]), [8, 8, 5, 3], 2)
+    assert plain(found) == [(8, [[0], [1]]), (6, [[2], [3]])]
+
+
+def test_largest_goes_first_to_the_least_loaded():
+    # 5 4 3 2 1 1 for three workers: 5 | 4 | 3, then 2 after 3 (5 in all), 1 after 4 (5), and the last after the first
+    found = shared(bins([0, 2], [1, 3, 4, 5]), [5, 4, 3, 2, 1, 1], 3)
+    assert plain(found) == [(6, [[0, 5], [1, 4], [2, 3]])]
+
+
+def test_workers_without_anything_get_an_empty_pack():
+    assert plain(shared(bins([0, 1]), [5, 3], 4)) == [(6, [[0], [1], [], []])]
+    empty = lay_out([], [], length=256)
+    assert (empty.token_ids.shape, empty.num_tokens, empty.num_pairs) == ((1, 256), 0, 0)
+
+
+def test_packs_of_like_cost_stand_in_one_round_and_the_costliest_goes_to_the_one_with_the_least():
+    # 12 and 10 make one round, 9 and 8 the other, which comes first as it was packed first. After 9 | 8 the 12 goes to the
+    # second worker.
+    found = shared(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[9, 8, 10, 12])
+    assert plain(found) == [(8, [[0], [1]]), (8, [[2], [3]])]
+    found = shared(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[8, 12, 9, 10])
+    assert plain(found) == [(8, [[2], [0]]), (8, [[3], [1]])]
+
+
+def test_a_full_round_is_spread_anew_where_its_rows_get_shorter_for_it():
+    # 8 and 2 tokens take rows of 8; as 5 and 3 + 2 rows of 6
+    assert plain(shared(bins([0, 1], [2]), [5, 3, 2], 2)) == [(6, [[0], [1, 2]])]
+    # 8 and 5 tokens do not get shorter: 5 + 3 either way, so they stay as packed
+    assert plain(shared(bins([1, 0], [2]), [3, 5, 5], 2)) == [(8, [[1, 0], [2]])]
+
+
+def test_packs_that_cannot_be_spread_within_a_row_stay_as_they_are():
+    # Six of 5, six of 4 and nine of 3 tokens fill nine rows of 9. Spread over ten workers, 5 4 4 3 3 ... comes to 5 + 3
+    # (six times), 4 + 4 (twice) and 4 + 3 (twice) with one 3 left, which makes 10.
+    sizes = [5, 4] * 6 + [3] * 9
+    packed = [[2 * i, 2 * i + 1] for i in range(6)] + [[12 + 3 * i, 13 + 3 * i, 14 + 3 * i] for i in range(3)]
+    assert plain(shared(bins(*packed), sizes, 10, lengths=(3, 6, 9))) == [(9, [*packed, []])]
+    # One 3 fewer, and they can.
+    packed[-1].pop()
+    [(length, packs)] = plain(shared(bins(*packed), sizes[:-1], 10, lengths=(3, 6, 9)))
+    assert (length, sorted(sum(sizes[i] for i in pack) for pack in packs)) == (9, [7, 7, 8, 8, 8, 8, 8, 8, 8, 8])
+
+
+def test_a_preference_longer_than_a_row_has_a_worker_to_itself():
+    # 11 tokens take several rows of 8; the others, 3 + 2 + 2, go to the second worker
+    assert plain(shared(bins([1, 2, 3], [0]), [11, 3, 2, 2], 2)) == [(8, [[0], [1, 2, 3]])]
+    assert plain(shared(bins([1, 2, 3], [0]), [11, 3, 2, 2], 4)) == [(8, [[0], [1], [2], [3]])]
+
+
+def test_nothing_is_shared_out_in_no_rounds():
+    assert shared(Bins(np.zeros(0, np.int64), np.zeros(1, np.int64)), [], 3) == []
+
+
+# Properties
+
+
+@given(batches())
+def test_every_preference_goes_to_one_worker_once(batch):
+    packer, chosen, workers = batch
+    packs = [pack for round in rounds_of(packer, chosen, workers) for pack in round.packs]
+    assert sorted(np.concatenate(packs).tolist()) == chosen.tolist()
+
+
+@given(batches())
+def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_all(batch):
+    packer, chosen, workers = batch
+    found = rounds_of(packer, chosen, workers)
+    assert len(found) == -(-len(packer.bins(chosen)) // workers)
+    for round in found:
+        assert len(round.packs) == workers
+        assert round.length == max(packer.row_length(pack) for pack in round.packs)
+        assert all(packer.sizes[pack].sum() <= round.length or len(pack) == 1 for pack in round.packs)
+    assert [round.length for round in found] == sorted((round.length for round in found), reverse=True)
+
+
+@given(batches())
+def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
+    packer, chosen, workers = batch
+    costs = packer.sizes + packer.sizes**2 / 1000
+    table = np.array([[costs[p].sum() for p in round.packs] for round in rounds_of(packer, chosen, workers)])
+    assert np.ptp(table.sum(0)) <= np.ptp(table, axis=1).max() + 1e-6
+
+
+@given(batches())
+def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_they_fill_the_longest_rows(batch):
+    packer, chosen, workers = batch
+    for round in rounds_of(packer, chosen, workers):
+        if any(len(pack) == 0 for pack in round.packs):
+            assert sum(map(len, round.packs)) < workers or round.length == packer.length
+
+
+@given(batches())
+def test_one_worker_gets_the_packs_of_the_packer_in_its_order(batch):
+    packer, chosen, _ = batch
+    in_order = sorted(packer.bins(chosen), key=packer.row_length, reverse=True)
+    assert plain(rounds_of(packer, chosen, 1)) == [(packer.row_length(bin), [bin.tolist()]) for bin in in_order]
+
+
+# Costs
+
+
+def test_a_row_costs_its_tokens_and_the_pairs_attention_computes():
+    # 9 tokens; 1+2+3+4 = 10 pairs in the prompt, 5+6 = 11 and 5+6+7 = 18 in the completions: 39, a sixth of one each
+    cost = row_cost(np.array([4]), np.array([2, 3]), np.array([2]), hidden_size=1)
+    assert cost.tolist() == [9 + 39 / 6]
+    assert row_cost(np.array([4]), np.array([2, 3]), np.array([2]), hidden_size=10).tolist() == [9 + 39 / 60]
+
+
+def test_a_repeated_prompt_costs_as_its_sequences_do():
+    # sequences of 6 and 7: 13 tokens, 21 + 28 pairs
+    cost = row_cost(np.array([4]), np.array([2, 3]), np.array([2]), hidden_size=1, arrangement="repeated")
+    assert cost.tolist() == [13 + 49 / 6]
+
+
+def test_each_preference_has_its_own_completions():
+    prompts, lengths, counts = np.array([4, 1, 2]), np.array([2, 3, 1, 1, 5, 2]), np.array([2, 3, 1])
+    together = row_cost(prompts, lengths, counts, hidden_size=7)
+    alone = [row_cost(np.array([4]), np.array([2, 3]), np.array([2]), hidden_size=7)]
+    alone += [row_cost(np.array([1]), np.array([1, 1, 5]), np.array([3]), hidden_size=7)]
+    alone += [row_cost(np.array([2]), np.array([2]), np.array([1]), hidden_size=7)]
+    assert together.tolist() == pytest.approx(np.concatenate(alone).tolist())
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_pairs_are_those_the_rule_of_attention_allows(prompt, completions):
+    branch = np.repeat(np.arange(len(completions) + 1), [prompt, *completions])
+    causal = np.tri(len(branch), dtype=bool)
+    allowed = causal & ((branch == 0)[None, :] | (branch[:, None] == branch[None, :]))
+    cost = row_cost(np.array([prompt]), np.array(completions), np.array([len(completions)]), hidden_size=1)
+    assert cost[0] == pytest.approx(len(branch) + allowed.sum() / 6)
