@@ -2,27 +2,29 @@
 
     python benchmarks/scale.py [--data FILE ... --tokenizer FOLDER] [--plot FILE]
 
-Lengths are those of preference files with two completions (the first of them is also drawn from, with replacement, for
-many workers), or log-normal as in benchmarks/throughput.py. A global batch is 256 pairs, or 16 pairs for each worker.
+Lengths are those of preference files with two completions (many workers take theirs from the first file, drawn with
+replacement), or log-normal as in benchmarks/throughput.py. A global batch is 256 pairs, or 16 pairs for each worker.
 
-    batch             each batch packed by first fit decreasing and shared out, rows of --pack-length and its quarters
-    batch, auto       the same with the length that `auto` means where every worker fills four rows of a batch
-    dataset           65,536 pairs packed once, batches of whole packs, dealt to the workers in turn
-    greedy            each batch packed in order, a row closed when the next pair does not fit; dealt in turn
-    padded            one sequence a row, padded to the longest of a micro-batch of 8 pairs, in random order
-    padded, sorted    the same, the pairs of a batch sorted by their longest sequence first
+    batch            each batch packed by first fit decreasing and shared out, in rows of --pack-length and its quarters
+    batch, auto      the same, in rows short enough that every worker has four of a batch
+    dataset          65,536 pairs packed once, batches of whole packs, dealt to the workers in turn
+    greedy           each batch packed in order, a row closed when the next pair does not fit; dealt in turn
+    padded           one sequence a row, padded to the longest of a micro-batch of 8 pairs, in random order; dealt in turn
+    padded, sorted   the same, the pairs of a batch first sorted by their longest sequence
+    padded, grouped  the same, all 65,536 sorted, so that batches are of like length (and no longer drawn at random)
 
-Cost is tandem.packing.sharing's: tokens through linear layers and pairs in attention, filler and padding included.
+Cost is that of tandem.packing.sharing: tokens through the linear layers and pairs in attention, here with filler and
+padding, because they are computed.
 
     fill        tokens over positions, of rows that hold any
-    imbalance   cost of the worker with the most over the mean: the mean over steps
-    idle        share of the workers' time that is spent waiting, if they wait at the end of a step alone
-    by round    the same, if they wait in every round (micro-batch), as sharded weights make them
-    useful      cost of the pairs with prompts computed once and no filler, over time (waiting by round) * workers
+    imbalance   cost of the worker with the most over the mean of all; the mean over steps
+    idle        share of the workers' time spent waiting, if they wait for one another at the end of a step
+    by round    the same, if they wait in every round (micro-batch), as workers do that gather sharded weights
+    useful      cost of the pairs, each prompt once and no filler, over the workers' time when they wait by round
 
-A worker that has no pair in a round is idle, though it may compute filler. Prints tables and, as its last line, one JSON
-object. Exits with 1 when one worker's rows, over an epoch of a set at 256 pairs a batch, are less than 97 % full: for
-sets of which a batch fills four rows or more.
+A worker without a pair in a round is idle there, though it may compute filler. Prints tables and, as its last line, one
+JSON object. Exits with 1 when one worker's rows are less than 97 % full over an epoch of a set at 256 pairs a batch,
+unless such a batch does not fill four rows.
 """
 
 import argparse
@@ -30,9 +32,367 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import batched, zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from tandem.packing.binning import Bins, first_fit_decreasing, pack_into_bins
+from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
+from tandem.packing.schedule import Batches
+from tandem.packing.sharing import row_cost, share_out
+
+MIN_FILL = 0.97
+PAIRS_PER_BATCH, PAIRS_PER_WORKER, PAIRS_PER_MICRO_BATCH = 256, 16, 8
+MAX_STEPS, POOL = 24, 65_536
+METHODS = ["batch", "batch, auto", "dataset", "greedy", "padded", "padded, sorted", "padded, grouped"]
+ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"]
+METRICS = ["fill", "imbalance", "idle", "by round", "useful"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The lengths of a set's pairs."""
+
+    prompts: np.ndarray
+    completions: np.ndarray  # [pairs, 2]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, chosen: np.ndarray) -> "Pairs":
+        return Pairs(self.prompts[chosen], self.completions[chosen])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens in a row, the prompt once."""
+        return self.prompts + self.completions.sum(1)
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """Tokens of each prompt with each of its completions: [pairs, 2]."""
+        return self.prompts[:, None] + self.completions
+
+    def costs(self, hidden_size: int) -> np.ndarray:
+        two = np.full(len(self), 2)
+        return row_cost(self.prompts, self.completions.ravel(), two, hidden_size=hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every worker computes in every round of a step: zero where it has nothing."""
+
+    positions: np.ndarray  # [rounds, workers]
+    costs: np.ndarray  # [rounds, workers]
+    num_tokens: int  # that are not filler
+    least_cost: float  # of these pairs: no filler, each prompt once
+
+
+# Where lengths come from
+
+
+def log_normal(num: int, seed: int) -> Pairs:
+    """Prompts of 200 tokens in the mean, completions of 250, sigma 0.7, at most 2,048 together."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(mean: float, *shape: int) -> np.ndarray:
+        return np.maximum(4, rng.lognormal(np.log(mean) - 0.7**2 / 2, 0.7, shape).astype(np.int64))
+
+    pairs = Pairs(drawn(200, 2 * num), drawn(250, 2 * num, 2))
+    return pairs[np.flatnonzero(pairs.sequences.max(1) <= 2048)[:num]]
+
+
+def read(file: str, tokenizer: str) -> Pairs:
+    from tandem.config.schema import Config, DatasetFields
+    from tandem.data.opening import open_store
+    from tandem.data.template import make_template
+    from tandem.data.tokenizer import load_tokenizer
+
+    config = Config()
+    template = make_template(load_tokenizer(Path(tokenizer)), config.policy.tokenizer)
+    lenient = config.data.model_copy(update={"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0})
+    store = open_store(file, DatasetFields(data_path=file), template, lenient, 2048)
+    if (store.num_completions != 2).any():
+        sys.exit(f"{file}: some preferences have more than two completions; this benchmark pads pairs.")
+    return Pairs(store.num_prompt_tokens, store.completion_lengths.reshape(-1, 2).astype(np.int64))
+
+
+# What the workers compute
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Pairs, the workers that compute them, and the settings they share."""
+
+    pairs: Pairs
+    workers: int
+    pairs_per_batch: int
+    pack_length: int
+    hidden_size: int
+
+    def steps(self, method: str, num_steps: int) -> list[Step]:
+        if method == "dataset":
+            return self._of_whole_packs(num_steps)
+        if method == "padded, grouped":
+            in_groups = by_length(self.pairs)[: len(self.pairs) // self.pairs_per_batch * self.pairs_per_batch]
+            return [self._padded(self.pairs[batch]) for batch in in_groups.reshape(-1, self.pairs_per_batch)]
+        step: Callable[[Pairs], Step] = {
+            "batch": lambda pairs: self._shared_out(pairs, row_lengths(self.pack_length)),
+            "batch, auto": lambda pairs: self._shared_out(pairs, self.auto_lengths()),
+            "greedy": lambda pairs: self._dealt_packs(pairs, in_order(pairs.sizes, self.pack_length)),
+            "padded": self._padded,
+            "padded, sorted": lambda pairs: self._padded(pairs[by_length(pairs)]),
+        }[method]
+        numbers = np.arange(num_steps * self.pairs_per_batch).reshape(num_steps, -1)
+        return [step(self.pairs[chosen]) for chosen in numbers]
+
+    def auto_lengths(self) -> tuple[int, ...]:
+        per_worker = self.pairs_per_batch * self.pairs.sizes.mean() / self.workers
+        return row_lengths(max(int(self.pairs.sizes.max()), min(self.pack_length, int(per_worker / ROWS_PER_BATCH))))
+
+    def _shared_out(self, pairs: Pairs, lengths: tuple[int, ...]) -> Step:
+        sizes, costs = pairs.sizes, pairs.costs(self.hidden_size)
+        bins = first_fit_decreasing(sizes, lengths[-1])
+        rounds = share_out(bins, sizes, costs, lengths=lengths, num_workers=self.workers)
+        positions = np.array([[round.length * (len(pack) > 0) for pack in round.packs] for round in rounds])
+        attention = np.array([[(costs - sizes)[pack].sum() for pack in round.packs] for round in rounds])
+        return Step(positions, positions + attention, int(sizes.sum()), float(costs.sum()))
+
+    def _of_whole_packs(self, num_steps: int) -> list[Step]:
+        packs = first_fit_decreasing(self.pairs.sizes, self.pack_length)
+        ones = np.ones(len(self.pairs), np.int64)
+        batches = Batches(ones, self.pairs_per_batch, shuffle=True, drop_last=True, packs=packs).epoch(0)[:num_steps]
+        steps = []
+        for batch in batches:
+            assert batch.bounds is not None
+            of_batch = Bins(np.arange(len(batch.preferences)), batch.bounds)
+            steps.append(self._dealt_packs(self.pairs[batch.preferences], of_batch))
+        return steps
+
+    def _dealt_packs(self, pairs: Pairs, packs: Bins) -> Step:
+        sizes, costs = pairs.sizes, pairs.costs(self.hidden_size)
+        attention = np.array([(costs - sizes)[pack].sum() for pack in packs])
+        positions = np.full(len(packs), self.pack_length)
+        return Step(
+            dealt(positions, self.workers),
+            dealt(positions + attention, self.workers),
+            int(sizes.sum()),
+            float(costs.sum()),
+        )
+
+    def _padded(self, pairs: Pairs) -> Step:
+        together = min(PAIRS_PER_MICRO_BATCH, -(-len(pairs) // self.workers))
+        starts = np.arange(0, len(pairs), together)
+        longest = np.maximum.reduceat(pairs.sequences.max(1), starts)
+        rows = 2 * np.diff(np.append(starts, len(pairs)))
+        none = np.zeros(0, np.int64)
+        cost_of_row = row_cost(longest, none, np.zeros_like(longest), hidden_size=self.hidden_size)
+        return Step(
+            dealt(rows * longest, self.workers),
+            dealt(rows * cost_of_row, self.workers),
+            int(pairs.sequences.sum()),
+            float(pairs.costs(self.hidden_size).sum()),
+        )
+
+
+def by_length(pairs: Pairs) -> np.ndarray:
+    return np.argsort(-pairs.sequences.max(1), kind="stable")
+
+
+def dealt(values: np.ndarray, workers: int) -> np.ndarray:
+    """In turn, round by round, zeros where there is no more: 1 2 3 for two workers -> [[1, 2], [3, 0]]."""
+    return np.pad(values, (0, -len(values) % workers)).reshape(-1, workers)
+
+
+def in_order(sizes: np.ndarray, capacity: int) -> Bins:
+    """Items in order, a bin closed for good when the next does not fit."""
+    bounds, room = [0], capacity
+    for number, size in enumerate(sizes.tolist()):
+        if size > room:
+            bounds.append(number)
+            room = capacity
+        room -= size
+    return Bins(np.arange(len(sizes)), np.array([*bounds, len(sizes)]))
+
+
+def measures(steps: Sequence[Step]) -> dict[str, float]:
+    workers = steps[0].costs.shape[1]
+    per_worker = np.array([step.costs.sum(0) for step in steps])  # [steps, workers]
+    by_round = sum(float(step.costs.max(1).sum()) for step in steps)
+    found = {
+        "fill": sum(step.num_tokens for step in steps) / sum(int(step.positions.sum()) for step in steps),
+        "imbalance": float((per_worker.max(1) / per_worker.mean(1)).mean()),
+        "idle": 1 - float(per_worker.mean(1).sum() / per_worker.max(1).sum()),
+        "by round": max(0.0, 1 - float(per_worker.mean(1).sum()) / by_round),  # one worker: rounding below zero
+        "useful": sum(step.least_cost for step in steps) / (workers * by_round),
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+# Tables
+
+
+def epochs(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One shuffled epoch of a set at 256 pairs a batch, on one worker and on eight."""
+    order = np.random.default_rng(options.seed).permutation(len(pairs))
+    num_steps = len(pairs) // PAIRS_PER_BATCH
+    rows = []
+    for workers in (1, 8):
+        run = Simulation(pairs[order], workers, PAIRS_PER_BATCH, options.pack_length, options.hidden_size)
+        for method, length in (("batch", options.pack_length), ("batch, auto", run.auto_lengths()[-1])):
+            row = {"set": name, "workers": workers, "pairs": PAIRS_PER_BATCH, "method": method, "length": length}
+            rows.append(row | measures(run.steps(method, num_steps)))
+            show(rows[-1], name[:28])
+    return rows
+
+
+def whole_set(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A set packed once by each algorithm: how full packs are, and how unlike in the pairs they hold."""
+    rows = []
+    for algorithm in ALGORITHMS:
+        packs = pack_into_bins(algorithm, pairs.sizes, options.pack_length, options.seed)
+        fill = round(int(pairs.sizes.sum()) / (len(packs) * options.pack_length), 4)
+        fewest, most = int(np.diff(packs.bounds).min()), int(np.diff(packs.bounds).max())
+        row = {"set": name, "algorithm": algorithm, "packs": len(packs), "fill": fill, "fewest": fewest, "most": most}
+        print(f"{name[:28]:<29}{algorithm:<25}{len(packs):>9,}{fill:>11.3f}{fewest:>13,}{most:>11,}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every method on every number of workers, for batches of 256 pairs and of 16 a worker."""
+    rows = []
+    for batch in ("fixed", "growing"):
+        for workers in options.workers:
+            per_batch = PAIRS_PER_BATCH if batch == "fixed" else PAIRS_PER_WORKER * workers
+            num_steps = min(MAX_STEPS, len(pairs) // per_batch)
+            run = Simulation(pairs, workers, per_batch, options.pack_length, options.hidden_size)
+            for method in METHODS:
+                length = {"batch, auto": run.auto_lengths()[-1]}.get(method, options.pack_length)
+                row = {"batch": batch, "workers": workers, "pairs": per_batch, "method": method, "length": length}
+                rows.append(row | measures(run.steps(method, num_steps)))
+                show(rows[-1], f"{per_batch:,} pairs")
+    return rows
+
+
+def heading(first: str) -> None:
+    print(f"\n{first:<29}{'workers':>8}  {'method':<15}{'length':>7}" + "".join(f"{name:>11}" for name in METRICS))
+
+
+def show(row: dict[str, Any], first: str) -> None:
+    length = f"{row['length']:,}" if "padded" not in row["method"] else ""
+    numbers = "".join(f"{row[name]:>11.3f}" for name in METRICS)
+    print(f"{first:<29}{row['workers']:>8,}  {row['method']:<15}{length:>7}{numbers}", flush=True)
+
+
+def missed_targets(rows: list[dict[str, Any]], sets: dict[str, Pairs], pack_length: int) -> list[str]:
+    missed = []
+    for row in rows:
+        rows_per_batch = PAIRS_PER_BATCH * sets[row["set"]].sizes.mean() / pack_length
+        judged = row["workers"] == 1 and row["method"] == "batch" and rows_per_batch >= ROWS_PER_BATCH
+        if judged and row["fill"] < MIN_FILL:
+            missed.append(f"{row['set']}, one worker: a fill of {row['fill']}, under {MIN_FILL}")
+    return missed
+
+
+# The plot: a row for each measure, a column for batches of 256 pairs and one for 16 pairs a worker
+
+WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT = 900, 800, 370, 170
+PLOTTED = {"by round": "idle share, waiting by round", "fill": "fill", "useful": "useful share"}
+COLOURS = ["#0b5fa5", "#3fa7d6", "#2e7d32", "#8e5bb5", "#b3261e", "#d9822b", "#8a6d3b"]
+INK, FAINT, PAPER = "#1f2328", "#d0d7de", "#ffffff"
+
+
+def plot(rows: list[dict[str, Any]], workers: list[int]) -> str:
+    """Its own white ground and dark ink, so that it reads the same on a light and on a dark page."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{PAPER}"/>',
+    ]
+    for column, batch in enumerate(("fixed", "growing")):
+        of_batch = [row for row in rows if row["batch"] == batch]
+        title = f"{PAIRS_PER_BATCH} pairs a batch" if batch == "fixed" else f"{PAIRS_PER_WORKER} pairs a worker"
+        x = 60 + column * (PANEL_WIDTH + 60)
+        parts.append(text(x + PANEL_WIDTH / 2, 24, title, anchor="middle", weight="bold"))
+        for line, (metric, name) in enumerate(PLOTTED.items()):
+            parts += panel(of_batch, workers, metric, name, x, 50 + line * (PANEL_HEIGHT + 66))
+    for number, method in enumerate(METHODS):
+        x, y = 60 + number % 4 * 200, 756 + number // 4 * 24
+        parts.append(f'<path d="M{x} {y}h24" stroke="{COLOURS[number]}" stroke-width="3"{dash(method)}/>')
+        parts.append(text(x + 32, y + 4, method))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def panel(rows: list[dict[str, Any]], workers: list[int], metric: str, name: str, left: float, top: float) -> list[str]:
+    def x(count: int) -> float:
+        span = np.log2(workers[-1] / workers[0]) or 1
+        return left + PANEL_WIDTH * float(np.log2(count / workers[0]) / span)
+
+    def y(share: float) -> float:
+        return top + PANEL_HEIGHT * (1 - share)
+
+    parts = [text(left, top - 8, name)]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(f'<path d="M{left} {y(share):.1f}h{PANEL_WIDTH}" stroke="{FAINT}"/>')
+        parts.append(text(left - 8, y(share) + 4, f"{share:.0%}", anchor="end"))
+    parts += [text(x(count), top + PANEL_HEIGHT + 18, f"{count:,}", anchor="middle") for count in workers]
+    parts.append(text(left + PANEL_WIDTH / 2, top + PANEL_HEIGHT + 36, "workers", anchor="middle"))
+    for method, colour in zip(METHODS, COLOURS, strict=True):
+        points = [(x(row["workers"]), y(row[metric])) for row in rows if row["method"] == method]
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dash(method)}/>')
+    return parts
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
+
+
+def dash(method: str) -> str:
+    """A method and its variants: drawn through, dashed, dotted."""
+    pattern = {"auto": "7 4", "sorted": "7 4", "grouped": "2 3"}.get(method.partition(", ")[2])
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", default=[], help="preference files")
+    parser.add_argument("--tokenizer", default="", help="folder of the tokenizer for them")
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--pack-length", type=int, default=8192, help="tokens in a row")
+    parser.add_argument("--hidden-size", type=int, default=1536, help="weighs attention: see row_cost")
+    parser.add_argument("--plot", help="an SVG file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.data and not options.tokenizer:
+        parser.error("--data needs --tokenizer, the folder of a tokenizer")
+    started = time.perf_counter()
+    sets = {Path(file).name: read(file, options.tokenizer) for file in options.data}
+    sets = sets or {"log-normal": log_normal(POOL, options.seed)}
+    heading("one epoch of")
+    of_sets = [row for name, pairs in sets.items() for row in epochs(name, pairs, options)]
+    print(f"\n{'packed once':<29}{'algorithm':<25}{'packs':>9}{'fill':>11}{'fewest pairs':>13}{'most pairs':>11}")
+    packed_once = [row for name, pairs in sets.items() for row in whole_set(name, pairs, options)]
+    first = next(iter(sets.values()))
+    pool = first[np.random.default_rng(options.seed).integers(len(first), size=POOL)]
+    heading("a batch of")
+    rows = many_workers(pool, options)
+    if options.plot:
+        Path(options.plot).write_text(plot(rows, options.workers), encoding="utf-8")
+    missed = missed_targets(of_sets, sets, options.pack_length)
+    for line in missed:
+        print(f"missed: {line}")
+    about = {
+        "seconds": round(time.perf_counter() - started),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    found = {"sets": of_sets, "packed_once": packed_once, "rows": rows, "missed": missed}
+    print(json.dumps({"benchmark": "scale", **vars(options), **found, **about}))
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """What only a GPU can show: FlexAttention with our block lists, compiled layers, and no wait inside a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,44 @@ def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
     for name, gradient in expected.items():
         difference = (gradients(model)[name] - gradient).abs().max() / gradient.abs().max()
         assert difference.item() < 5e-3, name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_a_preference_split_over_rows_with_tool_turns_equals_each_sequence_alone(architecture):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    rng = np.random.default_rng(3)
+    long = random_preference(rng, num_completions=5, max_prompt=60, max_completion=70)
+    unscored = tuple(np.arange(len(c) // 3, len(c) // 2, dtype=np.int32) for c in long.completions)
+    long = replace(long, unscored=unscored)
+    model = tiny_model(architecture, **HEADS).to(CUDA)
+    plain = plain_token_logps(model, long)
+    want = torch.cat([logps[torch.from_numpy(long.scored(i)).long()] for i, logps in enumerate(plain)])
+    policy = as_policy(model, head_chunk=64)
+    policy.flex = True
+    compile_layers(policy)
+    pack = lay_out([0], [long], length=128)
+    assert pack.token_ids.shape[0] > 1
+    inputs = policy.inputs(pack, CUDA)
+    got = policy(inputs)[: inputs.num_scored]
+    got.sum().backward()
+    assert (got - want).abs().max().item() < 2e-3
+
+
+@pytest.mark.parametrize("mode", ["batch", "dataset"])
+def test_runs_by_every_schedule_agree_with_the_unpacked_one(tmp_path, mode):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = ["policy.precision=float32", "dpo.max_num_steps=3", "policy.train_global_batch_size=24"]
+    if mode == "batch":  # the same preferences a step, so the same losses
+        packed = metrics_of(short_run(tmp_path / "packed", *settings, "policy.packing.pack_length=1024"))
+        plain = metrics_of(short_run(tmp_path / "plain", *settings, "policy.packing.mode=none"))
+        np.testing.assert_allclose([m["loss"] for m in packed], [m["loss"] for m in plain], rtol=1e-3)
+    else:
+        found = metrics_of(
+            short_run(tmp_path / "whole", *settings, "policy.packing.mode=dataset", "policy.packing.pack_length=1024")
+        )
+        assert found[0]["loss"] == pytest.approx(0.693147, abs=1e-4)
+        assert all(m["num_pairs"] <= 24 for m in found)
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
@@ -134,8 +174,8 @@ def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
     class Killed(Exception):
         pass
 
-    def dying(t, number, pending, bar):
-        report(t, number, pending, bar)
+    def dying(t, number, *rest):
+        report(t, number, *rest)
         if number == 3:
             raise Killed
 

@@ -50,7 +50,7 @@ class Packer:
         for length, group in groupby(in_order, key=self.row_length):
             waiting: list[Pack] = []
             for bin in group:
-                waiting.append(self._pack(bin, length))
+                waiting.append(self.row(bin.tolist(), length))
                 if len(waiting) == self.packs_per_micro_batch:
                     yield join(waiting)
                     waiting = []
@@ -75,10 +75,10 @@ class Packer:
         """One, but for a preference that is longer than a row, and where sequences have rows to themselves."""
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
             return 1
-        return self._pack(bin, self.length).token_ids.shape[0]
+        return self.row(bin.tolist(), self.length).token_ids.shape[0]
 
-    def _pack(self, indices: IntArray, length: int) -> Pack:
-        chosen = indices.tolist()
+    def row(self, chosen: list[int], length: int) -> Pack:
+        """Preferences as a pack with rows of that length."""
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
 
 

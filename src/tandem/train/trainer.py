@@ -18,6 +18,7 @@ from tandem.model.load import ModelSource, find_model, load_policy, weights_fing
 from tandem.model.parallel import Workers, compile_layers, shard, start_workers
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
+from tandem.packing.layout import join
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import GlobalBatch
@@ -108,6 +109,8 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     weights = weights_fingerprint(setup.source)
     references = _references(setup, policy, workers, weights, reporter)
     _audit(setup, policy, references, reporter)
+    if setup.compiles:
+        _compile_every_length(setup, policy, reporter)
     side = Side(references["train"], config.dpo, workers, setup.precision)
     optimizer = make_optimizer(policy.parameters(), config.policy)
     scheduler = make_scheduler(optimizer, config.policy)
@@ -134,6 +137,19 @@ def _build(setup: Setup, run: Path, workers: Workers, reporter: Reporter) -> Tra
     return Training(
         setup, run, policy, side, validation_sets, optimizer, scheduler, fingerprints, reporter, metrics, progress
     )
+
+
+def _compile_every_length(setup: Setup, policy: Policy, reporter: Reporter) -> None:
+    """One row of each length, forward and backward, before the first step: later steps then never stop to compile."""
+    packer = setup.train
+    smallest = int(np.argmin(packer.sizes))
+    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]]
+    with reporter.progress("Compiling", len(lengths)) as done:
+        for length in lengths:
+            rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
+            policy(policy.inputs(join(rows), setup.device)).sum().backward()
+            done()
+    policy.zero_grad()
 
 
 def _load(setup: Setup, source: ModelSource, workers: Workers) -> Policy:

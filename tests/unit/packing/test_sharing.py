@@ -72,6 +72,17 @@ def test_packs_of_like_cost_stand_in_one_round_and_the_costliest_goes_to_the_one
     assert plain(found) == [(8, [[2], [0]]), (8, [[3], [1]])]
 
 
+def test_what_a_worker_has_so_far_counts_over_all_rounds():
+    # 12 | 11, then 4 | 10 (16 and 21 in all), then 3 | 1
+    found = shared(bins([0], [1], [2], [3], [4], [5]), [8] * 6, 2, costs=[12, 11, 10, 4, 3, 1])
+    assert plain(found) == [(8, [[0], [1]]), (8, [[3], [2]]), (8, [[4], [5]])]
+
+
+def test_the_cheapest_packs_are_those_left_over():
+    # 2, 8 and 8 tokens: the two of 8 make a full round, so that rows of 2 do for the rest
+    assert plain(shared(bins([0], [1], [2, 3]), [2, 8, 5, 3], 2)) == [(8, [[1], [2, 3]]), (2, [[0], []])]
+
+
 def test_a_full_round_is_spread_anew_where_its_rows_get_shorter_for_it():
     # 8 and 2 tokens take rows of 8; as 5 and 3 + 2 rows of 6
     assert plain(shared(bins([0, 1], [2]), [5, 3, 2], 2)) == [(6, [[0], [1, 2]])]
