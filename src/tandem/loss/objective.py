@@ -1,13 +1,17 @@
-"""Log-probabilities per completion in; PairLoss out: the losses and implicit rewards of every pair."""
+"""Log-probabilities per pair in; PairLoss out: the losses and implicit rewards of every pair."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from tandem.config.losses import BETA, LOSS_FACTS, LossName, needs_reference, weights_of
 from tandem.config.schema import Dpo
-from tandem.loss.pairs import PairRatios
+from tandem.loss.divergence import diverged
+from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.preference import PREFERENCE_LOSSES
 from tandem.loss.sft import sft
+from tandem.model.logps import CompletionLogps
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +26,55 @@ class PairLoss:
     logps_rejected: Tensor  # [pairs]
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """Which completions form the pairs, and which is the best of each preference: indices into the completions."""
-
-    winners: Tensor  # [pairs]
-    losers: Tensor  # [pairs]
-    best: Tensor  # [preferences]
-
-
-def pair_loss(policy: Tensor, reference: Tensor, num_tokens: Tensor, pairing: Pairing, dpo: Dpo) -> PairLoss:
-    """The losses of every pair from the summed log-probabilities [completions] of policy and reference."""
+def compare(policy: Sides, reference: Sides, num_tokens: Sides, dpo: Dpo, scores: Sides | None = None) -> Pairs:
+    """What the losses read, from summed log-probabilities: averaged first where asked for, then the divergence."""
     ratios = policy - reference
     if dpo.preference_average_log_probs:
-        ratios = ratios / num_tokens
-    pairs = PairRatios(ratios[pairing.winners], ratios[pairing.losers])
-    beta = dpo.reference_policy_kl_penalty
+        policy, reference, ratios = policy / num_tokens, reference / num_tokens, ratios / num_tokens
+    ratios = ratios.map(lambda ratio: diverged(ratio, dpo.f_divergence, dpo.f_alpha))
+    # A loss that reads scores where none were given becomes NaN, which stops the run.
+    none = policy.map(lambda logps: torch.full_like(logps, torch.nan))
+    return Pairs(policy, reference, ratios, num_tokens, none if scores is None else scores)
+
+
+def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
+    """The chosen losses, weighted and summed: [pairs].
+
+    A loss of scope batch is right only when `pairs` are those of the whole global batch; sorted over them, its values
+    stand in no pair's place, and only their sum has a meaning.
+    """
+    losses = [
+        weight * PREFERENCE_LOSSES[name](pairs, **_arguments(name, dpo))
+        for name, weight in weights_of(dpo.preference_loss).items()
+    ]
+    return torch.stack(losses).sum(0)
+
+
+def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
+    """beta times the ratios, or times log pi for losses without a reference; per token where the losses are."""
+    values = pairs.ratios if needs_reference(dpo.preference_loss) else pairs.policy
+    if all(LOSS_FACTS[name].averages for name in weights_of(dpo.preference_loss)):
+        values = values / pairs.num_tokens
+    return values.map(lambda value: dpo.reference_policy_kl_penalty * value.detach())
+
+
+def pair_loss(
+    policy: CompletionLogps, pairs: Pairs, pairing: Pairing, dpo: Dpo, weights: Tensor | None = None
+) -> PairLoss:
+    """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's."""
+    assert (weights is not None) == dpo.wpo, "dpo.wpo and the weights it asks for belong together"
+    preference = preference_loss(pairs, dpo)
+    rewards = implicit_rewards(pairs, dpo)
+    logps = pairing.sides(policy.total.detach())
     return PairLoss(
-        preference=PREFERENCE_LOSSES[dpo.preference_loss](pairs, beta=beta),
-        sft=sft(policy[pairing.best], num_tokens[pairing.best], average=dpo.sft_average_log_probs),
-        rewards_chosen=beta * pairs.chosen.detach(),
-        rewards_rejected=beta * pairs.rejected.detach(),
-        logps_chosen=policy[pairing.winners].detach(),
-        logps_rejected=policy[pairing.losers].detach(),
+        preference=preference if weights is None else weights * preference,
+        sft=sft(policy.total[pairing.best], policy.num_tokens[pairing.best], average=dpo.sft_average_log_probs),
+        rewards_chosen=rewards.chosen,
+        rewards_rejected=rewards.rejected,
+        logps_chosen=logps.chosen,
+        logps_rejected=logps.rejected,
     )
+
+
+def _arguments(name: LossName, dpo: Dpo) -> dict[str, float]:
+    return {"beta" if key == BETA else key: getattr(dpo, key) for key in LOSS_FACTS[name].arguments}

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tandem.config.losses import needs_scores, scope_of
 from tandem.config.schema import Dpo
 from tandem.errors import NonFiniteError
-from tandem.loss.objective import Pairing, PairLoss, pair_loss
+from tandem.loss.objective import PairLoss, compare, pair_loss
+from tandem.loss.pairs import Pairing
+from tandem.loss.weighting import pair_sums
 from tandem.model.logps import sum_completions
 from tandem.model.parallel import Workers
 from tandem.model.policy import Policy
@@ -59,13 +62,22 @@ class StepReport:
 
 def pack_loss(policy: Policy, side: Side, pack: Pack) -> PairLoss:
     """Forward of one micro-batch: policy and reference log-probabilities, then the loss of each pair."""
+    dpo = side.dpo
+    assert scope_of(dpo.preference_loss) == "pair" and not needs_scores(dpo.preference_loss), dpo.preference_loss
     inputs = policy.inputs(pack, side.workers.device)
-    own = sum_completions(policy(inputs), inputs.completion_lengths, inputs.completion)
-    with torch.no_grad():
-        tokens = side.reference.token_logps(pack, inputs)
-        reference = sum_completions(tokens, inputs.completion_lengths, inputs.completion)
     pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
-    return pair_loss(own.total, reference.total, own.num_tokens, pairing, side.dpo)
+    tokens = policy(inputs)
+    own = sum_completions(tokens, inputs.completion_lengths, inputs.completion)
+    with torch.no_grad():
+        reference_tokens = side.reference.token_logps(pack, inputs)
+        reference = sum_completions(reference_tokens, inputs.completion_lengths, inputs.completion)
+    pairs = compare(
+        pair_sums(tokens, own, pairing, dpo.ld_alpha),
+        pair_sums(reference_tokens, reference, pairing, dpo.ld_alpha),
+        pairing.sides(own.num_tokens),
+        dpo,
+    )
+    return pair_loss(own, pairs, pairing, dpo)
 
 
 def metric_sums(loss: PairLoss, dpo: Dpo, precision: str) -> Tensor:

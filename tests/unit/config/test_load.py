@@ -392,7 +392,6 @@ def test_a_key_that_is_no_text_is_refused(write):
             "dpo.reference_policy_kl_penalty=0",
             "dpo.reference_policy_kl_penalty = 0: input should be greater than 0.",
         ),
-        ("dpo.preference_loss=ipo", "dpo.preference_loss = \"ipo\": input should be 'dpo' or 'sigmoid'."),
         ("dpo=3", "dpo = 3: input should be a valid dictionary or instance of Dpo."),
         ("data.train=3", "data.train = 3: input should be a valid dictionary or instance of DatasetFields."),
         ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),
@@ -414,7 +413,7 @@ def test_all_errors_of_a_file_are_shown_together(write):
     assert refusal(file, "data.shuffle=2").splitlines() == [
         f"{file}: run.seed = -1: input should be greater than or equal to 0.",
         f'{file}: dpo.max_num_epochs = "3": input should be a valid integer.',
-        f"{file}: unknown key dpo.gamma.{LISTS}",
+        f"{file}: unknown key dpo.gamma. Did you mean dpo.simpo_gamma?{LISTS}",
         "command line: data.shuffle = 2: input should be a valid boolean.",
         f"{file}: unknown key foo.{LISTS}",
     ]

@@ -1,0 +1,160 @@
+"""What each preference loss reads and needs, by name. Its formula, which needs torch, stands in loss/preference.py."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal
+
+LossName = Literal[
+    "dpo",
+    "sigmoid",
+    "ipo",
+    "rpo_sq",
+    "rpo_bwd_kl",
+    "rpo_fwd_kl",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+PreferenceLoss = LossName | dict[LossName, float]
+Scope = Literal["pair", "batch"]
+
+BETA = "reference_policy_kl_penalty"
+SHARED = ("preference_average_log_probs", "ld_alpha", "f_divergence", "wpo")
+
+
+@dataclass(frozen=True, slots=True)
+class LossFacts:
+    """Which keys of section dpo a loss reads, and what it needs besides the policy."""
+
+    arguments: tuple[str, ...]  # keys that are the loss's own
+    shared: tuple[str, ...] = SHARED  # of the keys that change what all chosen losses see, those it has a meaning with
+    needs_reference: bool = True
+    needs_scores: bool = False
+    averages: bool = False  # divides by completion length itself
+    scope: Scope = "pair"  # batch: one pair's loss depends on all others of the global batch
+
+
+LOSS_FACTS: dict[LossName, LossFacts] = {
+    "dpo": LossFacts((BETA, "label_smoothing")),
+    "sigmoid": LossFacts((BETA, "label_smoothing")),
+    "ipo": LossFacts((BETA,)),
+    "rpo_sq": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
+    "rpo_bwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
+    "rpo_fwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
+    "hinge": LossFacts((BETA,)),
+    "robust": LossFacts((BETA, "label_smoothing")),
+    "exo_pair": LossFacts((BETA, "label_smoothing")),
+    "nca_pair": LossFacts((BETA,)),
+    "bco_pair": LossFacts((BETA,)),
+    "sppo_hard": LossFacts((BETA,)),
+    # Sorted over the batch, a loss belongs to no pair: there is nothing for a pair's WPO weight to multiply.
+    # aot compares log-probabilities before any ratio is made of them, so no divergence has a say in it.
+    "aot": LossFacts((BETA, "label_smoothing"), ("preference_average_log_probs", "ld_alpha"), scope="batch"),
+    "aot_unpaired": LossFacts(
+        (BETA, "label_smoothing"), ("preference_average_log_probs", "ld_alpha", "f_divergence"), scope="batch"
+    ),
+    "apo_zero": LossFacts((BETA,)),
+    "apo_down": LossFacts((BETA,)),
+    "discopop": LossFacts((BETA, "discopop_tau")),
+    "sigmoid_norm": LossFacts((BETA,), ("ld_alpha", "wpo"), averages=True),
+    "simpo": LossFacts((BETA, "simpo_gamma"), ("wpo",), needs_reference=False, averages=True),
+    "orpo": LossFacts(("orpo_lambda",), ("wpo",), needs_reference=False, averages=True),
+    "cpo": LossFacts((BETA, "cpo_alpha"), ("wpo",), needs_reference=False),
+}
+
+
+def weights_of(chosen: PreferenceLoss) -> dict[LossName, float]:
+    """The chosen losses with their weights; a name alone has weight 1."""
+    return chosen if isinstance(chosen, dict) else {chosen: 1.0}
+
+
+def needs_reference(chosen: PreferenceLoss) -> bool:
+    return any(LOSS_FACTS[name].needs_reference for name in weights_of(chosen))
+
+
+def needs_scores(chosen: PreferenceLoss) -> bool:
+    return any(LOSS_FACTS[name].needs_scores for name in weights_of(chosen))
+
+
+def scope_of(chosen: PreferenceLoss) -> Scope:
+    return "batch" if any(LOSS_FACTS[name].scope == "batch" for name in weights_of(chosen)) else "pair"
+
+
+def misnamed(chosen: Any) -> str | None:
+    """Why a value of dpo.preference_loss is no loss and no map of losses to weights; None if it is one."""
+    if not isinstance(chosen, str | dict):
+        return (
+            f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights"
+        )
+    for name in [chosen] if isinstance(chosen, str) else chosen:
+        if name not in LOSS_FACTS:
+            near = difflib.get_close_matches(str(name), LOSS_FACTS, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            return f"dpo.preference_loss: there is no loss {name!r}.{hint} Known are {_listed(LOSS_FACTS, 'and')}"
+    if chosen == {}:
+        return "dpo.preference_loss names no loss"
+    weights = chosen.items() if isinstance(chosen, dict) else []
+    for name, weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight <= 0:
+            return f"dpo.preference_loss.{name} = {json.dumps(weight, default=str)}: a weight is a number above 0"
+    return None
+
+
+def misread(chosen: PreferenceLoss, changed: dict[str, Any]) -> list[str]:
+    """Why the keys of section dpo that differ from their defaults do not suit the chosen losses: a sentence each."""
+    names = list(weights_of(chosen))
+    own = {key for facts in LOSS_FACTS.values() for key in facts.arguments}
+    reasons = [
+        _refusal(key, value, names, [name for name, facts in LOSS_FACTS.items() if key in facts.arguments])
+        for key, value in changed.items()
+        if key in own and not any(key in LOSS_FACTS[name].arguments for name in names)
+    ]
+    for key, value in changed.items():
+        deaf = [name for name in names if key in SHARED and key not in LOSS_FACTS[name].shared]
+        if deaf:
+            reasons.append(
+                _refusal(key, value, deaf, [name for name, facts in LOSS_FACTS.items() if key in facts.shared])
+            )
+    return reasons + _misfits(names, changed)
+
+
+def _misfits(names: list[LossName], changed: dict[str, Any]) -> list[str]:
+    reasons = []
+    if "f_alpha" in changed and changed.get("f_divergence") != "alpha":
+        reasons.append(f"dpo.f_alpha = {changed['f_alpha']} is read with dpo.f_divergence = alpha only")
+    smoothing = changed.get("label_smoothing", 0.0)
+    if "robust" in names and smoothing >= 0.5:
+        reasons.append(f"dpo.label_smoothing = {smoothing}: dpo.preference_loss robust needs less than 0.5")
+    if "exo_pair" in names and smoothing == 0:
+        reasons.append(
+            "dpo.label_smoothing = 0.0: dpo.preference_loss exo_pair needs more than 0, for instance 0.001, "
+            "since the logarithm of it is taken"
+        )
+    return reasons
+
+
+def _refusal(key: str, value: Any, deaf: Iterable[str], readers: list[LossName]) -> str:
+    return (
+        f"dpo.{key} = {json.dumps(value)} is not read by dpo.preference_loss {_listed(deaf, 'and')}: "
+        f"leave it out, or choose {_listed(readers, 'or')}"
+    )
+
+
+def _listed(names: Iterable[str], last: Literal["and", "or"]) -> str:
+    *most, final = names
+    return f"{', '.join(most)} {last} {final}" if most else final

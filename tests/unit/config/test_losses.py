@@ -1,0 +1,238 @@
+"""Which settings go with which loss, and what a user reads when they do not."""
+
+import pytest
+import yaml
+
+from tandem.config.load import load_config
+from tandem.config.losses import LOSS_FACTS, SHARED, needs_reference, needs_scores, scope_of, weights_of
+from tandem.config.schema import Config, Dpo
+from tandem.errors import ConfigError
+
+ALL = (
+    "dpo, sigmoid, ipo, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, aot, "
+    "aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, simpo, orpo and cpo"
+)
+OF_RATIOS = "dpo, sigmoid, ipo, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard"
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+def dpo(*overrides: str) -> Dpo:
+    return load_config(None, overrides).config.dpo
+
+
+# Names and weights
+
+
+@pytest.mark.parametrize("name", LOSS_FACTS)
+def test_every_loss_can_be_chosen_by_its_name(name):
+    smoothing = ["dpo.label_smoothing=0.001"] if name == "exo_pair" else []
+    assert dpo(f"dpo.preference_loss={name}", *smoothing).preference_loss == name
+
+
+def test_several_losses_are_given_with_weights():
+    chosen = dpo("dpo.preference_loss={dpo: 0.8, bco_pair: 1}").preference_loss
+    assert weights_of(chosen) == {"dpo": 0.8, "bco_pair": 1.0}
+    assert weights_of("ipo") == {"ipo": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("dpo2", f"dpo.preference_loss: there is no loss 'dpo2'. Did you mean dpo? Known are {ALL}."),
+        ("zz", f"dpo.preference_loss: there is no loss 'zz'. Known are {ALL}."),
+        ("{dpo: 1, ip: 1}", f"dpo.preference_loss: there is no loss 'ip'. Did you mean ipo? Known are {ALL}."),
+        ("{dpo: 0}", "dpo.preference_loss.dpo = 0: a weight is a number above 0."),
+        ("{dpo: 1, ipo: -0.5}", "dpo.preference_loss.ipo = -0.5: a weight is a number above 0."),
+        ("{dpo: nan}", "dpo.preference_loss.dpo = NaN: a weight is a number above 0."),
+        ("{dpo: inf}", "dpo.preference_loss.dpo = Infinity: a weight is a number above 0."),
+        ("{dpo: much}", 'dpo.preference_loss.dpo = "much": a weight is a number above 0.'),
+        ("{dpo: true}", "dpo.preference_loss.dpo = true: a weight is a number above 0."),
+        ("{}", "dpo.preference_loss names no loss."),
+        ("3", "dpo.preference_loss = 3 is neither a loss nor a map of losses to weights."),
+        ("[dpo]", 'dpo.preference_loss = ["dpo"] is neither a loss nor a map of losses to weights.'),
+        ("null", "dpo.preference_loss = null is neither a loss nor a map of losses to weights."),
+    ],
+)
+def test_what_is_no_loss_is_refused(given, reason):
+    assert refusal(f"dpo.preference_loss={given}") == f"command line: {reason}"
+
+
+# Settings nobody reads
+
+
+@pytest.mark.parametrize(
+    ("chosen", "setting", "reason"),
+    [
+        (
+            "hinge",
+            "label_smoothing=0.1",
+            "dpo.label_smoothing = 0.1 is not read by dpo.preference_loss hinge: "
+            "leave it out, or choose dpo, sigmoid, robust, exo_pair, aot or aot_unpaired.",
+        ),
+        (
+            "{ipo: 1, hinge: 2}",
+            "gt_reward_scale=2",
+            "dpo.gt_reward_scale = 2.0 is not read by dpo.preference_loss ipo and hinge: "
+            "leave it out, or choose rpo_sq, rpo_bwd_kl or rpo_fwd_kl.",
+        ),
+        (
+            "dpo",
+            "simpo_gamma=1",
+            "dpo.simpo_gamma = 1.0 is not read by dpo.preference_loss dpo: leave it out, or choose simpo.",
+        ),
+        (
+            "dpo",
+            "orpo_lambda=0.1",
+            "dpo.orpo_lambda = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose orpo.",
+        ),
+        (
+            "dpo",
+            "cpo_alpha=0.1",
+            "dpo.cpo_alpha = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose cpo.",
+        ),
+        (
+            "dpo",
+            "discopop_tau=0.1",
+            "dpo.discopop_tau = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose discopop.",
+        ),
+        (
+            "orpo",
+            "reference_policy_kl_penalty=0.2",
+            "dpo.reference_policy_kl_penalty = 0.2 is not read by dpo.preference_loss orpo: leave it out, or choose "
+            f"{OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, simpo or cpo.",
+        ),
+        (
+            "sigmoid_norm",
+            "preference_average_log_probs=true",
+            "dpo.preference_average_log_probs = true is not read by dpo.preference_loss sigmoid_norm: leave it out, "
+            f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down or discopop.",
+        ),
+        (
+            "simpo",
+            "ld_alpha=0.5",
+            "dpo.ld_alpha = 0.5 is not read by dpo.preference_loss simpo: leave it out, "
+            f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop or sigmoid_norm.",
+        ),
+        (
+            "aot",
+            "f_divergence=js",
+            'dpo.f_divergence = "js" is not read by dpo.preference_loss aot: leave it out, '
+            f"or choose {OF_RATIOS}, aot_unpaired, apo_zero, apo_down or discopop.",
+        ),
+        (
+            "aot",
+            "wpo=true",
+            "dpo.wpo = true is not read by dpo.preference_loss aot: leave it out, "
+            f"or choose {OF_RATIOS}, apo_zero, apo_down, discopop, sigmoid_norm, simpo, orpo or cpo.",
+        ),
+        ("dpo", "f_alpha=0.5", "dpo.f_alpha = 0.5 is read with dpo.f_divergence = alpha only."),
+        (
+            "robust",
+            "label_smoothing=0.5",
+            "dpo.label_smoothing = 0.5: dpo.preference_loss robust needs less than 0.5.",
+        ),
+        (
+            "exo_pair",
+            "label_smoothing=0",
+            "dpo.label_smoothing = 0.0: dpo.preference_loss exo_pair needs more than 0, for instance 0.001, "
+            "since the logarithm of it is taken.",
+        ),
+    ],
+)
+def test_a_setting_that_the_loss_cannot_use_is_refused(chosen, setting, reason):
+    assert refusal(f"dpo.preference_loss={chosen}", f"dpo.{setting}") == f"command line: {reason}"
+
+
+def test_all_settings_that_do_not_fit_are_named_together():
+    assert refusal("dpo.preference_loss=ipo", "dpo.simpo_gamma=1", "dpo.cpo_alpha=2") == (
+        "command line: dpo.simpo_gamma = 1.0 is not read by dpo.preference_loss ipo: leave it out, or choose simpo. "
+        "dpo.cpo_alpha = 2.0 is not read by dpo.preference_loss ipo: leave it out, or choose cpo."
+    )
+
+
+def test_a_loss_of_several_may_read_a_setting_alone():
+    assert dpo("dpo.preference_loss={dpo: 1, hinge: 1}", "dpo.label_smoothing=0.1").label_smoothing == 0.1
+
+
+def test_what_changes_the_common_numbers_must_suit_every_loss_of_several():
+    assert refusal("dpo.preference_loss={dpo: 1, cpo: 1}", "dpo.ld_alpha=0.5") == (
+        "command line: dpo.ld_alpha = 0.5 is not read by dpo.preference_loss cpo: leave it out, "
+        f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop or sigmoid_norm."
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("label_smoothing=0.6", "dpo.label_smoothing = 0.6: input should be less than or equal to 0.5."),
+        ("label_smoothing=-0.1", "dpo.label_smoothing = -0.1: input should be greater than or equal to 0."),
+        ("discopop_tau=0", "dpo.discopop_tau = 0: input should be greater than 0."),
+        ("discopop_tau=1.5", "dpo.discopop_tau = 1.5: input should be less than or equal to 1."),
+        ("ld_alpha=2", "dpo.ld_alpha = 2: input should be less than or equal to 1."),
+        ("gt_reward_scale=0", "dpo.gt_reward_scale = 0: input should be greater than 0."),
+        ("f_alpha=-1", "dpo.f_alpha = -1: input should be greater than or equal to 0."),
+        (
+            "f_divergence=kl",
+            "dpo.f_divergence = \"kl\": input should be 'reverse_kl', 'forward_kl', 'js' or 'alpha'.",
+        ),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused(setting, reason):
+    assert refusal(f"dpo.{setting}") == f"command line: {reason}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["dpo.preference_loss=orpo"],
+        ["dpo.preference_loss={dpo: 0.8, simpo: 0.2}", "dpo.simpo_gamma=1", "dpo.wpo=true"],
+        ["dpo.f_divergence=alpha", "dpo.f_alpha=0.5", "dpo.ld_alpha=0.5"],
+    ],
+)
+def test_a_resolved_configuration_is_accepted_again_with_all_its_defaults(tmp_path, overrides):
+    loaded = load_config(None, overrides)
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(loaded.as_yaml(), encoding="utf-8")
+    assert yaml.safe_load(loaded.as_yaml())["dpo"]["simpo_gamma"] is not None
+    assert load_config(str(dumped), []).config == loaded.config
+
+
+# Facts
+
+
+def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
+    read = {key for facts in LOSS_FACTS.values() for key in (*facts.arguments, *facts.shared)}
+    assert read <= set(Dpo.model_fields)
+    assert {"f_alpha", *SHARED, *read} >= set(Dpo.model_fields) - {
+        "preference_loss",
+        "preference_loss_weight",
+        "sft_loss_weight",
+        "sft_average_log_probs",
+        "max_num_epochs",
+        "max_num_steps",
+        "val_period",
+        "val_batches",
+        "val_global_batch_size",
+        "val_at_start",
+        "val_at_end",
+    }
+
+
+def test_what_losses_need():
+    assert [name for name in LOSS_FACTS if not needs_reference(name)] == ["simpo", "orpo", "cpo"]
+    assert [name for name in LOSS_FACTS if needs_scores(name)] == ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
+    assert [name for name in LOSS_FACTS if scope_of(name) == "batch"] == ["aot", "aot_unpaired"]
+
+
+def test_several_losses_need_what_any_of_them_needs():
+    assert needs_reference({"simpo": 1.0, "dpo": 0.1})
+    assert not needs_reference({"simpo": 1.0, "orpo": 0.1})
+    assert needs_scores({"dpo": 1.0, "rpo_sq": 0.1})
+    assert scope_of({"dpo": 1.0, "aot": 0.1}) == "batch"
+    assert scope_of(Config().dpo.preference_loss) == "pair"

@@ -1,0 +1,124 @@
+"""LD-DPO's sums and WPO's weights from the tokens of a pack, against loops over completions."""
+
+import math
+
+import pytest
+import torch
+
+from tandem.loss.pairs import Pairing
+from tandem.loss.weighting import pair_sums, wpo_weights
+from tandem.model.logps import CompletionLogps, sum_completions
+
+# Three completions of 2, 3 and 1 tokens, then padding; the first is in two pairs with partners of other lengths.
+LENGTHS = torch.tensor([2, 3, 1])
+COMPLETION = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3])
+TOKENS = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 77.0, 88.0])
+PAIRING = Pairing(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 1]), torch.tensor([0]))
+
+
+def sums_of(tokens: torch.Tensor) -> CompletionLogps:
+    return sum_completions(tokens, LENGTHS, COMPLETION)
+
+
+def ld(tokens: torch.Tensor, alpha: float | None) -> list[list[float]]:
+    sides = pair_sums(tokens, sums_of(tokens), PAIRING, alpha)
+    return [sides.chosen.tolist(), sides.rejected.tolist()]
+
+
+def test_tokens_beyond_the_shorter_completion_of_the_pair_count_alpha():
+    assert ld(TOKENS, 0.5) == [
+        [-3.0, -2.0, -6.0],  # against 3 tokens: -1 - 2; against 1: -1 + 0.5 * -2; -6
+        [-9.5, -6.0, -7.5],  # against 2: -3 - 4 + 0.5 * -5; -6; against 1: -3 + 0.5 * -9
+    ]
+
+
+def test_alpha_one_changes_nothing():
+    assert ld(TOKENS, 1.0) == ld(TOKENS, None) == [[-3.0, -3.0, -6.0], [-12.0, -6.0, -12.0]]
+
+
+def test_alpha_zero_cuts_both_to_the_shorter():
+    assert ld(TOKENS, 0.0) == [[-3.0, -1.0, -6.0], [-7.0, -6.0, -3.0]]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_packed_sums_equal_a_loop_over_pairs(alpha):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 40, (30,), generator=generator)
+    tokens = -3 * torch.rand(int(lengths.sum()) + 7, generator=generator)
+    completion = torch.cat([torch.arange(30).repeat_interleave(lengths), torch.full((7,), 30)])
+    winners, losers = torch.randint(0, 30, (2, 50), generator=generator)
+    sums = sum_completions(tokens, lengths, completion)
+    sides = pair_sums(tokens, sums, Pairing(winners, losers, winners[:1]), alpha)
+    parts = tokens[: int(lengths.sum())].split(lengths.tolist())
+
+    def plain(own: int, other: int) -> float:
+        weights = [1.0 if at < len(parts[other]) else alpha for at in range(len(parts[own]))]
+        return sum(weight * token for weight, token in zip(weights, parts[own].tolist(), strict=True))
+
+    pairs = list(zip(winners.tolist(), losers.tolist(), strict=True))
+    assert sides.chosen.tolist() == pytest.approx([plain(winner, loser) for winner, loser in pairs], abs=1e-4)
+    assert sides.rejected.tolist() == pytest.approx([plain(loser, winner) for winner, loser in pairs], abs=1e-4)
+
+
+def test_the_gradient_of_a_token_is_its_weight_summed_over_its_pairs():
+    tokens = TOKENS.clone().requires_grad_()
+    sides = pair_sums(tokens, sums_of(tokens), PAIRING, 0.25)
+    (sides.chosen.sum() + sides.rejected.sum()).backward()
+    # first completion: 1 + 1, 1 + 0.25; second: 1 + 1, 1 + 0.25, 0.25 + 0.25; third: 1 + 1; padding: none
+    assert tokens.grad.tolist() == pytest.approx([2, 1.25, 2, 1.25, 0.5, 2, 0, 0])
+
+
+def test_the_gradient_of_the_sums_matches_finite_differences():
+    tokens = TOKENS.double().requires_grad_()
+
+    def weighted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sides = pair_sums(values, sums_of(values), PAIRING, 0.25)
+        return sides.chosen, sides.rejected
+
+    assert torch.autograd.gradcheck(weighted, tokens)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_token_that_is_not_finite_spoils_the_pairs_of_its_completion_and_no_other(alpha, bad):
+    tokens = TOKENS.clone()
+    tokens[2] = bad  # of the second completion
+    sides = pair_sums(tokens, sums_of(tokens), PAIRING, alpha)
+    assert torch.isfinite(sides.chosen).all()
+    assert torch.isfinite(sides.rejected).tolist() == [False, True, False]
+
+
+def test_short_completions_behind_a_long_pack_keep_their_digits():
+    lengths = torch.tensor([40_000, 1, 2])
+    tokens = torch.cat([torch.full((40_000,), -9.123456), torch.tensor([-0.001, -0.002, -0.003])])
+    completion = torch.arange(3).repeat_interleave(lengths)
+    pairing = Pairing(torch.tensor([1]), torch.tensor([2]), torch.tensor([1]))
+    sides = pair_sums(tokens, sum_completions(tokens, lengths, completion), pairing, 0.0)
+    assert sides.chosen.item() == pytest.approx(-0.001, rel=1e-5)
+    assert sides.rejected.item() == pytest.approx(-0.002, rel=1e-5)
+
+
+def test_an_empty_pack_has_no_pairs():
+    none = torch.zeros(0, dtype=torch.long)
+    tokens, pairing = torch.zeros(4), Pairing(none, none, none)
+    sums = sum_completions(tokens, none, torch.zeros(4, dtype=torch.long))
+    assert pair_sums(tokens, sums, pairing, 0.5).chosen.shape == (0,)
+    assert wpo_weights(tokens, tokens, none, torch.zeros(4, dtype=torch.long), pairing).shape == (0,)
+
+
+def test_wpo_weighs_a_pair_by_both_mean_likelihoods_less_what_a_sample_would_have():
+    squares = torch.tensor([-0.5, -1.5, -2.0, -2.0, -2.0, -5.0, 0.0, 0.0])
+    # means of log pi - log sum pi^2: (-0.5 - 0.5) / 2 = -0.5; (-1 - 2 - 3) / 3 = -2; -1
+    weights = wpo_weights(TOKENS, squares, LENGTHS, COMPLETION, PAIRING)
+    assert weights.tolist() == pytest.approx([math.exp(-2.5), math.exp(-1.5), math.exp(-3.0)])
+
+
+def test_wpo_weighs_an_even_choice_by_one():
+    """Among v equally likely tokens log pi = log sum pi^2 = -log v: on the policy's own samples nothing changes."""
+    even = torch.full((8,), -math.log(50))
+    assert wpo_weights(even, even, LENGTHS, COMPLETION, PAIRING).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_no_gradient_flows_through_the_weights_of_wpo():
+    tokens = TOKENS.clone().requires_grad_()
+    assert not wpo_weights(tokens, TOKENS, LENGTHS, COMPLETION, PAIRING).requires_grad
