@@ -16,7 +16,7 @@ replacement), or log-normal as in benchmarks/throughput.py. A global batch is 25
 Cost is that of tandem.packing.sharing: tokens through the linear layers and pairs in attention, here with filler and
 padding, because they are computed.
 
-    fill        tokens over positions, of rows that hold any
+    fill        tokens over positions, of rows that hold any ("lowest fill" in the JSON: of one step)
     imbalance   cost of the worker with the most over the mean of all; the mean over steps
     idle        share of the workers' time spent waiting, if they wait for one another at the end of a step
     by round    the same, if they wait in every round (micro-batch), as workers do that gather sharded weights
@@ -223,6 +223,7 @@ def measures(steps: Sequence[Step]) -> dict[str, float]:
     by_round = sum(float(step.costs.max(1).sum()) for step in steps)
     found = {
         "fill": sum(step.num_tokens for step in steps) / sum(int(step.positions.sum()) for step in steps),
+        "lowest fill": min(step.num_tokens / int(step.positions.sum()) for step in steps),
         "imbalance": float((per_worker.max(1) / per_worker.mean(1)).mean()),
         "idle": 1 - float(per_worker.mean(1).sum() / per_worker.max(1).sum()),
         "by round": max(0.0, 1 - float(per_worker.mean(1).sum()) / by_round),  # one worker: rounding below zero

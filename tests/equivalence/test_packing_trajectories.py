@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixed(folder):
-    """Sixteen preferences of two to four completions: 44 pairs, so three batches and then four, two epochs long."""
+    """Sixteen preferences of two to four completions, 44 pairs: three or four batches an epoch."""
     return write(folder / "mixed.jsonl", preferences(*[2, 3, 4, 2] * 4))
 
 
@@ -153,7 +153,9 @@ def test_several_unpacked_preferences_at_once_train_the_same_model(plain, mixed,
 
 
 def test_the_plain_run_has_seven_steps_and_moves_the_weights_far_beyond_the_bound(plain):
-    assert [line["num_pairs"] for line in metrics_of(plain)] == [14, 16, 14, 12, 12, 16, 4]
+    lines = metrics_of(plain)
+    assert len(lines) == 7
+    assert sum(line["num_pairs"] for line in lines) == 2 * 44
     start = load_file(tiny_model() / "model.safetensors")
     assert largest_difference(weights_of(plain), start) > 1000 * WEIGHTS
 

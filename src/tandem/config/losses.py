@@ -83,6 +83,11 @@ def weights_of(chosen: PreferenceLoss) -> dict[LossName, float]:
     return chosen if isinstance(chosen, dict) else {chosen: 1.0}
 
 
+def spelled(chosen: PreferenceLoss) -> str:
+    """dpo; or dpo x 1 + bco_pair x 0.2"""
+    return chosen if isinstance(chosen, str) else " + ".join(f"{name} x {weight:g}" for name, weight in chosen.items())
+
+
 def needs_reference(chosen: PreferenceLoss) -> bool:
     return any(LOSS_FACTS[name].needs_reference for name in weights_of(chosen))
 

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.config.losses import LossName, misnamed, misread
+from tandem.config.losses import LossName, misnamed, misread, needs_reference, spelled
 
 CONFIG_VERSION = 1
 EMBEDDED = "embedded"
@@ -251,9 +251,10 @@ class Policy(Section):
 class Reference(Section):
     """The frozen model the policy is compared with: the policy's own start."""
 
-    mode: Literal["cached", "live"] = Field(
+    mode: Literal["cached", "live", "none"] = Field(
         default="cached",
-        description="cached: its log-probabilities are computed once and kept on disk; live: a frozen copy",
+        description="cached: its log-probabilities are computed once and kept on disk; live: a frozen copy; "
+        "none: what losses without a reference always have",
     )
     cache_dir: str | None = Field(
         default=None, description="null: reference/ in $TANDEM_CACHE or the user's cache directory"
@@ -348,6 +349,12 @@ class Data(Section):
     )
     overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
         default="drop", description="preferences over policy.max_total_sequence_length: drop and count, cut, or stop"
+    )
+    default_chosen_reward: float | None = Field(
+        default=None, description="score of the best completion where the data gives none"
+    )
+    default_rejected_reward: float | None = Field(
+        default=None, description="score of the other completions where the data gives none"
     )
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="malformed rows: stop, or skip and count")
     max_bad_share: Share = Field(
@@ -454,6 +461,14 @@ class Config(Section):
     export: Export = Field(default=Export(), description="the exported model")
     logger: Logger = Field(default=Logger(), description="trackers")
     cluster: Cluster = Field(default=Cluster(), description="devices and machines")
+
+    @model_validator(mode="after")
+    def _reference_where_needed(self) -> "Config":
+        if self.reference.mode == "none" and needs_reference(self.dpo.preference_loss):
+            raise ValueError(
+                f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference"
+            )
+        return self
 
     @field_validator("config_version")
     @classmethod

@@ -13,11 +13,9 @@ Each pack is a dict: `input_ids` and `labels` of all its sequences end to end (c
 
 import os
 import pickle
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 from math import isfinite, isnan
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.data.plain_pickle import Array, Refused, load_objects, shown
 from tandem.data.tokens import IntArray, TokenizedPreference
 from tandem.errors import DataError
 
@@ -33,7 +32,6 @@ NOT_SCORED = -100  # the label of a token that is not learned: of the prompt, a 
 DEFAULT_REWARDS = (1.0, 0.0)  # of chosen and rejected where the data gives none
 MAX_ID = np.iinfo(np.int32).max
 KEYS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
-SHOWN = 80  # characters of a value in a message
 AGAIN = "Pack it again, or prepare from the JSONL that it was packed from."
 
 
@@ -141,7 +139,7 @@ def _rewards(pair: TokenizedPreference) -> tuple[float, ...]:
     return tuple(float(score) for score in pair.scores)
 
 
-# Reading: the packs
+# Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +175,18 @@ class _Sequence:
         return _Sequence(ids[:known], labels[:known], self.reward, self.place)
 
 
+def _load(file: Path) -> tuple[list[Any], int]:
+    """The packs of a file, and how many bytes it has."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}. Give the path of a packed_*.npy file.") from None
+    try:
+        return load_objects(data), len(data)
+    except Refused as refused:
+        raise DataError(f"{file}: {refused}. {AGAIN}") from None
+
+
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
     """Refuse a file that, by naming one list many times, stands for more numbers than it has bytes."""
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
@@ -188,10 +198,10 @@ def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
 def _sequences(entry: Any, place: str) -> list[_Sequence]:
     """The sequences of a pack, each checked by itself, but for the layout of its labels."""
     if not isinstance(entry, dict):
-        raise DataError(f"{place}: {_shown(entry)}, not a dict with {', '.join(KEYS)}. {AGAIN}")
+        raise DataError(f"{place}: {shown(entry)}, not a dict with {', '.join(KEYS)}. {AGAIN}")
     if entry.keys() != set(KEYS):
         odd = min(entry.keys() ^ set(KEYS))
-        raise DataError(f"{place}: {'lacks' if odd in KEYS else 'has an unknown'} {_shown(odd)}. {AGAIN}")
+        raise DataError(f"{place}: {'lacks' if odd in KEYS else 'has an unknown'} {shown(odd)}. {AGAIN}")
     ids, labels, rewards, lengths, bounds = (_listed(entry[key], key, place) for key in KEYS)
     bounds = _whole(bounds, "boundary", place).tolist()
     _check_bounds(bounds, len(ids), place)
@@ -223,7 +233,7 @@ def _check_bounds(bounds: list[int], num_tokens: int, place: str) -> None:
 def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, place: str) -> _Sequence:
     """A sequence without its padding, which is what follows its `length` tokens."""
     if type(length) is not int or not 0 < length <= len(tokens):
-        raise DataError(f"{place}: its length is {_shown(length)}, of {len(tokens)} tokens. {AGAIN}")
+        raise DataError(f"{place}: its length is {shown(length)}, of {len(tokens)} tokens. {AGAIN}")
     ids, labels = _whole(tokens, "token", place), _whole(marks, "label", place)
     if (wrong := np.flatnonzero((ids < 0) | (ids > MAX_ID))).size:
         raise DataError(f"{place}: token {wrong[0]} is {ids[wrong[0]]}, which is no token id. {AGAIN}")
@@ -237,7 +247,7 @@ def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, pla
     if not is_id.any():
         raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no answer. {AGAIN}")
     if not _is_finite(reward):
-        raise DataError(f"{place}: its reward is {_shown(reward)}, not a finite number. {AGAIN}")
+        raise DataError(f"{place}: its reward is {shown(reward)}, not a finite number. {AGAIN}")
     return _Sequence(ids[:length].astype(np.int32), labels[:length].astype(np.int32), float(reward), place)
 
 
@@ -294,12 +304,12 @@ def _difference(prompt: IntArray, other: IntArray) -> str:
 
 def _items(value: Any) -> list[Any] | NDArray[Any] | None:
     """What is in a list or an array; None for anything else."""
-    return value if isinstance(value, list) else value.values if isinstance(value, _Array) else None
+    return value if isinstance(value, list) else value.values if isinstance(value, Array) else None
 
 
 def _listed(value: Any, key: str, place: str) -> list[Any]:
     if (items := _items(value)) is None:
-        raise DataError(f"{place}: {key} is {_shown(value)}, not a list. {AGAIN}")
+        raise DataError(f"{place}: {key} is {shown(value)}, not a list. {AGAIN}")
     return items if isinstance(items, list) else items.tolist()
 
 
@@ -309,251 +319,10 @@ def _whole(values: list[Any], what: str, place: str) -> NDArray[np.int64]:
         if set(map(type, values)) <= {int}:
             return np.array(values, np.int64)
     i = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
-    raise DataError(f"{place}: {what} {i} is {_shown(values[i])}, not a whole number of 64 bits. {AGAIN}")
+    raise DataError(f"{place}: {what} {i} is {shown(values[i])}, not a whole number of 64 bits. {AGAIN}")
 
 
 def _is_finite(value: Any) -> bool:
     with suppress(OverflowError):  # a whole number that no float can hold
         return type(value) in (int, float) and isfinite(value)
     return False
-
-
-def _shown(value: Any) -> str:
-    """A value of a file for a message: one short line, whatever it is."""
-    if isinstance(value, int | float | str) or value is None:
-        text = ascii(value)
-        return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-    return "an array" if isinstance(value, _Array) else f"a {type(value).__name__.strip('_').lower()}"
-
-
-# Reading: the pickle
-
-
-class _Refused(Exception):
-    """Why a pickle is not read; the message is the rest of a sentence that starts with the file."""
-
-
-class _Name(Enum):
-    """What a pickle may name. A name stands for itself: nothing is imported."""
-
-    NDARRAY = "numpy.ndarray"
-    DTYPE = "numpy.dtype"
-    RECONSTRUCT = "numpy._core.multiarray._reconstruct"
-    SCALAR = "numpy._core.multiarray.scalar"
-    ENCODE = "_codecs.encode"  # how older pickles write bytes
-
-
-_NAMES = {
-    ("numpy", "ndarray"): _Name.NDARRAY,
-    ("numpy", "dtype"): _Name.DTYPE,
-    ("numpy.core.multiarray", "_reconstruct"): _Name.RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _Name.RECONSTRUCT,
-    ("numpy.core.multiarray", "scalar"): _Name.SCALAR,
-    ("numpy._core.multiarray", "scalar"): _Name.SCALAR,
-    ("_codecs", "encode"): _Name.ENCODE,
-}
-
-
-@dataclass(slots=True, eq=False)
-class _Dtype:
-    """The type of an array's numbers: `i8` and the like, or `O8` of objects; then, as the pickle adds it, the byte order."""
-
-    code: str
-    order: str = "="
-
-    def numbers(self, raw: bytes, num: int) -> NDArray[Any]:
-        if self.code not in _CODES or len(raw) != num * int(self.code[1]):
-            raise _Refused(f"has an array of {num} {_shown(self.code)} in {len(raw)} bytes")
-        return np.frombuffer(raw, np.dtype(self.order + self.code))
-
-
-@dataclass(slots=True, eq=False)
-class _Array:
-    """An array of one dimension: made empty, then filled."""
-
-    values: list[Any] | NDArray[Any] | None = None
-
-
-_CODES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
-_HEADER = re.compile(rb"\{'descr': '\|O', 'fortran_order': False, 'shape': \(([0-9]{1,18}),\), \} *\n")
-# Instructions for one number each: of 1, 2 and 4 bytes, and a float. A list of tokens is a run of them.
-_NUMBERS = re.compile(rb"(?:K.|M..|J.{4}|G.{8})++", re.DOTALL)
-_SKIPPED = {b"\x80": 1, b"\x95": 8}  # protocol and frame: bytes that follow
-_MADE: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict, b")": tuple, b"N": lambda: None}
-_MADE |= {b"\x88": lambda: True, b"\x89": lambda: False}
-_COUNTED: dict[bytes, tuple[int, Callable[[bytes], Any]]] = {  # bytes of the length, and what is made of so many bytes
-    b"X": (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
-    b"\x8c": (1, lambda raw: raw.decode("utf-8", "surrogatepass")),
-    b"B": (4, bytes),
-    b"C": (1, bytes),
-    b"\x8a": (1, lambda raw: int.from_bytes(raw, "little", signed=True)),
-}
-_KEPT, _RECALLED = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}  # bytes of the index into the memo
-_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-
-
-def _load(file: Path) -> tuple[list[Any], int]:
-    """The objects of an .npy file of objects, and how many bytes it has."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}. Give the path of a packed_*.npy file.") from None
-    # Version 1.0, which has a header of at most 65,535 bytes, is what numpy.save writes for a list of dicts.
-    header = data[10 : 10 + int.from_bytes(data[8:10], "little")]
-    described = _HEADER.fullmatch(header) if data[:8] == b"\x93NUMPY\x01\x00" else None
-    if described is None:
-        raise DataError(f"{file}: not an array of objects as numpy.save writes it. {AGAIN}")
-    try:
-        loaded = _PlainPickle(data, 10 + len(header)).load()
-        if not isinstance(loaded, _Array) or not isinstance(loaded.values, list):
-            raise _Refused("holds no array of objects")
-        if not 0 < len(loaded.values) == int(described[1]):
-            raise _Refused(f"has {len(loaded.values)} packs where its header says {int(described[1])}")
-    except _Refused as refused:
-        raise DataError(f"{file}: {refused}. {AGAIN}") from None
-    return loaded.values, len(data)
-
-
-class _PlainPickle:
-    """A pickle of numbers, strings, lists, tuples, dicts and numpy arrays, read without importing or calling anything.
-
-    pickle.Unpickler, however few names it is given, is no match for a foreign file: one changed byte makes it reserve
-    gigabytes for its memo, and numpy's arrays then take their shape from the file and read past the end of their data.
-    """
-
-    def __init__(self, data: bytes, start: int):
-        self.data, self.position = data, start
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def load(self) -> Any:
-        try:
-            while (code := self._code()) != b".":
-                self._follow(code)
-            return self.stack.pop()
-        except (LookupError, TypeError, ValueError):
-            raise _Refused(f"is damaged before byte {self.position}") from None
-
-    def _code(self) -> bytes:
-        """The next instruction that is not a number's."""
-        if run := _NUMBERS.match(self.data, self.position):
-            # Numbers alone are safe with the usual reader, which is far faster. "(" ... "t": all as a tuple.
-            self.stack += pickle.loads(b"(" + run[0] + b"t.")
-            self.position = run.end()
-        return self._take(1)
-
-    def _take(self, num: int) -> bytes:
-        taken = self.data[self.position : self.position + num]
-        if len(taken) < num:
-            raise _Refused(f"ends in the middle, at byte {len(self.data)}")
-        self.position += num
-        return taken
-
-    def _number(self, num_bytes: int) -> int:
-        return int.from_bytes(self._take(num_bytes), "little")
-
-    def _follow(self, code: bytes) -> None:
-        if code in _MADE:
-            self.stack.append(_MADE[code]())
-        elif code in _COUNTED:
-            num_bytes, made_of = _COUNTED[code]
-            self.stack.append(made_of(self._take(self._number(num_bytes))))
-        elif code in _KEPT:
-            self.memo[self._number(_KEPT[code])] = self.stack[-1]
-        elif code in _RECALLED:
-            self.stack.append(self.memo[self._number(_RECALLED[code])])
-        elif code in _TUPLES:
-            self.stack.append(tuple(self._popped(_TUPLES[code])))
-        elif code in _SKIPPED:
-            self._take(_SKIPPED[code])
-        elif code in _JOINS:
-            _JOINS[code](self)
-        else:
-            raise _Refused(f"has an instruction that no pack needs ({code!a} at byte {self.position - 1})")
-
-    def _popped(self, num: int) -> list[Any]:
-        if num > len(self.stack):
-            raise IndexError
-        start = len(self.stack) - num
-        popped = self.stack[start:]
-        del self.stack[start:]
-        return popped
-
-    def _since_mark(self) -> list[Any]:
-        return self._popped(max(0, len(self.stack) - self.marks.pop()))
-
-    def _mark(self) -> None:
-        self.marks.append(len(self.stack))
-
-    def _memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def _tuple(self) -> None:
-        self.stack.append(tuple(self._since_mark()))
-
-    def _extend(self, items: list[Any]) -> None:
-        if type(self.stack[-1]) is not list:
-            raise TypeError
-        self.stack[-1].extend(items)
-
-    def _update(self, items: list[Any]) -> None:
-        if type(self.stack[-1]) is not dict or not all(type(key) is str for key in items[::2]):
-            raise TypeError
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
-
-    def _named(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise TypeError
-        if (module, name) not in _NAMES:
-            raise _Refused(f"names {_shown(f'{module}.{name}')}, which no pack needs; nothing that it names was run")
-        self.stack.append(_NAMES[module, name])
-
-    def _line(self) -> str:
-        end = self.data.index(b"\n", self.position)
-        line = self.data[self.position : end].decode("utf-8")
-        self.position = end + 1
-        return line
-
-    def _reduce(self) -> None:
-        match self._popped(2):
-            case [_Name.RECONSTRUCT, (_Name.NDARRAY, (0,), b"b")]:
-                self.stack.append(_Array())
-            case [_Name.DTYPE, (str(code), _, _)]:
-                self.stack.append(_Dtype(code))
-            case [_Name.SCALAR, (_Dtype() as dtype, bytes(raw))]:
-                self.stack.append(dtype.numbers(raw, 1)[0].item())
-            case [_Name.ENCODE, (str(text), "latin1")]:
-                self.stack.append(text.encode("latin1"))
-            case _:
-                raise _Refused(f"makes what no pack needs, before byte {self.position}")
-
-    def _build(self) -> None:
-        made, state = self._popped(2)
-        match made, state:
-            case _Dtype(), (int(), "<" | ">" | "|" | "=" as order, None, None, None, *_):
-                made.order = order
-            case _Array(values=None), (int(), (int(num),), _Dtype(code=str(code)), bool(), list(items)) if (
-                code.startswith("O") and len(items) == num
-            ):
-                made.values = items
-            case _Array(values=None), (int(), (int(num),), _Dtype() as dtype, bool(), bytes(raw)):
-                made.values = dtype.numbers(raw, num)
-            case _:
-                raise _Refused(f"fills an array in a way that no pack needs, before byte {self.position}")
-        self.stack.append(made)
-
-
-_JOINS: dict[bytes, Callable[[_PlainPickle], None]] = {
-    b"(": _PlainPickle._mark,
-    b"\x94": _PlainPickle._memoize,
-    b"t": _PlainPickle._tuple,
-    b"a": lambda self: self._extend(self._popped(1)),
-    b"e": lambda self: self._extend(self._since_mark()),
-    b"s": lambda self: self._update(self._popped(2)),
-    b"u": lambda self: self._update(self._since_mark()),
-    b"c": lambda self: self._named(self._line(), self._line()),
-    b"\x93": lambda self: self._named(*self._popped(2)),
-    b"R": _PlainPickle._reduce,
-    b"b": _PlainPickle._build,
-}

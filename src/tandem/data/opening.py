@@ -31,7 +31,13 @@ def open_store(
     progress: Callable[[float], None] = lambda share: None,
 ) -> TokenStore:
     """The tokenised form of a set, checked: enough of its rows could be used."""
-    limits = {"policy.max_total_sequence_length": max_length, "data.pairing": data.pairing, "data.overlong": _cut(data)}
+    limits = {
+        "policy.max_total_sequence_length": max_length,
+        "data.pairing": data.pairing,
+        "data.overlong": _cut(data),
+        "data.default_chosen_reward": data.default_chosen_reward,
+        "data.default_rejected_reward": data.default_rejected_reward,
+    }
     if is_prepared(Path(source)):
         store = _open_prepared(Path(source), template, limits)
     else:
@@ -85,7 +91,8 @@ def _make(
 ) -> None:
     format_name, reason = format_of(files, keys)
     max_length = made_of["limits"]["policy.max_total_sequence_length"]
-    recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong)
+    scores = (data.default_chosen_reward, data.default_rejected_reward)
+    recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
     with published(folder) as aside:
         facts = write_store(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}

@@ -74,6 +74,10 @@ class Selection:
         return np.array(lengths, np.int64)
 
     @cached_property
+    def lacks_scores(self) -> NDArray[np.bool_]:
+        return self._joined("lacks_scores")  # type: ignore[return-value]
+
+    @cached_property
     def longest(self) -> NDArray[np.int64]:
         return self._joined("longest")
 

@@ -107,13 +107,19 @@ class TokenStore:
         return self._columns.sizes("lengths")
 
     @cached_property
+    def lacks_scores(self) -> NDArray[np.bool_]:
+        """Whether some completion of each preference has no score."""
+        missing = self._columns.reduce("scores", np.add)  # NaN adds up to NaN
+        return np.isnan(missing)
+
+    @cached_property
     def highest_token_id(self) -> int:
         return max(self._columns.highest("prompt"), self._columns.highest("completions"))
 
     @cached_property
     def longest(self) -> NDArray[np.int64]:
         """Tokens of each preference's prompt and longest completion."""
-        longest = self._columns.reduce("lengths", np.maximum)
+        longest = self._columns.reduce("lengths", np.maximum).astype(np.int64)
         return self.num_prompt_tokens + longest
 
 
@@ -161,4 +167,4 @@ class _Columns:
 
     def reduce(self, name: str, ufunc: np.ufunc) -> NDArray[np.int64]:
         parts = [ufunc.reduceat(values, offsets[:-1]) for offsets, values in (a[name] for a in self._arrays)]
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -4,9 +4,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Recipe:
     pairing: str
     max_length: int
     overlong: str
+    default_scores: tuple[float | None, float | None] = (None, None)  # of the best completion, and of the others
 
     def __call__(self, chunk: Chunk, watch: Watch) -> Prepared:
         prepared = Prepared()
@@ -86,6 +88,7 @@ class Recipe:
             if isinstance(row, RowError):
                 prepared.rejects.append(_as_reject(row))
                 continue
+            row = _with_scores(row, *self.default_scores)
             accepted.append(row)
             prepared.digests.append(_digest(row))
             prepared.notes.update(_score_notes(row))
@@ -229,6 +232,19 @@ def _notes(rendered: Rendered) -> Iterator[str]:
         yield "control characters in the text"
     if any(SHIELD in text for text in texts):
         yield "special tokens spelled in a message, encoded as plain text"
+
+
+def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:
+    """Fill in the scores that the data does not give, if there are defaults."""
+    if best is None and other is None:
+        return row
+    winner = row.pairs[0][0]
+    defaults = [best if i == winner else other for i in range(len(row.scores))]
+    filled = [
+        default if isnan(score) and default is not None else score
+        for score, default in zip(row.scores, defaults, strict=True)
+    ]
+    return replace(row, scores=tuple(filled))
 
 
 def _score_notes(row: TokenizedPreference) -> Iterator[str]:

@@ -59,11 +59,19 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
 
 
 def pair_loss(
-    policy: CompletionLogps, pairs: Pairs, pairing: Pairing, dpo: Dpo, weights: Tensor | None = None
+    policy: CompletionLogps,
+    pairs: Pairs,
+    pairing: Pairing,
+    dpo: Dpo,
+    weights: Tensor | None = None,
+    of_batch: Tensor | None = None,
 ) -> PairLoss:
-    """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's."""
+    """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's.
+
+    `of_batch`: their part of a loss of scope batch, which these pairs alone do not determine.
+    """
     assert (weights is not None) == dpo.wpo, "dpo.wpo and the weights it asks for belong together"
-    preference = preference_loss(pairs, dpo)
+    preference = preference_loss(pairs, dpo) if of_batch is None else of_batch
     rewards = implicit_rewards(pairs, dpo)
     logps = pairing.sides(policy.total.detach())
     return PairLoss(

@@ -39,21 +39,26 @@ class _ChunkedLogps(torch.autograd.Function):
         targets: Tensor,
         rule: HeadRule,
         chunk: int,
-    ) -> Tensor:
+        squares: bool,
+    ) -> tuple[Tensor, Tensor]:
         logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         normalisers = torch.empty_like(logps)
+        log_squares = torch.empty_like(logps) if squares else logps.new_empty(0)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits, _ = _logits(hidden[part], weight, bias, rule)
             normalisers[part] = logits.logsumexp(-1)
             logps[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalisers[part]
+            if squares:  # log sum p^2 = log sum exp(2 logits) - 2 log sum exp(logits)
+                log_squares[part] = logits.mul_(2).logsumexp(-1) - 2 * normalisers[part]
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         ctx.rule, ctx.chunk = rule, chunk
-        return logps
+        ctx.mark_non_differentiable(log_squares)
+        return logps, log_squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
@@ -73,7 +78,7 @@ class _ChunkedLogps(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None
+        return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None
 
 
 def chunked_logps(
@@ -84,9 +89,14 @@ def chunked_logps(
     *,
     rule: HeadRule | None = None,
     chunk: int,
+    squares: bool = False,
 ) -> Tensor:
-    """Log-probability of each target under the head, float32: [tokens, hidden] and [tokens] in, [tokens] out."""
-    return _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk)  # type: ignore[return-value]
+    """Log-probability of each target under the head, float32: [tokens, hidden] and [tokens] in, [tokens] out.
+
+    squares: [2, tokens] out, the second row log sum_v p(v)^2, without gradient.
+    """
+    logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
+    return torch.stack([logps, log_squares]) if squares else logps
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: HeadRule) -> tuple[Tensor, Tensor | None]:

@@ -25,6 +25,7 @@ class PackInputs:
     target_ids: Tensor  # [scored, padded]
     completion: Tensor  # [scored, padded]; padding belongs to one completion past the last
     completion_lengths: Tensor  # [completions]
+    scores: Tensor  # [completions]
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
@@ -64,18 +65,23 @@ class Policy(nn.Module):
             target_ids=put(pack.target_ids, pad=0),
             completion=put(completion, pad=num_completions),
             completion_lengths=put(pack.completion_lengths),
+            scores=put(pack.scores),
             winners=put(pack.winners),
             losers=put(pack.losers),
             best=put(pack.best),
             num_scored=num_scored,
         )
 
-    def forward(self, inputs: PackInputs) -> Tensor:
-        """[scored, padded] float32 log-probabilities; those of padding mean nothing and take no gradient."""
+    def forward(self, inputs: PackInputs, *, squares: bool = False) -> Tensor:
+        """[scored, padded] float32 log-probabilities; those of padding mean nothing and take no gradient.
+
+        squares: [2, scored, padded], and beside them log sum_v pi(v)^2 at the same positions, without gradient.
+        """
         hidden = self._trunk(inputs).flatten(0, 1)[inputs.predicting]
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return chunked_logps(hidden, head.weight, bias, inputs.target_ids, rule=self.head_rule, chunk=self.head_chunk)
+        settings = {"rule": self.head_rule, "chunk": self.head_chunk, "squares": squares}
+        return chunked_logps(hidden, head.weight, bias, inputs.target_ids, **settings)
 
     def _trunk(self, inputs: PackInputs) -> Tensor:
         # A pack's own rule replaces the mask that transformers would make.

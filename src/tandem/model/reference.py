@@ -39,6 +39,14 @@ class LiveReference:
 
 
 @dataclass(frozen=True, slots=True)
+class NoReference:
+    """For losses that compare with nothing: every log-probability is 0."""
+
+    def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
+        return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
+
+
+@dataclass(frozen=True, slots=True)
 class CachedReference:
     """Token log-probabilities of a whole set, on disk in the order of its preferences."""
 

@@ -36,6 +36,7 @@ class Pack:
     predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
     target_ids: IntArray  # [scored]
     completion_lengths: IntArray  # [completions], scored tokens of each, which stand completion by completion
+    scores: NDArray[np.float32]  # [completions], given in the data; NaN where it gives none
     winners: IntArray  # [pairs], indices into the completions
     losers: IntArray  # [pairs]
     best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
@@ -91,6 +92,7 @@ def lay_out(
         predicting=_concatenate(predicting),
         target_ids=_concatenate(completions),
         completion_lengths=np.array([len(completion) for completion in completions], np.int64),
+        scores=np.array([score for preference in preferences for score in preference.scores], np.float32),
         winners=np.array(winners, np.int64),
         losers=np.array(losers, np.int64),
         best=np.array(best, np.int64),
@@ -121,6 +123,7 @@ def join(packs: Sequence[Pack]) -> Pack:
         predicting=shifted("predicting", positions),
         target_ids=stacked("target_ids"),
         completion_lengths=stacked("completion_lengths"),
+        scores=np.concatenate([pack.scores for pack in packs]),
         winners=shifted("winners", completions),
         losers=shifted("losers", completions),
         best=shifted("best", completions),

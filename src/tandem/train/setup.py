@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tandem.cache import check_cache_dir
+from tandem.config.losses import needs_reference, needs_scores, spelled
 from tandem.config.schema import Config
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
@@ -58,7 +60,11 @@ class Setup:
         return [
             ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
-            ("loss", f"{dpo.preference_loss} x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"),
+            (
+                "loss",
+                f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"
+                f"{self._loss_settings()}",
+            ),
             ("beta", f"{dpo.reference_policy_kl_penalty:g}"),
             (
                 "log-probabilities",
@@ -80,9 +86,22 @@ class Setup:
             ),
             ("precision", f"{self.precision} computation over float32 weights, 16 bytes a parameter"),
             ("export rounding", c.export.rounding),
-            ("reference", f"{c.reference.mode}, the model as it starts"),
+            ("reference", "none" if not self.compares else f"{c.reference.mode}, the model as it starts"),
             ("dropout", f"0 (the model's own {lost} is switched off)" if lost else "0"),
         ]
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return needs_reference(self.config.dpo.preference_loss)
+
+    def _loss_settings(self) -> str:
+        """What of the losses' own settings is not as it would be by itself."""
+        names = ("label_smoothing", "gt_reward_scale", "simpo_gamma", "orpo_lambda", "cpo_alpha", "discopop_tau")
+        names = (*names, "ld_alpha", "wpo", "f_divergence", "f_alpha")
+        dpo, fields = self.config.dpo, type(self.config.dpo).model_fields
+        changed = [name for name in names if getattr(dpo, name) != fields[name].default]
+        return "".join(f", {name} {getattr(dpo, name)}" for name in changed)
 
     def _in_packs(self) -> str:
         """How many of the packs that the set was packed into make a batch, if it was."""
@@ -107,6 +126,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     sets = open_sets(config, template, bar)
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
+        _check_scores(store, config)
     packing = config.policy.packing
     if packing.mode == "dataset" and any(span.weight != 1 for span in sets.spans):
         raise ConfigError(
@@ -181,6 +201,18 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
             f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
         )
     return len(counts), sum(counts)
+
+
+def _check_scores(store: Preferences, config: Config) -> None:
+    """Refuse a loss that reads scores where the data gives none; a default is taken only when asked for."""
+    lacking = np.flatnonzero(store.lacks_scores)
+    if needs_scores(config.dpo.preference_loss) and len(lacking):
+        raise DataError(
+            f"{store.place(int(lacking[0]))}: no score for every completion, as in {len(lacking)} of {len(store)} "
+            f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
+            "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
+            "data.default_rejected_reward."
+        )
 
 
 def _check_vocabulary(store: Preferences, source: ModelSource) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tandem.config.losses import needs_scores, scope_of
+from tandem.config.losses import scope_of
 from tandem.config.schema import Dpo
 from tandem.errors import NonFiniteError
-from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import Pairing
-from tandem.loss.weighting import pair_sums
-from tandem.model.logps import sum_completions
+from tandem.loss.objective import PairLoss, compare, pair_loss, preference_loss
+from tandem.loss.pairs import Pairing, Pairs, Sides
+from tandem.loss.weighting import pair_sums, wpo_weights
+from tandem.model.logps import CompletionLogps, sum_completions
 from tandem.model.parallel import Workers
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
@@ -60,24 +60,60 @@ class StepReport:
     seconds: float
 
 
-def pack_loss(policy: Policy, side: Side, pack: Pack) -> PairLoss:
-    """Forward of one micro-batch: policy and reference log-probabilities, then the loss of each pair."""
+@dataclass(frozen=True, slots=True)
+class PackTerms:
+    """What one micro-batch gives the loss: sums per completion, and per pair what it compares."""
+
+    own: CompletionLogps
+    policy: Sides  # log pi of each pair, tokens weighted as LD-DPO asks
+    reference: Sides
+    num_tokens: Sides
+    scores: Sides
+    pairing: Pairing
+    weights: Tensor | None  # WPO's
+
+    def compared(self, dpo: Dpo) -> Pairs:
+        return compare(self.policy, self.reference, self.num_tokens, dpo, self.scores)
+
+
+def pack_terms(policy: Policy, side: Side, pack: Pack) -> PackTerms:
+    """Forward of one micro-batch: policy and reference log-probabilities, summed."""
     dpo = side.dpo
-    assert scope_of(dpo.preference_loss) == "pair" and not needs_scores(dpo.preference_loss), dpo.preference_loss
     inputs = policy.inputs(pack, side.workers.device)
     pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
-    tokens = policy(inputs)
+    tokens, squares = policy(inputs, squares=True) if dpo.wpo else (policy(inputs), None)
     own = sum_completions(tokens, inputs.completion_lengths, inputs.completion)
     with torch.no_grad():
         reference_tokens = side.reference.token_logps(pack, inputs)
         reference = sum_completions(reference_tokens, inputs.completion_lengths, inputs.completion)
-    pairs = compare(
+    return PackTerms(
+        own,
         pair_sums(tokens, own, pairing, dpo.ld_alpha),
         pair_sums(reference_tokens, reference, pairing, dpo.ld_alpha),
         pairing.sides(own.num_tokens),
-        dpo,
+        pairing.sides(inputs.scores),
+        pairing,
+        None
+        if squares is None
+        else wpo_weights(tokens.detach(), squares, inputs.completion_lengths, inputs.completion, pairing),
     )
-    return pair_loss(own, pairs, pairing, dpo)
+
+
+def pack_loss(policy: Policy, side: Side, pack: Pack) -> PairLoss:
+    """The losses of a micro-batch, where a pair's depends on no other pair."""
+    terms = pack_terms(policy, side, pack)
+    return pair_loss(terms.own, terms.compared(side.dpo), terms.pairing, side.dpo, terms.weights)
+
+
+def joined_pairs(several: Sequence[PackTerms], dpo: Dpo) -> tuple[Pairs, Sides]:
+    """The pairs of several micro-batches as one, and the policy's numbers in them, by which a loss can be derived."""
+
+    def cat(name: str) -> Sides:
+        sides: list[Sides] = [getattr(terms, name) for terms in several]
+        return Sides(torch.cat([one.chosen for one in sides]), torch.cat([one.rejected for one in sides]))
+
+    policy = cat("policy").map(lambda values: values.detach().requires_grad_())
+    return compare(policy, cat("reference"), cat("num_tokens"), dpo, cat("scores")), policy
 
 
 def metric_sums(loss: PairLoss, dpo: Dpo, precision: str) -> Tensor:
@@ -186,7 +222,8 @@ class PendingStep:
         )
 
     def _non_finite_preferences(self) -> Iterator[int]:
-        for pack, losses in self.pair_losses:
+        # Sorted over the batch, a loss stands in no pair's place.
+        for pack, losses in self.pair_losses if _is_of_pairs(self.side.dpo) else []:
             for pair in torch.nonzero(~torch.isfinite(losses)).flatten().tolist():
                 yield int(pack.preferences[pack.owner[pack.winners[pair]]])
 
@@ -197,6 +234,25 @@ def train_step(
     """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
     step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
+    losses = (
+        _pair_scope(policy, side, packs, batch) if _is_of_pairs(side.dpo) else _batch_scope(policy, side, packs, batch)
+    )
+    for pack, loss in losses:
+        step.add(pack, loss)
+    step.grad_norm = grad_norm(policy)
+    _update(optimizer, step, max_grad_norm)
+    step.clock.mark("end")
+    return step
+
+
+def _is_of_pairs(dpo: Dpo) -> bool:
+    return scope_of(dpo.preference_loss) == "pair"
+
+
+def _pair_scope(
+    policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch
+) -> Iterator[tuple[Pack, PairLoss]]:
+    """Backward of every pack as it comes."""
     dpo = side.dpo
     for pack in packs:
         loss = pack_loss(policy, side, pack)
@@ -204,11 +260,29 @@ def train_step(
         preference = loss.preference.sum() / batch.num_pairs
         sft = loss.sft.sum() / len(batch.preferences)
         (dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft).backward()
-        step.add(pack, loss)
-    step.grad_norm = grad_norm(policy)
-    _update(optimizer, step, max_grad_norm)
-    step.clock.mark("end")
-    return step
+        yield pack, loss
+
+
+def _batch_scope(
+    policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch
+) -> Iterator[tuple[Pack, PairLoss]]:
+    """All packs without gradient; the loss over the whole batch and its derivative by each log-probability; then every
+    pack again, its backward fed with those numbers."""
+    dpo, packs = side.dpo, list(packs)
+    with torch.no_grad():
+        terms = [pack_terms(policy, side, pack) for pack in packs]
+    pairs, leaves = joined_pairs(terms, dpo)
+    losses = preference_loss(pairs, dpo)
+    by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, (leaves.chosen, leaves.rejected))
+    start = 0
+    for pack in packs:
+        now = pack_terms(policy, side, pack)
+        part = slice(start, start := start + pack.num_pairs)
+        preference = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()
+        loss = pair_loss(now.own, now.compared(dpo), now.pairing, dpo, of_batch=losses[part].detach())
+        sft = loss.sft.sum() / len(batch.preferences)
+        (dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft).backward()
+        yield pack, loss
 
 
 def grad_norm(policy: Policy) -> Tensor:

@@ -17,7 +17,7 @@ from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, find_model, load_policy, weights_fingerprint
 from tandem.model.parallel import Workers, compile_layers, shard, start_workers
 from tandem.model.policy import Policy
-from tandem.model.reference import CachedReference, LiveReference, Reference, cached_reference
+from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
 from tandem.packing.layout import join
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer
@@ -165,6 +165,8 @@ def _references(
 ) -> dict[str, Reference]:
     """The reference for the training set and every validation set, by split."""
     packers = setup.packers()
+    if not setup.compares:
+        return dict.fromkeys(packers, NoReference())
     if setup.config.reference.mode == "live":
         frozen = _load(setup, setup.source, workers).requires_grad_(False)
         return dict.fromkeys(packers, LiveReference(frozen))
@@ -185,10 +187,11 @@ def _references(
 
 
 def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
-    found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=True)
+    same = setup.compares
+    found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
     reporter.say(
-        f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a "
-        f"token, policy = reference to {found.reference_difference:.1e}"
+        f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
+        + (f", policy = reference to {found.reference_difference:.1e}" if same else "; the loss has no reference")
     )
     reporter.say("Start model on the chosen completions")
     packers = setup.packers()
