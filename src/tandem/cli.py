@@ -107,6 +107,12 @@ def prepare(
         str | None,
         typer.Option(metavar="DIR", help="Write each set into a folder there, to be trained on by its path."),
     ] = None,
+    from_nemo: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read NeMo Aligner's packed .npy instead of data.train.")
+    ] = None,
+    to_nemo: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
 ) -> None:
@@ -124,7 +130,17 @@ def prepare(
 
     reporter = Reporter("quiet" if quiet or as_json else "normal")
     output = Path(output_dir) if output_dir else None
-    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output)
+    if from_nemo is not None:
+        if to_nemo is not None or lengths:
+            raise ConfigError(
+                "--from-nemo reads packs as pairs and writes a set: leave out --to-nemo and --pack-sizes."
+            )
+        reporter.preflight([preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)])
+        limit = loaded.config.policy.max_total_sequence_length
+        reporter.say(f"\nTrain on it: tandem train data.train={output}/train policy.max_total_sequence_length={limit}")
+        return
+    nemo = Path(to_nemo) if to_nemo else None
+    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:
         print(preparing.as_json(prepared))
     else:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
-from tandem.data.preflight import Lengths, Preflight, preflights
+from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.sets import ProgressBar, open_sets
 from tandem.data.store import TokenStore
 from tandem.data.template import make_template
@@ -18,6 +18,7 @@ from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.model.load import find_model
 from tandem.packing.binning import Bins
+from tandem.packing.exchange import export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
 from tandem.packing.packer import Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
@@ -43,12 +44,18 @@ class Preparation:
 
 
 def prepare_data(
-    config: Config, bar: ProgressBar, pack_sizes: Sequence[int] = (), output: Path | None = None
+    config: Config,
+    bar: ProgressBar,
+    pack_sizes: Sequence[int] = (),
+    output: Path | None = None,
+    to_nemo: Path | None = None,
 ) -> Preparation:
-    """Tokenise and pack every set; with `output`, write each into a folder there that can be trained on by its path."""
+    """Tokenise and pack every set; with `output`, write each into a folder there that can be trained on by its path.
+
+    With `to_nemo`, write each as NeMo Aligner's packed files too.
+    """
     check_cache_dir()
-    if output is not None and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output-dir {output}: not empty. Choose another, or empty it.")
+    _refuse_filled(output)
     source = find_model(config.policy)
     given = config.policy.tokenizer.name
     template = make_template(load_tokenizer(Path(given) if given else source.folder), config.policy.tokenizer)
@@ -57,6 +64,14 @@ def prepare_data(
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if output is not None:
         folders = {name: str(_write(store, packs[name], output / name)) for name, store in sets.read.items()}
+    if to_nemo is not None:
+        packing, seed = config.policy.packing, config.run.seed
+        for name, store in sets.read.items():
+            for packer, _ in packs[name]:
+                size = packer.length
+                folders[f"{name}, for NeMo Aligner at {size}"] = str(
+                    export_nemo(store, to_nemo / name, size=size, algorithm=packing.algorithm, seed=seed)
+                )
     pairs = config.policy.train_global_batch_size
     return Preparation(
         preflights(sets),
@@ -66,6 +81,21 @@ def prepare_data(
         config.policy.max_total_sequence_length,
         *_around_the_answer(sets.train[0], template.tokenizer),
     )
+
+
+def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Preflight:
+    """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
+    if output is None:
+        raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
+    _refuse_filled(output)
+    folder = output / "train"
+    store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
+    return preflight("train", store)
+
+
+def _refuse_filled(output: Path | None) -> None:
+    if output is not None and output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output-dir {output}: not empty. Choose another, or empty it.")
 
 
 def _packed(store: TokenStore, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -80,20 +80,8 @@ class Recipe:
             rendered = [self._rendered(row, number, watch) for number, row in _numbered_rows(chunk)]
         watch.off()
         prepared.notes.update(note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1]))
-        accepted = []
-        for row in encode(rendered, self.template, self.pairing):
-            if isinstance(row, TokenizedPreference):
-                prepared.longer_than.update(limit for limit in LIMITS if row.longest > limit)
-                row = fitted(row, self.max_length, self.overlong)
-            if isinstance(row, RowError):
-                prepared.rejects.append(_as_reject(row))
-                continue
-            row = _with_scores(row, *self.default_scores)
-            accepted.append(row)
-            prepared.digests.append(_digest(row))
-            prepared.notes.update(_score_notes(row))
-        prepared.batch = _stream(accepted) if accepted else b""
-        return prepared
+        rows = encode(rendered, self.template, self.pairing)
+        return settle(rows, prepared, self.max_length, self.overlong, self.default_scores)
 
     def _rendered(self, row: SourceRow | RowError, number: int, watch: Watch) -> tuple[Preference, Rendered] | RowError:
         watch.at(number)
@@ -105,6 +93,30 @@ class Recipe:
             return error
 
 
+def settle(
+    rows: Iterable[TokenizedPreference | RowError],
+    prepared: Prepared,
+    max_length: int,
+    overlong: str,
+    default_scores: tuple[float | None, float | None] = (None, None),
+) -> Prepared:
+    """Accept or reject tokenised rows, and count what is worth a count."""
+    accepted = []
+    for row in rows:
+        if isinstance(row, TokenizedPreference):
+            prepared.longer_than.update(limit for limit in LIMITS if row.longest > limit)
+            row = fitted(row, max_length, overlong)
+        if isinstance(row, RowError):
+            prepared.rejects.append(_as_reject(row))
+            continue
+        row = _with_scores(row, *default_scores)
+        accepted.append(row)
+        prepared.digests.append(_digest(row))
+        prepared.notes.update(_score_notes(row))
+    prepared.batch = _stream(accepted) if accepted else b""
+    return prepared
+
+
 def write_store(
     files: list[SourceFile],
     recipe: Recipe,
@@ -114,6 +126,11 @@ def write_store(
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     """Write `tokens.arrow` and `rejects.jsonl` into a folder; return what a manifest should say about them."""
+    return write_prepared(_prepared_chunks(files, recipe, num_workers, progress), folder)
+
+
+def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
+    """The same from what became of chunks of rows, in order."""
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
     notes: Counter[str] = Counter()
@@ -125,7 +142,7 @@ def write_store(
         pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, SCHEMA) as writer,
     ):
-        for prepared in _prepared_chunks(files, recipe, num_workers, progress):
+        for prepared in chunks:
             for batch in pa.ipc.open_stream(prepared.batch) if prepared.batch else ():
                 writer.write_batch(batch)
             for reject in prepared.rejects:

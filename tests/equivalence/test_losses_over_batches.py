@@ -1,0 +1,276 @@
+"""Losses that compare pairs over the batch: however it is cut, a step and a validation are those of the whole batch.
+
+By hand every sequence goes alone through the model's own forward and a full log-softmax, and the loss is written out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import as_policy, plain_token_logps, random_preference, tiny_model
+
+from tandem.config.schema import Dpo
+from tandem.errors import NonFiniteError
+from tandem.model.parallel import start_workers
+from tandem.model.reference import LiveReference
+from tandem.packing.packer import Packer
+from tandem.packing.schedule import GlobalBatch
+from tandem.train.step import Side, train_step
+from tandem.train.validation import ValidationSet, validate
+
+BETA, EPS, ALPHA = 0.1, 0.1, 0.25
+NUMS_OF_COMPLETIONS = (2, 2, 3, 2, 4, 2, 2, 3)  # 5 x 1 + 2 x 3 + 6 = 17 pairs
+NUM_PAIRS = 17
+
+
+class Store(list):
+    """Preferences in memory."""
+
+    @property
+    def num_pairs(self):
+        return np.array([len(preference.pairs) for preference in self])
+
+    def place(self, index):
+        return f"memory:{index}"
+
+
+def preferences():
+    rng = np.random.default_rng(11)
+    return Store(random_preference(rng, num_completions=num) for num in NUMS_OF_COMPLETIONS)
+
+
+def packer_of(store, *, length, together, arrangement="shared"):
+    sizes = [len(p.prompt) + sum(len(completion) for completion in p.completions) for p in store]
+    return Packer(store, np.array(sizes), (length,), arrangement, together, "first_fit_decreasing")
+
+
+class Recorder:
+    """In the optimizer's place: keeps the gradients, and changes nothing."""
+
+    def __init__(self, model):
+        self.model, self.param_groups, self.gradients = model, [{"lr": 0.0}], {}
+
+    def step(self):
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+# By hand
+
+
+@dataclass
+class Whole:
+    """The pairs of the whole batch, with full logits: log pi and log ref of both sides, tokens and lengths."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    ref_chosen: torch.Tensor
+    ref_rejected: torch.Tensor
+    num_chosen: torch.Tensor
+    num_rejected: torch.Tensor
+    best: torch.Tensor  # [preferences]
+
+    @property
+    def margin(self):
+        return (self.chosen - self.ref_chosen) - (self.rejected - self.ref_rejected)
+
+
+def summed(tokens, other, ld_alpha):
+    shared = min(len(tokens), len(other))
+    return tokens[:shared].sum() + ld_alpha * tokens[shared:].sum()
+
+
+def whole_batch(model, frozen, store, ld_alpha=1.0):
+    rows, best = [], []
+    for preference in store:
+        own = plain_token_logps(model, preference)
+        with torch.no_grad():
+            theirs = plain_token_logps(frozen, preference)
+        best.append(own[preference.pairs[0][0]].sum())
+        for winner, loser in preference.pairs:
+            sides = (winner, loser), (loser, winner)
+            sums = [summed(logps[one], logps[other], ld_alpha) for logps in (own, theirs) for one, other in sides]
+            rows.append([*sums, *(torch.tensor(float(len(own[number]))) for number in (winner, loser))])
+    return Whole(*(torch.stack(column) for column in zip(*rows, strict=True)), torch.stack(best))
+
+
+def smoothed(logits, eps):
+    return -(1 - eps) * F.logsigmoid(logits) - eps * F.logsigmoid(-logits)
+
+
+def aot(b, eps=0.0):
+    own, theirs = (b.chosen - b.rejected).sort().values, (b.ref_chosen - b.ref_rejected).sort().values
+    return smoothed(BETA * (own - theirs), eps).mean()
+
+
+def aot_unpaired(b, eps=0.0, of=lambda ratio: ratio):
+    delta = of(b.chosen - b.ref_chosen).sort().values - of(b.rejected - b.ref_rejected).sort().values
+    return smoothed(BETA * delta, eps).mean()
+
+
+def averaged(b):
+    sides = b.chosen / b.num_chosen, b.rejected / b.num_rejected
+    lengths = b.num_chosen, b.num_rejected
+    return Whole(*sides, b.ref_chosen / b.num_chosen, b.ref_rejected / b.num_rejected, *lengths, b.best)
+
+
+LOSSES = {
+    "aot": (Dpo(preference_loss="aot"), aot),
+    "aot_unpaired": (Dpo(preference_loss="aot_unpaired"), aot_unpaired),
+    "aot, smoothed": (Dpo(preference_loss="aot", label_smoothing=EPS), lambda b: aot(b, EPS)),
+    "aot_unpaired, smoothed": (
+        Dpo(preference_loss="aot_unpaired", label_smoothing=EPS),
+        lambda b: aot_unpaired(b, EPS),
+    ),
+    "aot, averaged": (
+        Dpo(preference_loss="aot", preference_average_log_probs=True, sft_average_log_probs=False),
+        lambda b: aot(averaged(b)),
+    ),
+    "aot_unpaired, forward KL": (
+        Dpo(preference_loss="aot_unpaired", f_divergence="forward_kl"),
+        lambda b: aot_unpaired(b, of=lambda ratio: 1 - torch.exp(-ratio)),
+    ),
+    "aot, LD-DPO": (Dpo(preference_loss="aot", ld_alpha=ALPHA), aot),
+    "dpo and half of aot": (
+        Dpo(preference_loss={"dpo": 1.0, "aot": 0.5}),
+        lambda b: -F.logsigmoid(BETA * b.margin).mean() + 0.5 * aot(b),
+    ),
+    "aot and SFT": (
+        Dpo(preference_loss="aot", preference_loss_weight=0.7, sft_loss_weight=0.3),
+        lambda b: 0.7 * aot(b) - 0.3 * b.best.mean(),
+    ),
+}
+
+
+def by_hand(name):
+    """Loss and gradients of the whole batch at once."""
+    dpo, formula = LOSSES[name]
+    model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    loss = formula(whole_batch(model, frozen, preferences(), 1.0 if dpo.ld_alpha is None else dpo.ld_alpha))
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def hands():
+    return {name: by_hand(name) for name in LOSSES}
+
+
+def side_of(dpo):
+    return Side(LiveReference(as_policy(tiny_model("llama", seed=1))), dpo, start_workers(), "float32")
+
+
+# length of a row, rows at once, how many micro-batches the batch then makes
+CUTS = [(1024, 1, 1), (128, 1, 2), (64, 1, 4), (64, 3, 2)]
+
+
+def stepped(dpo, *, length, together, arrangement="shared"):
+    """Report, gradients and number of micro-batches of one step over the batch."""
+    store, model = preferences(), tiny_model("llama", seed=0)
+    order = np.random.default_rng(0).permutation(len(store))
+    packs = list(packer_of(store, length=length, together=together, arrangement=arrangement).micro_batches(order))
+    recorder = Recorder(model)
+    batch = GlobalBatch(0, order, NUM_PAIRS)
+    # As the loop hands them over: packs come once, one after another.
+    step = train_step(as_policy(model), side_of(dpo), iter(packs), batch, recorder, max_grad_norm=None)
+    return step.read(store.place), recorder.gradients, len(packs)
+
+
+def assert_same_gradients(got, want):
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert (got[name] - gradient).abs().max() <= 3e-5 * gradient.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("length", "together", "num_packs"), CUTS)
+def test_a_step_over_several_packs_is_that_of_the_whole_batch(name, length, together, num_packs, hands):
+    loss, gradients = hands[name]
+    report, got, found = stepped(LOSSES[name][0], length=length, together=together)
+    assert found == num_packs
+    assert report.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(got, gradients)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+@pytest.mark.parametrize("arrangement", ["repeated", "separate"])
+def test_prompts_that_are_not_shared_change_nothing(name, arrangement, hands):
+    report, gradients, _ = stepped(LOSSES[name][0], length=128, together=2, arrangement=arrangement)
+    assert report.metrics["loss"] == pytest.approx(hands[name][0], rel=1e-5)
+    assert_same_gradients(gradients, hands[name][1])
+
+
+@pytest.mark.parametrize("formula", [aot, aot_unpaired])
+def test_sorted_preference_by_preference_the_loss_would_be_another(formula):
+    """Otherwise the tests above could not tell a batch from its packs."""
+    model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    with torch.no_grad():
+        alone = [formula(whole_batch(model, frozen, [one])) * len(one.pairs) for one in preferences()]
+        whole = formula(whole_batch(model, frozen, preferences()))
+        unsorted = -F.logsigmoid(BETA * whole_batch(model, frozen, preferences()).margin).mean()
+    assert abs(sum(alone) / NUM_PAIRS - whole) > 0.01
+    assert abs(unsorted - whole) > 0.01
+
+
+# Validation
+
+
+def validated(dpo, *, batch_size, length=128, together=1, max_batches=None):
+    packer = packer_of(preferences(), length=length, together=together)
+    validation = ValidationSet("default", packer, side_of(dpo), batch_size, max_batches)
+    return validate(as_policy(tiny_model("llama", seed=0)), validation)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("cut", [{"batch_size": 6}, {"batch_size": 1, "together": 2}, {"batch_size": 9, "length": 64}])
+def test_validation_is_over_the_whole_set_whatever_val_global_batch_size(name, cut, hands):
+    dpo = LOSSES[name][0]
+    whole, report = validated(dpo, batch_size=1000, length=1024), validated(dpo, **cut)
+    assert whole.metrics["loss"] == pytest.approx(hands[name][0], rel=1e-5)
+    assert report.num_pairs == whole.num_pairs == NUM_PAIRS
+    assert report.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
+
+
+def test_validation_of_some_batches_is_over_those_alone():
+    # Pairs 1, 1, 3, 1, 6, ... in batches of at most 6: the first four preferences are one.
+    report = validated(Dpo(preference_loss="aot"), batch_size=6, max_batches=1)
+    with torch.no_grad():
+        want = aot(whole_batch(tiny_model("llama", seed=0), tiny_model("llama", seed=1), preferences()[:4]))
+    assert report.num_pairs == 6
+    assert report.metrics["loss"] == pytest.approx(want.item(), rel=1e-5)
+
+
+# What is said of a loss that is not finite
+
+
+class Poisoned:
+    def token_logps(self, pack, inputs):
+        return torch.full((len(inputs.target_ids),), torch.nan)
+
+
+def spoiled():
+    store, model = preferences(), tiny_model("llama", seed=0)
+    side = Side(Poisoned(), Dpo(preference_loss="aot"), start_workers(), "float32")
+    batch = GlobalBatch(0, np.arange(len(store)), NUM_PAIRS)
+    packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
+    step = train_step(as_policy(model), side, packs, batch, Recorder(model), max_grad_norm=None)
+    with pytest.raises(NonFiniteError) as stopped:
+        step.read(store.place)
+    return str(stopped.value)
+
+
+def test_a_sorted_loss_that_is_not_finite_stops_the_run_and_blames_no_pair():
+    said = spoiled()
+    assert said.startswith("loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. ")
+    assert "memory:" not in said
+
+
+@pytest.mark.xfail(strict=True, reason="of a sorted loss that is NaN, no pair is named, and all are called finite")
+def test_a_sorted_loss_that_is_not_finite_is_not_called_finite():
+    assert "Every loss was finite" not in spoiled()
