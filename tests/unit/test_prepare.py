@@ -100,7 +100,21 @@ The first preference around its answer, literally
 
 train is kept in {folder}
 """
-    assert [line.rstrip() for line in out.splitlines()] == expected.splitlines()
+    before, _, rest = out.partition("\nPacks (")
+    _, _, after = rest.partition("\nThe first")
+    shown = f"{before}\nThe first{after}"
+    assert [line.rstrip() for line in shown.splitlines()] == expected.splitlines()
+
+
+def test_how_a_set_packs_is_shown(prepare):
+    # Nine of 24 tokens and one of 12 are 228 in a row of 256. Padded: 16 sequences of at most 21, and 4 of as many: 420.
+    write("pairs.jsonl", *[pair("p" * 17)] * 9, pair("p" * 5))
+    _, out, _ = prepare("data.train=pairs.jsonl", "--pack-sizes", "256,512", "policy.train_global_batch_size=20")
+    table = out.partition("in them\n")[2].splitlines()[:3]
+    assert [line.split()[:8] for line in table[1:]] == [
+        ["train", "256", "1", "89.1%", "10.0", "10.0", "2", "1.64"],
+        ["train", "512", "1", "89.1%", "10.0", "10.0", "2", "1.64"],
+    ]
 
 
 def test_json_holds_the_same_numbers(report, here):

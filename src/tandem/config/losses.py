@@ -92,6 +92,15 @@ def needs_reference(chosen: PreferenceLoss) -> bool:
     return any(LOSS_FACTS[name].needs_reference for name in weights_of(chosen))
 
 
+def averages(chosen: PreferenceLoss) -> bool:
+    """Whether every chosen loss divides by completion length itself."""
+    return all(LOSS_FACTS[name].averages for name in weights_of(chosen))
+
+
+def reads(chosen: PreferenceLoss, key: str) -> bool:
+    return any(key in LOSS_FACTS[name].arguments for name in weights_of(chosen))
+
+
 def needs_scores(chosen: PreferenceLoss) -> bool:
     return any(LOSS_FACTS[name].needs_scores for name in weights_of(chosen))
 

@@ -466,7 +466,8 @@ class Config(Section):
     def _reference_where_needed(self) -> "Config":
         if self.reference.mode == "none" and needs_reference(self.dpo.preference_loss):
             raise ValueError(
-                f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference"
+                f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference; "
+                "use cached or live, or a loss without one (simpo, orpo, cpo)"
             )
         return self
 

@@ -163,6 +163,8 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     shown, all_bad = _examples(store, counts.bad | counts.filtered), _examples(store, counts.bad)
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
+    if bad == counts.rows:
+        raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}")
     if bad and data.on_bad_row == "error":
         raise DataError(
             f"{source}: {bad} of {counts.rows} rows are malformed:\n{all_bad}\n"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.config.losses import BETA, LOSS_FACTS, LossName, needs_reference, weights_of
+from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
 from tandem.config.schema import Dpo
 from tandem.loss.divergence import diverged
 from tandem.loss.pairs import Pairing, Pairs, Sides
@@ -53,7 +53,7 @@ def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
 def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
     """beta times the ratios, or times log pi for losses without a reference; per token where the losses are."""
     values = pairs.ratios if needs_reference(dpo.preference_loss) else pairs.policy
-    if all(LOSS_FACTS[name].averages for name in weights_of(dpo.preference_loss)):
+    if averages(dpo.preference_loss):
         values = values / pairs.num_tokens
     return values.map(lambda value: dpo.reference_policy_kl_penalty * value.detach())
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.losses import needs_reference, needs_scores, spelled
+from tandem.config.losses import BETA, averages, needs_reference, needs_scores, reads, spelled
 from tandem.config.schema import Config
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
@@ -65,10 +65,10 @@ class Setup:
                 f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"
                 f"{self._loss_settings()}",
             ),
-            ("beta", f"{dpo.reference_policy_kl_penalty:g}"),
+            *([("beta", f"{dpo.reference_policy_kl_penalty:g}")] if reads(dpo.preference_loss, BETA) else []),
             (
                 "log-probabilities",
-                f"{averaging[dpo.preference_average_log_probs]} in the preference loss, "
+                f"{averaging[dpo.preference_average_log_probs or averages(dpo.preference_loss)]} in the preference loss, "
                 f"{averaging[dpo.sft_average_log_probs]} in the SFT loss",
             ),
             ("pairing", c.data.pairing),

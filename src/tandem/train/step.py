@@ -211,11 +211,12 @@ class PendingStep:
 
     def _blame(self, metrics: dict[str, float], place_of: Callable[[int], str]) -> str:
         named = list(dict.fromkeys(place_of(index) for index in self._non_finite_preferences()))
-        where = (
-            f"Pairs at: {', '.join(named[:10])}. Look at these rows, or lower"
-            if named
-            else "Every loss was finite. Lower"
-        )
+        if named:
+            where = f"Pairs at: {', '.join(named[:10])}. Look at these rows, or lower"
+        elif math.isfinite(metrics["loss"]):
+            where = "Every loss was finite. Lower"
+        else:
+            where = "Lower"
         return (
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}: not finite. The update was skipped and "
             f"nothing was saved. {where} the learning rate."

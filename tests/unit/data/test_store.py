@@ -114,10 +114,9 @@ def test_a_format_that_is_given_is_not_guessed(source):
     given = opened(source, keys=DatasetFields(dataset_name="PreferenceDataset"))
     assert (given.format, given.format_reason) == ("PreferenceDataset", "as data.*.dataset_name says")
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
-        f"{source}: 1 of 1 rows are malformed:\n"
+        f"{source}: none of 1 rows can be read:\n"
         "  missing key: 1\n"
-        f"    {source}:1: no key prompt. Keys found: context, completions. data.train.prompt_key names another.\n"
-        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=1.0."
+        f"    {source}:1: no key prompt. Keys found: context, completions. data.train.prompt_key names another."
     )
 
 

@@ -117,9 +117,11 @@ def test_a_sentencepiece_model_without_eos_is_refused():
     )
 
 
-def test_a_sentencepiece_file_needs_the_package(without_sentencepiece):
-    assert refusal(load_tokenizer, model()) == (
-        f"policy.tokenizer.name = {model()}: a SentencePiece model needs the sentencepiece package: "
+def test_a_sentencepiece_file_needs_the_package(request):
+    file = model()  # made while the package is still there
+    request.getfixturevalue("without_sentencepiece")
+    assert refusal(load_tokenizer, file) == (
+        f"policy.tokenizer.name = {file}: a SentencePiece model needs the sentencepiece package: "
         "pip install tandem-dpo[sentencepiece]"
     )
 

@@ -5,15 +5,17 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tandem.data.store import TokenStore
 from tandem.errors import DataError
 from tandem.packing import packs
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
-from tandem.packing.packs import open_packs, read_packs, write_packs
+from tandem.packing.packs import facts_of, open_packs, read_packs, write_packs
 
 
 class Named:
@@ -124,6 +126,25 @@ def test_the_manifest_says_what_the_packs_are_of(kept):
         "algorithm": "first_fit_decreasing",
         "seed": 7,
     }
+
+
+class Prepared(TokenStore):
+    """A set in a folder that holds packs too."""
+
+    def __init__(self, folder, facts: list[dict[str, Any]]):
+        self.folder, self.packs, self.fingerprint = folder, facts, "tokens"
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_packs_prepared_beside_the_tokens_are_taken_and_others_are_made(tmp_path, cache):
+    write_packs(Bins(np.arange(5), np.array([0, 2, 5])), tmp_path / "packs-128.arrow")
+    packer = replace(PACKER, store=Prepared(tmp_path, [facts_of(PACKER)]))
+    assert lists(open_packs(packer)) == [[0, 1], [2, 3, 4]]
+    assert not cache.exists()
+    assert lists(open_packs(replace(packer, seed=8))) == PACKS
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_packs_outlive_their_file(tmp_path):

@@ -1,0 +1,216 @@
+"""Every loss through the whole trainer: it starts where its formula says, stays finite, and knows nothing of packs.
+
+The embedded model is policy and reference alike, so that every ratio is 0 before the first step; losses without a
+reference are written out over the plain forward.
+"""
+
+import json
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import plain_token_logps
+from running import metrics_of, short_run
+from transformers import AutoModelForCausalLM
+
+from tandem.config.load import load_config
+from tandem.config.losses import LOSS_FACTS
+from tandem.train.setup import set_up
+
+BETA, EPS, SCALE, GAMMA, LAMBDA, ALPHA = 0.2, 0.1, 1.5, 0.4, 0.7, 0.6
+STEPS = 2
+LOG2 = math.log(2)
+SETTINGS = {
+    "reference_policy_kl_penalty": BETA,
+    "label_smoothing": EPS,
+    "gt_reward_scale": SCALE,
+    "simpo_gamma": GAMMA,
+    "orpo_lambda": LAMBDA,
+    "cpo_alpha": ALPHA,
+}
+COMMON = [
+    "policy.model_name=embedded",
+    "policy.precision=float32",
+    "policy.optimizer.kwargs.lr=2e-4",
+    "policy.max_total_sequence_length=128",
+    "data.shuffle=false",
+    "data.drop_last=false",
+    "data.overlong=error",
+    "checkpointing.enabled=false",
+]
+CUTS = {
+    "packed": ["policy.packing.pack_length=128", "policy.packing.packs_per_micro_batch=2"],
+    "plain": ["policy.packing.mode=none"],
+}
+WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+# Of chosen and rejected: the better by much, by little, and once the worse.
+REWARDS = [(2.0, -1.0), (0.5, 0.25), (1.0, 0.0), (-0.5, 0.5), (3.0, 1.0), (0.0, -2.0)]
+
+
+# Two sets: six scored pairs, and two prompts with four completions each
+
+
+def text(rng):
+    return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sets")
+
+
+@pytest.fixture(scope="module")
+def pairs(folder):
+    rng = np.random.default_rng(0)
+    names = ("prompt", "chosen_response", "rejected_response")
+    rows = [{name: text(rng) for name in names} for _ in REWARDS]
+    for row, (chosen, rejected) in zip(rows, REWARDS, strict=True):
+        row |= {"chosen_reward": chosen, "rejected_reward": rejected}
+    return write(folder / "pairs.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def fours(folder):
+    rng = np.random.default_rng(1)
+    rows = [
+        {
+            "context": text(rng),
+            "completions": [
+                {"rank": rank, "completion": text(rng), "score": score}
+                for rank, score in enumerate((2.0, 1.5, -0.5, -1.0))
+            ],
+        }
+        for _ in range(2)
+    ]
+    return write(folder / "fours.jsonl", rows)
+
+
+def overrides(name, file, batch):
+    own = [f"dpo.{key}={SETTINGS[key]}" for key in LOSS_FACTS[name].arguments if key in SETTINGS]
+    chosen = [f"dpo.preference_loss={name}", f"data.train.data_path={file}", f"policy.train_global_batch_size={batch}"]
+    return [*COMMON, *chosen, *own, f"dpo.max_num_steps={STEPS}", f"dpo.max_num_epochs={STEPS}"]
+
+
+# By hand
+
+
+def g(scores):
+    return [SCALE * (chosen - rejected) for chosen, rejected in scores]
+
+
+def s(z):
+    return 1 / (1 + math.exp(-z))
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def simpo(chosen, rejected):
+    return -F.logsigmoid(BETA * (chosen.mean() - rejected.mean()) - GAMMA)
+
+
+def orpo(chosen, rejected):
+    odds = [logp - torch.log(1 - torch.exp(logp)) for logp in (chosen.mean(), rejected.mean())]
+    return -chosen.mean() - LAMBDA * F.logsigmoid(odds[0] - odds[1])
+
+
+def cpo(chosen, rejected):
+    return -F.logsigmoid(BETA * (chosen.sum() - rejected.sum())) - ALPHA * chosen.mean()
+
+
+# At policy = reference, of the scores of the batch.
+AT_START = {
+    "dpo": lambda scores: LOG2,
+    "sigmoid": lambda scores: LOG2,
+    "ipo": lambda scores: 1 / (4 * BETA**2),
+    "rpo_sq": lambda scores: mean(z**2 for z in g(scores)),
+    # KL(s(g) || 1/2) = log 2 less the entropy of s(g); KL(1/2 || s(g))
+    "rpo_bwd_kl": lambda scores: LOG2 + mean(s(z) * math.log(s(z)) + s(-z) * math.log(s(-z)) for z in g(scores)),
+    "rpo_fwd_kl": lambda scores: -LOG2 - 0.5 * mean(math.log(s(z) * s(-z)) for z in g(scores)),
+    "hinge": lambda scores: 1.0,
+    "robust": lambda scores: LOG2,
+    "exo_pair": lambda scores: -LOG2 - 0.5 * math.log(EPS * (1 - EPS)),
+    "nca_pair": lambda scores: 2 * LOG2,
+    "bco_pair": lambda scores: 2 * LOG2,
+    "sppo_hard": lambda scores: 2 / (4 * BETA**2),
+    "aot": lambda scores: LOG2,
+    "aot_unpaired": lambda scores: LOG2,
+    "apo_zero": lambda scores: 1.0,
+    "apo_down": lambda scores: 1.0,
+    "discopop": lambda scores: 0.5 * LOG2 + 0.5,
+    "sigmoid_norm": lambda scores: LOG2,
+}
+WITHOUT_REFERENCE = {"simpo": simpo, "orpo": orpo, "cpo": cpo}
+
+
+def test_every_loss_has_its_value_here():
+    assert {*AT_START, *WITHOUT_REFERENCE} == set(LOSS_FACTS)
+    assert set(WITHOUT_REFERENCE) == {name for name, facts in LOSS_FACTS.items() if not facts.needs_reference}
+
+
+@cache
+def token_logps(file, pairing):
+    """Of every pair of a set, chosen and rejected, by the plain forward of the start model; and their scores."""
+    config = load_config(None, [*COMMON, f"data.train.data_path={file}", f"data.pairing={pairing}"]).config
+    setup = set_up(config, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
+    found = []
+    for preference in setup.train.store:
+        with torch.no_grad():
+            logps = plain_token_logps(model, preference)
+        found += [[(logps[i], preference.scores[i]) for i in pair] for pair in preference.pairs]
+    return found
+
+
+def first_loss(name, file, num_pairs, pairing="best_worst"):
+    """Of the first batch, by hand. Rows come in the order of the file."""
+    batch = token_logps(str(file), pairing)[:num_pairs]
+    if name in AT_START:
+        return AT_START[name]([(chosen[1], rejected[1]) for chosen, rejected in batch])
+    return mean(WITHOUT_REFERENCE[name](chosen[0], rejected[0]).item() for chosen, rejected in batch)
+
+
+def assert_trains(packed, plain, start):
+    """Finite throughout, the first loss as by hand, and every step the same without packs."""
+    assert len(packed) == len(plain) == STEPS
+    assert all(math.isfinite(value) for line in packed for value in line.values() if isinstance(value, float))
+    assert packed[0]["loss"] == pytest.approx(start, rel=2e-5)
+    assert packed[0]["loss"] == packed[0]["preference_loss"]
+    # The steps learn: a loss cut off from the model would keep to its start.
+    assert all(line["grad_norm"] > 1e-4 for line in packed)
+    for ours, theirs in zip(packed, plain, strict=True):
+        for name in ("loss", "grad_norm", "accuracy", "rewards_chosen_mean", "rewards_margin_mean", "sft_loss"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-5), f"{name} of step {ours['step']}"
+
+
+@pytest.mark.parametrize("name", LOSS_FACTS)
+def test_a_loss_starts_as_its_formula_says_and_trains_the_same_without_packs(name, pairs, tmp_path):
+    settings = overrides(name, pairs, batch=4)
+    packed, plain = (metrics_of(short_run(tmp_path / name, *settings, *cut)) for name, cut in CUTS.items())
+    assert [line["num_pairs"] for line in packed] == [4, 2]
+    assert_trains(packed, plain, first_loss(name, pairs, 4))
+
+
+@pytest.mark.parametrize("name", ["rpo_sq", "aot", "orpo", "sigmoid_norm"])
+def test_all_pairs_of_four_completions_train_the_same_without_packs(name, fours, tmp_path):
+    settings = [*overrides(name, fours, batch=12), "data.pairing=all"]
+    packed, plain = (metrics_of(short_run(tmp_path / name, *settings, *cut)) for name, cut in CUTS.items())
+    assert [line["num_pairs"] for line in packed] == [12, 12]
+    assert_trains(packed, plain, first_loss(name, fours, 12, "all"))
+
+
+def test_the_batch_takes_several_packs(pairs):
+    settings = overrides("dpo", pairs, batch=4)
+    setup = set_up(load_config(None, [*settings, *CUTS["packed"]]).config, torch.device("cpu"))
+    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    assert len(packs) > 1 or len(packs[0].token_ids) > 1
