@@ -252,7 +252,6 @@ def test_an_epoch_of_packs_holds_every_preference_once_and_no_batch_too_many_pai
             assert batch.num_pairs == batches.num_pairs[batch.preferences].sum() <= size
 
 
-@pytest.mark.xfail(strict=True, reason="a pack with more pairs than a batch wants is a batch all the same")
 def test_a_batch_smaller_than_a_pack_is_not_overfilled_by_several_preferences(mixed):
     try:
         batches = setup_of(mixed, "policy.train_global_batch_size=4", *packing(mode="dataset", pack_length=512)).batches

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+MARK = "tandem6c1d"  # an answer that no template writes by itself
 Conversation = list[dict[str, Any]]
 
 
@@ -17,6 +18,8 @@ class ChatTemplate:
         self._tokenizer, self._source, self._kwargs = tokenizer, source, kwargs
         self._compiled: Callable[..., str] | None = None
         self._was_compared = False
+        self._tail: str | None = None
+        self._tail_is_known = False
 
     def __reduce__(self) -> Any:  # a compiled template cannot travel
         return ChatTemplate, (self._tokenizer, self._source, self._kwargs)
@@ -37,6 +40,19 @@ class ChatTemplate:
         if plain and not self._was_compared:
             self._compare(several, texts, add_generation_prompt)
         return texts
+
+    def tail(self) -> str | None:
+        """What the template writes behind the last answer: its end of turn, and maybe more. None if that cannot be told."""
+        if not self._tail_is_known:
+            self._tail_is_known = True
+            asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": MARK}]
+            try:
+                [text] = self.texts([asked], [], add_generation_prompt=False)
+            except Exception:  # a template that wants other conversations than this one
+                return None
+            before, found, behind = text.rpartition(MARK)
+            self._tail = behind if found and MARK not in before else None
+        return self._tail
 
     def _compare(self, several: Sequence[Conversation], texts: list[str], add_generation_prompt: bool) -> None:
         self._was_compared = True

@@ -39,6 +39,7 @@ def open_store(
         "data.default_rejected_reward": data.default_rejected_reward,
     }
     if is_prepared(Path(source)):
+        _refuse_settings(source, keys)
         store = _open_prepared(Path(source), template, limits)
     else:
         store = _find_or_make(source, keys, template, data, limits, progress)
@@ -49,6 +50,14 @@ def open_store(
 def is_prepared(path: Path) -> bool:
     """Whether a folder was written by `tandem prepare`."""
     return (path / "manifest.json").is_file() and (path / "tokens.arrow").is_file()
+
+
+def _refuse_settings(source: str, keys: DatasetFields) -> None:
+    """How rows are read was settled when the set was prepared."""
+    for name, field in DatasetFields.model_fields.items():
+        value = getattr(keys, name)
+        if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):
+            raise DataError(f"{source}: prepared already, so that {name} = {value} has no say in it. Leave it out.")
 
 
 def _find_or_make(

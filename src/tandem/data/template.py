@@ -80,6 +80,8 @@ class Template:
             self._completion(before, prompt, answer, first, preference.place)
             for answer, first in zip(answers, firsts, strict=True)
         )
+        for answer, parts in zip(answers, completions, strict=True):
+            _check_calls((*before.messages, *answer), prompt + "".join(part.text for part in parts), preference.place)
         return Rendered(prompt, completions, adds_bos=False)
 
     def _shielded_turns(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -155,8 +157,14 @@ class Template:
         may open with a special token of its own, so a turn that calls ends where nothing but white space follows.
         """
         rest, content = _rest(whole, written, place), content.strip()
-        at = rest.find(content) if content else -1
-        said = self._ended(rest, at + len(content) if at >= 0 and not calls else 0)
+        tail = self._chat.tail()
+        if calls or not content:
+            after = 0
+        elif tail is not None and rest.endswith(tail):
+            after = len(rest) - len(tail)
+        else:
+            after = max(0, rest.rfind(content)) + len(content)
+        said = self._ended(rest, after)
         # Only the last turn may be given an EOS that the template did not write: others must lead on to what follows.
         return said if is_last or rest.startswith(said) else rest
 
@@ -194,6 +202,20 @@ class _Said:
 
     def then(self, more: tuple[Message, ...]) -> "_Said":
         return _Said((*self.messages, *more), self.tools)
+
+
+def _check_calls(messages: tuple[Message, ...], text: str, place: str) -> None:
+    """Some templates know no tool calls and leave them out without a word: an answer would be an empty turn."""
+    calls = [call for message in messages for call in message.more.get("tool_calls") or []]
+    names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]
+    missing = next((name for name in names if isinstance(name, str) and name not in text), None)
+    if missing is not None:
+        raise RowError(
+            place,
+            "tool call not written",
+            f"the chat template leaves out the call of {missing!r}. Give one that writes tool calls, by "
+            "policy.tokenizer.chat_template=FILE.jinja.",
+        )
 
 
 def _rest(whole: str, written: str, place: str) -> str:

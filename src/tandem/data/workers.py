@@ -1,6 +1,7 @@
 """Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -79,10 +80,12 @@ class Pool(Generic[T, R]):
         self._row_seconds = row_seconds
         self._workers: list[_Worker] = []
         context = multiprocessing.get_context(METHOD)
+        gc.freeze()  # else a worker's collector would touch, and so copy, every page of ours
         for _ in range(num_workers):
             # A forked process inherits our ends of its elders' pipes: kept open there, they would outlive us.
             elders = [worker.pipe for worker in self._workers]
             self._workers.append(_Worker(context, work, elders))
+        gc.unfreeze()
 
     def map(self, items: Iterable[T]) -> Iterator[R]:
         """The result of every item, in order; an error raised by the work is raised here."""

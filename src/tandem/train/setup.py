@@ -151,6 +151,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
         spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
         packs=open_packs(train) if packing.mode == "dataset" else None,
     )
+    _check_packs(batches)
     num_steps, num_pairs = _length(batches, config)
     precision = config.policy.precision
     if precision == "auto":
@@ -201,6 +202,14 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
             f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
         )
     return len(counts), sum(counts)
+
+
+def _check_packs(batches: Batches) -> None:
+    if batches.packs is not None and (most := int(batches.pairs_per_pack().max())) > batches.batch_size:
+        raise ConfigError(
+            f"policy.packing.mode = dataset: a pack holds {most} pairs, more than a batch of {batches.batch_size}. Raise "
+            "policy.train_global_batch_size, or lower policy.packing.pack_length."
+        )
 
 
 def _check_scores(store: Preferences, config: Config) -> None:

@@ -293,7 +293,6 @@ CHANNELS = """{%- for m in messages -%}
 {%- if add_generation_prompt -%}<|reserved_special_token_0|>assistant{%- endif -%}"""
 
 
-@pytest.mark.xfail(strict=True, reason="the first place that holds the answer's text is taken for the answer")
 @pytest.mark.parametrize(("thinking", "answer"), [("It is very far.", "very far."), ("", "n"), ("", "final")])
 def test_an_answer_that_stands_before_itself_too_is_whole(thinking, answer):
     said = Message("assistant", answer, {"thinking": thinking} if thinking else {})

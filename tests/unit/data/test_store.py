@@ -106,7 +106,7 @@ def test_a_format_is_remembered_with_its_reason(source):
 def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     write(source, "{", "[1]")
     message = refusal(source, Data(on_bad_row="skip", max_bad_share=1.0))
-    assert message.startswith(f"{source}: no usable preference among 2 rows:\n  malformed JSON: 1\n")
+    assert message.startswith(f"{source}: none of 2 rows can be read:\n  malformed JSON: 1\n")
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
