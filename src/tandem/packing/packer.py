@@ -118,7 +118,7 @@ def make_packer(
         length = int(sizes.max())
     else:
         wanted = usual_auto
-        if pairs_per_batch is not None and packing.mode == "batch":
+        if pairs_per_batch is not None:
             per_batch = pairs_per_batch * float(sizes.mean()) / float(store.num_pairs.mean())
             wanted = min(usual_auto, int(per_batch / ROWS_PER_BATCH))
         length = max(int(sizes.max()), wanted)
