@@ -103,7 +103,10 @@ def check_reading(read, row: SourceRow) -> None:
     assert isinstance(preference, Preference) and len(preference.completions) >= 2
     prompt = preference.prompt
     texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-    for text in texts + [completion.answer for completion in preference.completions]:
+    for completion in preference.completions:
+        answer = completion.answer
+        texts += [answer] if isinstance(answer, str) else [message.content for message in answer]
+    for text in texts:
         text.encode("utf-8")
     assert len({completion.rank for completion in preference.completions}) > 1
 
