@@ -20,6 +20,7 @@ from tandem.errors import DataError
 
 # A second process pays for its start from here on.
 BYTES_PER_WORKER = 4 * 1024 * 1024
+PREPARE_AGAIN = "Prepare it again, with tandem prepare."
 
 
 def open_store(
@@ -121,9 +122,6 @@ def _open_prepared(folder: Path, template: Template, limits: dict[str, Any]) -> 
         return TokenStore(folder, manifest)
     except (ValueError, OSError, KeyError, pa.ArrowInvalid) as error:
         raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
-
-
-PREPARE_AGAIN = "Prepare it again, with tandem prepare."
 
 
 def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: dict[str, Any]) -> None:
