@@ -26,7 +26,8 @@ from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
 from tandem.packing.schedule import Batches
 from tandem.train.optimizer import make_optimizer
-from tandem.train.step import Side, train_step
+from tandem.train.step import train_step
+from tandem.train.terms import Side
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -127,7 +128,7 @@ def main() -> None:
         batch, packs = loaded.batch, loaded.packs
         started = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=options.no_fsdp):
-            report = train_step(policy, side, packs, batch, optimizer, 1.0).read(lambda index: str(index))
+            report = train_step(policy, side, packs, batch, optimizer, 1.0).read(store)  # type: ignore[arg-type]
         seconds.append(time.perf_counter() - started)
         reports.append(report)
     timed, done = sum(seconds[2:]), reports[2:]

@@ -17,7 +17,8 @@ from tandem.model.parallel import start_workers
 from tandem.model.reference import LiveReference
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import GlobalBatch
-from tandem.train.step import Side, train_step
+from tandem.train.step import train_step
+from tandem.train.terms import Side
 from tandem.train.validation import ValidationSet, validate
 
 BETA, EPS, ALPHA = 0.1, 0.1, 0.25
@@ -180,7 +181,7 @@ def stepped(dpo, *, length, together, arrangement="shared"):
     batch = GlobalBatch(0, order, NUM_PAIRS)
     # As the loop hands them over: packs come once, one after another.
     step = train_step(as_policy(model), side_of(dpo), iter(packs), batch, recorder, max_grad_norm=None)
-    return step.read(store.place), recorder.gradients, len(packs)
+    return step.read(store), recorder.gradients, len(packs)
 
 
 def assert_same_gradients(got, want):
@@ -264,7 +265,7 @@ def spoiled():
     packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
     step = train_step(as_policy(model), side, packs, batch, Recorder(model), max_grad_norm=None)
     with pytest.raises(NonFiniteError) as stopped:
-        step.read(store.place)
+        step.read(store)
     return str(stopped.value)
 
 

@@ -27,7 +27,8 @@ from tandem.packing.schedule import GlobalBatch
 from tandem.train import trainer
 from tandem.train.optimizer import make_optimizer
 from tandem.train.setup import USUAL_PACK, set_up
-from tandem.train.step import Side, train_step
+from tandem.train.step import train_step
+from tandem.train.terms import Side
 from tandem.train.validation import ValidationSet, validate
 
 RELATIVE, ABSOLUTE, WEIGHTS = 2e-6, 1e-5, 2e-6
@@ -315,7 +316,7 @@ def by_hand(setup, batches):
     for number, batch in enumerate(batches, start=1):
         unbound = GlobalBatch(batch.epoch, batch.preferences, batch.num_pairs)
         packs = setup.train.micro_batches(unbound.preferences)
-        report = train_step(policy, side, packs, unbound, optimizer, 1.0).read(setup.train.store.place)
+        report = train_step(policy, side, packs, unbound, optimizer, 1.0).read(setup.train.store)
         own = {"step": number, "split": "train", "num_tokens": 0, "pack_fill": 0, "lr": 0}
         lines.append({**own, **report.metrics, "num_pairs": report.num_pairs})
     exported = {name.removeprefix("model."): p.full_tensor() for name, p in policy.named_parameters()}

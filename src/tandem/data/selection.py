@@ -1,6 +1,6 @@
 """TokenStores in; a Selection out: preferences of one or several sets, read as if they were one set."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -19,9 +19,9 @@ class Selection:
     Stores of 3 and 2 preferences, rows [0, 2, 4]: the first and third of the one, the second of the other.
     """
 
-    def __init__(self, stores: Sequence[TokenStore], rows: NDArray[np.int64]):
-        self.stores, self.rows = stores, rows
-        self._starts = np.cumsum([0, *(len(store) for store in stores)])
+    def __init__(self, stores: Mapping[str, TokenStore], rows: NDArray[np.int64]):
+        self.names, self.stores, self.rows = list(stores), list(stores.values()), rows
+        self._starts = np.cumsum([0, *(len(store) for store in self.stores)])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -34,10 +34,13 @@ class Selection:
         store, row = self._find(index)
         return store.place(row)
 
+    def sources(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of which store each is: an index into `names`."""
+        return np.searchsorted(self._starts, self.rows[indices], side="right") - 1
+
     def _find(self, index: int) -> tuple[TokenStore, int]:
-        row = int(self.rows[index])
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self.stores[number], row - int(self._starts[number])
+        number = int(self.sources(np.array([index]))[0])
+        return self.stores[number], int(self.rows[index] - self._starts[number])
 
     def _joined(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([getattr(store, name) for store in self.stores])[self.rows]
@@ -88,6 +91,14 @@ class Selection:
 
 # Tokenised preferences by number, and their sizes.
 Preferences = TokenStore | Selection
+
+
+def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
+    """Which of these preferences come from which set, by its name; nothing where all come from one."""
+    if not isinstance(preferences, Selection) or len(preferences.names) < 2:
+        return {}
+    sources = preferences.sources(indices)
+    return {name: sources == number for number, name in enumerate(preferences.names)}
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:

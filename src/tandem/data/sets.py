@@ -67,21 +67,22 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         name: opened(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()
     }
     read = stores | {f"validation-{name}": store for name, store in validation.items()}
-    return _joined(list(stores.values()), [one.weight for one in given], read, validation, config)
+    return _joined(stores, [one.weight for one in given], read, validation, config)
 
 
 def _joined(
-    stores: list[TokenStore],
+    stores: dict[str, TokenStore],
     weights: list[float],
     read: dict[str, TokenStore],
     validation: dict[str, TokenStore],
     config: Config,
 ) -> Sets:
     share = config.data.validation_share
-    starts = np.cumsum([0, *(len(store) for store in stores)])
+    starts = np.cumsum([0, *(len(store) for store in stores.values())])
     if len(stores) == 1 and not share:
-        return Sets(read, stores[0], (Span(0, len(stores[0]), weights[0]),), {**validation})
-    held = hold_out(stores, share, config.run.seed) if share else np.zeros(starts[-1], bool)
+        (only,) = stores.values()
+        return Sets(read, only, (Span(0, len(only), weights[0]),), {**validation})
+    held = hold_out(list(stores.values()), share, config.run.seed) if share else np.zeros(starts[-1], bool)
     # Where each set's kept preferences begin and end, once those held out are gone.
     kept = np.concatenate([[0], np.cumsum(~held)])[starts]
     spans = tuple(

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from tandem.model.policy import Policy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,12 @@ class Workers:
     mesh: DeviceMesh
     device: torch.device
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all workers, on the device, without waiting for it."""
-        dist.all_reduce(values, group=self.mesh.get_group())
+    def gather(self, value: T) -> list[T]:
+        """What each worker has, in the order of their ranks; on the host, so it waits for the others."""
+        if self.mesh.size() == 1:
+            return [value]
+        values: list[T] = [value] * self.mesh.size()
+        dist.all_gather_object(values, value, group=self.mesh.get_group())
         return values
 
 

@@ -35,7 +35,8 @@ from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, Reporter
 from tandem.train.rundir import choose_run_dir, held, is_finished
 from tandem.train.setup import Setup, set_up
-from tandem.train.step import PendingStep, Side, train_step
+from tandem.train.step import PendingStep, train_step
+from tandem.train.terms import Side
 from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 
@@ -279,7 +280,7 @@ def _saving(t: Training, step: int) -> bool:
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
-    report = pending.read(t.setup.train.store.place)
+    report = pending.read(t.setup.train.store)
     record = {
         "step": step,
         "split": "train",

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config.losses import scope_of
-from tandem.loss.objective import PairLoss, pair_loss, preference_loss
+from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import Batches
-from tandem.train.step import PAIR_METRICS, Side, joined_pairs, mean_metrics, metric_sums, pack_loss, pack_terms
+from tandem.train.metrics import PairLedger, PairTable, summarise
+from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +39,34 @@ class ValidationReport:
     num_pairs: int
 
 
-@torch.no_grad()
 def validate(policy: Policy, validation: ValidationSet) -> ValidationReport:
+    table = measure(policy, validation)
     side = validation.side
-    batches = Batches(validation.packer.store.num_pairs, validation.batch_size).epoch(0)
-    batches = batches[: validation.max_batches]
-    sums = torch.zeros(len(PAIR_METRICS) + 1, dtype=torch.float64, device=side.workers.device)
+    metrics = summarise(table, side.dpo, side.precision, validation.packer.store)
+    return ValidationReport(validation.split, metrics, len(table))
+
+
+@torch.no_grad()
+def measure(policy: Policy, validation: ValidationSet) -> PairTable:
+    """The numbers of every pair of the set."""
+    batches = Batches(validation.packer.store.num_pairs, validation.batch_size).epoch(0)[: validation.max_batches]
     packs = (pack for batch in batches for pack in validation.packer.micro_batches(batch.preferences, batch.bounds))
-    for loss in _losses(policy, side, packs):
-        sums += metric_sums(loss, side.dpo, side.precision)
-    num_pairs = sum(batch.num_pairs for batch in batches)
-    num_preferences = sum(len(batch.preferences) for batch in batches)
-    metrics = mean_metrics(side.workers.sum(sums).tolist(), num_pairs, num_preferences, side.dpo)
-    return ValidationReport(validation.split, metrics, num_pairs)
+    ledger = PairLedger()
+    for outcome in _outcomes(policy, validation.side, packs):
+        ledger.add(outcome)
+    table, _ = ledger.read(validation.side.workers)
+    return table
 
 
-def _losses(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[PairLoss]:
+def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[PackOutcome]:
     """Of every pack; a loss that compares over the batch sees the whole set, so that no batch size changes it."""
     dpo = side.dpo
     if scope_of(dpo.preference_loss) == "pair":
-        yield from (pack_loss(policy, side, pack) for pack in packs)
+        yield from (pack_outcome(policy, side, pack) for pack in packs)
         return
+    packs = list(packs)
     terms = [pack_terms(policy, side, pack) for pack in packs]
     pairs, _ = joined_pairs(terms, dpo)
-    parts = preference_loss(pairs, dpo).split([len(one.pairing.winners) for one in terms])
-    for one, part in zip(terms, parts, strict=True):
-        yield pair_loss(one.own, one.compared(dpo), one.pairing, dpo, of_batch=part)
+    parts = preference_loss(pairs, dpo).split([pack.num_pairs for pack in packs])
+    for pack, one, part in zip(packs, terms, parts, strict=True):
+        yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, of_batch=part))

@@ -37,7 +37,7 @@ def selection(store_of, tmp_path):
     """Rows 0 to 2 stand in the first set, 3 and 4 in the second; 4, 0 and 2 are selected."""
     first = store_of("first", ("hi", "yes", "no"), ("z", "zz", "zzz"), ("what", "a", "bb", "ccc"))
     second = store_of("second", ("not", "this", "one"), ("so", "dddd", "e"))
-    return Selection([first, second], np.array([4, 0, 2]))
+    return Selection({"first": first, "second": second}, np.array([4, 0, 2]))
 
 
 # Several sets as one
@@ -68,7 +68,7 @@ def test_the_highest_token_is_that_of_any_preference_read(selection):
 
 def test_a_selection_of_all_rows_is_the_sets_end_to_end(store_of):
     one, two = store_of("one", ("a", "b", "c"), ("d", "e", "f")), store_of("two", ("g", "h", "i"))
-    everything = Selection([one, two], np.arange(3))
+    everything = Selection({"one": one, "two": two}, np.arange(3))
     assert [everything.place(i) for i in range(3)] == [one.place(0), one.place(1), two.place(0)]
 
 
@@ -76,12 +76,12 @@ def test_a_selection_is_named_by_its_sets_and_its_rows(store_of):
     one, two = store_of("one", ("a", "b", "c"), ("d", "e", "f")), store_of("two", ("g", "h", "i"))
 
     def name(stores, rows):
-        return Selection(stores, np.array(rows)).fingerprint
+        return Selection(dict(enumerate(stores)), np.array(rows)).fingerprint
 
     names = [name([one, two], [0, 1]), name([one, two], [1, 0]), name([one, two], [0]), name([one], [0, 1])]
     assert len({*names, name([two, one], [0, 1]), one.fingerprint}) == 6
     assert name([one, two], [0, 1]) == names[0]
-    assert Selection([one], np.array([0, 1], np.int32)).fingerprint == names[3]
+    assert Selection({"one": one}, np.array([0, 1], np.int32)).fingerprint == names[3]
 
 
 # What is held out

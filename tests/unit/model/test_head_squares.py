@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from models import as_policy, random_preference, tiny_model
 
 from tandem.config.schema import Dpo
+from tandem.data.selection import Selection
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.model.parallel import start_workers
 from tandem.model.reference import LiveReference
 from tandem.packing.layout import lay_out
 from tandem.packing.schedule import GlobalBatch
-from tandem.train.step import Side, train_step
+from tandem.train.step import train_step
+from tandem.train.terms import Side
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -179,7 +181,7 @@ def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture
     step = train_step(
         as_policy(model), side, packs, GlobalBatch(0, np.arange(3), len(losses)), recorder, max_grad_norm=None
     )
-    metrics = step.read(str).metrics
+    metrics = step.read(Selection({}, np.arange(3))).metrics
     assert metrics["preference_loss"] == pytest.approx(weighed.item(), rel=2e-5)
     assert metrics["loss"] == pytest.approx((weighed + share * sft).item(), rel=2e-5)
     for parameter, gradient in want.items():

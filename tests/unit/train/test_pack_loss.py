@@ -1,5 +1,6 @@
 """The loss of a micro-batch against the same loss by hand, one sequence at a time."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.config.schema import Dpo
+from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard, start_workers
+from tandem.packing.layout import lay_out
 from tandem.train.setup import set_up
-from tandem.train.step import Side, pack_loss
+from tandem.train.metrics import PairLedger, PairTable, places_of_pairs
+from tandem.train.terms import Side, pack_outcome
 
 ALPHA, BETA = 0.25, 0.1
 
@@ -35,22 +39,26 @@ def started():
     order = [int(index) for pack in packs for index in pack.preferences]
     tokens = [plain_token_logps(plain, setup.train.store[index])[:2] for index in order]
 
-    def preference_loss(dpo: Dpo) -> list[float]:
-        side = Side(Uniform(), dpo, workers, "float32")
-        return [value for pack in packs for value in pack_loss(policy, side, pack).preference.tolist()]
+    def pair_table(dpo: Dpo) -> PairTable:
+        side, ledger = Side(Uniform(), dpo, workers, "float32"), PairLedger()
+        for pack in packs:
+            ledger.add(pack_outcome(policy, side, pack))
+        table, also = ledger.read(workers, torch.tensor(7.0))
+        assert also == [7.0]
+        return table
 
-    return preference_loss, tokens
+    return pair_table, tokens, order
 
 
 def test_tokens_beyond_the_shorter_completion_count_alpha(started):
-    preference_loss, tokens = started
+    pair_table, tokens, _ = started
     by_hand = []
     for chosen, rejected in tokens:
         shared = min(len(chosen), len(rejected))
         sums = [logps[:shared].sum() + ALPHA * logps[shared:].sum() for logps in (chosen, rejected)]
         by_hand.append(-F.logsigmoid(BETA * (sums[0] - sums[1])).item())
     assert any(len(chosen) != len(rejected) for chosen, rejected in tokens)
-    assert preference_loss(Dpo(ld_alpha=ALPHA)) == pytest.approx(by_hand, abs=1e-4)
+    assert pair_table(Dpo(ld_alpha=ALPHA)).loss == pytest.approx(by_hand, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,38 @@ def test_tokens_beyond_the_shorter_completion_count_alpha(started):
     ],
 )
 def test_a_chosen_loss_is_that_of_each_pair(started, dpo, formula):
-    preference_loss, tokens = started
+    pair_table, tokens, _ = started
     by_hand = [formula(chosen, rejected).item() for chosen, rejected in tokens]
-    assert preference_loss(dpo) == pytest.approx(by_hand, rel=1e-4)
+    assert pair_table(dpo).loss == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_the_table_holds_the_numbers_of_each_pair(started):
+    pair_table, tokens, order = started
+    table = pair_table(Dpo(ld_alpha=ALPHA, sft_average_log_probs=True))
+    chosen, rejected = ([pair[side] for pair in tokens] for side in (0, 1))
+    assert table.preference.tolist() == order
+    assert table.winner.tolist() == [0] * len(order)
+    assert table.loser.tolist() == [1] * len(order)
+    for side, (logps, own, drift, reference, lengths) in {
+        0: (chosen, table.logp_chosen, table.drift_chosen, table.reference_chosen, table.tokens_chosen),
+        1: (rejected, table.logp_rejected, table.drift_rejected, table.reference_rejected, table.tokens_rejected),
+    }.items():
+        assert own == pytest.approx([one.sum().item() for one in logps], rel=1e-4), side
+        assert drift == pytest.approx([one.square().sum().item() / 2 for one in logps], rel=1e-4), side
+        assert reference.tolist() == [0.0] * len(order), side
+        assert lengths.tolist() == [len(one) for one in logps], side
+    assert table.sft == pytest.approx([-one.mean().item() for one in chosen], rel=1e-4)
+
+
+def test_a_pair_names_its_completions_within_its_preference():
+    rng = np.random.default_rng(0)
+
+    def preference(lengths, pairs):
+        completions = tuple(rng.integers(0, 9, size).astype(np.int32) for size in lengths)
+        return TokenizedPreference(np.arange(3, dtype=np.int32), completions, pairs, (float("nan"),) * len(lengths), "")
+
+    two, three = preference([2, 2], ((1, 0),)), preference([1, 2, 3], ((2, 0), (2, 1), (0, 1)))
+    pack = lay_out([7, 4], [two, three], length=32)
+    owners, winners, losers = places_of_pairs(pack)
+    assert owners.tolist() == [7, 4, 4, 4]
+    assert list(zip(winners.tolist(), losers.tolist(), strict=True)) == [(1, 0), (2, 0), (2, 1), (0, 1)]

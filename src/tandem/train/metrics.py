@@ -1,0 +1,189 @@
+"""PackOutcomes in; a PairTable out, the numbers of every pair on the host; and what the pairs say together.
+
+The numbers stay on the device until they are read, all of a step or of a set in one transfer. Whatever is made of them is
+made here, on the host, in float64 and over all pairs at once: no cut into packs can change a metric.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.config.losses import needs_reference
+from tandem.config.schema import Dpo
+from tandem.data.selection import Preferences, by_source
+from tandem.model.parallel import Workers
+from tandem.packing.layout import IntArray, Pack
+from tandem.train.terms import PackOutcome
+
+FloatArray = NDArray[np.float64]
+
+# Differences of log-probability that rounding alone makes between two cuts of the same batch: a tie counts one half.
+TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
+MARGIN_PERCENTILES = (10, 50, 90)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTable:
+    """Every pair of a step or a set, on the host; all but `sft` stand pair by pair."""
+
+    sft: FloatArray  # [preferences]
+    preference: IntArray  # where the pair's preference stands in its set
+    winner: IntArray  # which completion of the preference is chosen
+    loser: IntArray
+    loss: FloatArray
+    reward_chosen: FloatArray
+    reward_rejected: FloatArray
+    logp_chosen: FloatArray
+    logp_rejected: FloatArray
+    reference_chosen: FloatArray  # the reference's log-probability
+    reference_rejected: FloatArray
+    drift_chosen: FloatArray
+    drift_rejected: FloatArray
+    tokens_chosen: FloatArray
+    tokens_rejected: FloatArray
+    score_chosen: FloatArray  # NaN where the data gives none
+    score_rejected: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def margin(self) -> FloatArray:
+        return self.reward_chosen - self.reward_rejected
+
+    @property
+    def length_difference(self) -> FloatArray:
+        return self.tokens_chosen - self.tokens_rejected
+
+
+class PairLedger:
+    """Collects the numbers of every pair, on the device."""
+
+    def __init__(self) -> None:
+        self._packs: list[Pack] = []
+        self._numbers: list[Tensor] = []  # [columns, pairs] each
+        self._sft: list[Tensor] = []
+
+    def add(self, outcome: PackOutcome) -> None:
+        self._packs.append(outcome.pack)
+        self._numbers.append(_columns(outcome))
+        self._sft.append(outcome.loss.sft.detach().double())
+
+    def is_finite(self) -> Tensor:
+        """Whether every loss is, as a number on the device."""
+        return torch.isfinite(torch.cat([*(numbers[0] for numbers in self._numbers), *self._sft])).all()
+
+    def read(self, workers: Workers, *also: Tensor) -> tuple[PairTable, list[float]]:
+        """The pairs of all workers, and further numbers beside them, in one transfer. Waits for the device."""
+        numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
+        scalars = [number.double().reshape(1) for number in also]
+        flat = torch.cat([numbers.flatten(), sft, *scalars]).cpu().numpy()
+        columns, sft_values, read = np.split(flat, np.cumsum([numbers.numel(), len(sft)]))
+        places = (np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True))
+        table = PairTable(sft_values, *places, *columns.reshape(numbers.shape))
+        return _joined(workers.gather(table)), read.tolist()
+
+
+def _columns(outcome: PackOutcome) -> Tensor:
+    """What PairTable holds of each pair from `loss` on, in its order: [columns, pairs]."""
+    loss, terms = outcome.loss, outcome.terms
+    sides = (terms.plain_reference, terms.drift, terms.num_tokens, terms.scores)
+    columns = [
+        loss.preference.detach(),
+        loss.rewards_chosen,
+        loss.rewards_rejected,
+        loss.logps_chosen,
+        loss.logps_rejected,
+        *(values for side in sides for values in (side.chosen, side.rejected)),
+    ]
+    return torch.stack([column.double() for column in columns])
+
+
+def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
+    """Of every pair: where its preference stands in the set, and which of its completions are compared."""
+    owner = pack.owner[pack.winners]
+    first = np.searchsorted(pack.owner, owner)  # of the preference's completions
+    return pack.preferences[owner], pack.winners - first, pack.losers - first
+
+
+def _joined(tables: Sequence[PairTable]) -> PairTable:
+    if len(tables) == 1:
+        return tables[0]
+    names = [field.name for field in fields(PairTable)]
+    return PairTable(*(np.concatenate([getattr(table, name) for table in tables]) for name in names))
+
+
+def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) -> dict[str, float]:
+    """All metrics of a step or a set. One that has no meaning for these pairs is left out."""
+    band = TIE_BAND[precision]
+    accuracy = _above(table.margin / dpo.reference_policy_kl_penalty, band)
+    preference, sft = table.loss.mean(), table.sft.mean()
+    metrics = {
+        "loss": dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft,
+        "preference_loss": preference,
+        "sft_loss": sft,
+        "accuracy": accuracy.mean(),
+        "logps_accuracy": _above(table.logp_chosen - table.logp_rejected, band).mean(),
+        "rewards_chosen_mean": table.reward_chosen.mean(),
+        "rewards_rejected_mean": table.reward_rejected.mean(),
+        "rewards_margin_mean": table.margin.mean(),
+        **_percentiles(table.margin),
+        "logps_chosen_mean": table.logp_chosen.mean(),
+        "logps_rejected_mean": table.logp_rejected.mean(),
+        "tokens_chosen_mean": table.tokens_chosen.mean(),
+        "tokens_rejected_mean": table.tokens_rejected.mean(),
+        **_by_length(table, accuracy),
+        **(_from_reference(table, band) if needs_reference(dpo.preference_loss) else {}),
+        **_by_scores(table, band * dpo.reference_policy_kl_penalty),
+        **_means_where("accuracy/{}", accuracy, by_source(store, table.preference)),
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _above(difference: FloatArray, band: float) -> FloatArray:
+    """1 above zero, 0 below, one half within the band."""
+    return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
+
+
+def _percentiles(margin: FloatArray) -> dict[str, float]:
+    values = np.percentile(margin, MARGIN_PERCENTILES)
+    return {f"rewards_margin_p{p}": value for p, value in zip(MARGIN_PERCENTILES, values, strict=True)}
+
+
+def _by_length(table: PairTable, accuracy: FloatArray) -> dict[str, float]:
+    """Whether it is length that is learnt."""
+    longer = table.length_difference
+    metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
+    if np.ptp(longer) > 0 and np.ptp(table.margin) > 0:
+        metrics["margin_length_correlation"] = np.corrcoef(table.margin, longer)[0, 1]
+    return metrics
+
+
+def _from_reference(table: PairTable, band: float) -> dict[str, float]:
+    """How far the policy has gone, and whether the chosen completions became less likely on the way."""
+    drift, tokens = table.drift_chosen + table.drift_rejected, table.tokens_chosen + table.tokens_rejected
+    return {
+        "kl_per_token": drift.sum() / tokens.sum(),
+        "chosen_below_reference": (table.logp_chosen - table.reference_chosen < -band).mean(),
+    }
+
+
+def _by_scores(table: PairTable, band: float) -> dict[str, float]:
+    """Whether the implicit reward orders pairs as the scores in the data do; pairs without two scores are left out."""
+    given = np.isfinite(table.score_chosen) & np.isfinite(table.score_rejected)
+    difference = np.sign(table.score_chosen - table.score_rejected)
+    agreement = _above(table.margin * difference, band)
+    return {
+        **_means_where("scores_{}_mean", table.score_chosen, {"chosen": given}),
+        **_means_where("scores_{}_mean", table.score_rejected, {"rejected": given}),
+        **_means_where("scores_{}", agreement, {"agreement": given & (difference != 0)}),
+    }
+
+
+def _means_where(name: str, values: FloatArray, groups: dict[str, NDArray[np.bool_]]) -> dict[str, float]:
+    """The mean of each group that has any pair."""
+    return {name.format(group): values[members].mean() for group, members in groups.items() if members.any()}

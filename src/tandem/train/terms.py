@@ -1,0 +1,96 @@
+"""A pack in; what the loss compares out: policy and reference log-probabilities, per completion and per pair."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.config.schema import Dpo
+from tandem.loss.objective import PairLoss, compare, pair_loss
+from tandem.loss.pairs import Pairing, Pairs, Sides
+from tandem.loss.weighting import pair_sums, wpo_weights
+from tandem.model.logps import CompletionLogps, sum_completions
+from tandem.model.parallel import Workers
+from tandem.model.policy import Policy
+from tandem.model.reference import Reference
+from tandem.packing.layout import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a step needs besides the policy: the reference, the loss's settings, the workers and the precision."""
+
+    reference: Reference
+    dpo: Dpo
+    workers: Workers
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackTerms:
+    """What one micro-batch gives the loss: sums per completion, and per pair what it compares."""
+
+    own: CompletionLogps
+    policy: Sides  # log pi of each pair, tokens weighted as LD-DPO asks
+    reference: Sides
+    plain_reference: Sides  # tokens unweighted
+    drift: Sides  # half the squared log-ratio of each token, summed: an estimate of the KL, never below 0
+    num_tokens: Sides
+    scores: Sides
+    pairing: Pairing
+    weights: torch.Tensor | None  # WPO's
+
+    def compared(self, dpo: Dpo) -> Pairs:
+        return compare(self.policy, self.reference, self.num_tokens, dpo, self.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class PackOutcome:
+    """A micro-batch, its terms and its losses."""
+
+    pack: Pack
+    terms: PackTerms
+    loss: PairLoss
+
+
+def pack_terms(policy: Policy, side: Side, pack: Pack) -> PackTerms:
+    """Forward of one micro-batch: policy and reference log-probabilities, summed."""
+    dpo = side.dpo
+    inputs = policy.inputs(pack, side.workers.device)
+    segments = inputs.completion_lengths, inputs.completion
+    pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
+    tokens, squares = policy(inputs, squares=True) if dpo.wpo else (policy(inputs), None)
+    own = sum_completions(tokens, *segments)
+    with torch.no_grad():
+        reference_tokens = side.reference.token_logps(pack, inputs)
+        reference = sum_completions(reference_tokens, *segments)
+        drift = sum_completions((tokens.detach() - reference_tokens).square() / 2, *segments)
+    return PackTerms(
+        own,
+        policy=pair_sums(tokens, own, pairing, dpo.ld_alpha),
+        reference=pair_sums(reference_tokens, reference, pairing, dpo.ld_alpha),
+        plain_reference=pairing.sides(reference.total),
+        drift=pairing.sides(drift.total),
+        num_tokens=pairing.sides(own.num_tokens),
+        scores=pairing.sides(inputs.scores),
+        pairing=pairing,
+        weights=None if squares is None else wpo_weights(tokens.detach(), squares, *segments, pairing),
+    )
+
+
+def pack_outcome(policy: Policy, side: Side, pack: Pack) -> PackOutcome:
+    """The losses of a micro-batch, where a pair's depends on no other pair."""
+    terms = pack_terms(policy, side, pack)
+    loss = pair_loss(terms.own, terms.compared(side.dpo), terms.pairing, side.dpo, terms.weights)
+    return PackOutcome(pack, terms, loss)
+
+
+def joined_pairs(several: Sequence[PackTerms], dpo: Dpo) -> tuple[Pairs, Sides]:
+    """The pairs of several micro-batches as one, and the policy's numbers in them, by which a loss can be derived."""
+
+    def cat(name: str) -> Sides:
+        sides: list[Sides] = [getattr(terms, name) for terms in several]
+        return Sides(torch.cat([one.chosen for one in sides]), torch.cat([one.rejected for one in sides]))
+
+    policy = cat("policy").map(lambda values: values.detach().requires_grad_())
+    return compare(policy, cat("reference"), cat("num_tokens"), dpo, cat("scores")), policy
