@@ -24,10 +24,10 @@ SHORT = [
 VARYING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second")
 
 
-def short_run(folder: Path, *overrides: str, fresh: bool = False) -> Path:
+def short_run(folder: Path, *overrides: str, fresh: bool = False, per_pair: Path | None = None) -> Path:
     """Train into `folder` and return it."""
     loaded = load_config(None, [*SHORT, f"run.dir={folder}", *overrides])
-    return train(loaded, Reporter("quiet"), fresh=fresh)
+    return train(loaded, Reporter("quiet"), fresh=fresh, per_pair=per_pair)
 
 
 def metrics_of(run: Path, split: str = "train") -> list[dict[str, Any]]:

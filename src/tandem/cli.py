@@ -33,6 +33,10 @@ def train(
         str | None, typer.Option(metavar="DIR", help="Go on with the run in DIR, under its own configuration.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run, whatever is there.")] = False,
+    per_pair: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="At the end, write every pair's numbers there, the least margin first."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
@@ -53,7 +57,7 @@ def train(
 
     reporter = Reporter("quiet" if quiet else "verbose" if verbose else "normal")
     try:
-        run_training(loaded, reporter, fresh=fresh)
+        run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     finally:
         stop_workers()
 

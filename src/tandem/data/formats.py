@@ -1,7 +1,7 @@
 """SourceRows in; Preferences out. One small function per format, a table of their names, detection by keys."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tandem.data.preference import (
     text_of,
     tools_of,
 )
-from tandem.data.sources import RowError, SourceRow, kind_of
+from tandem.data.sources import SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
 
 Prompt = str | tuple[Message, ...]
@@ -64,8 +64,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
     """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, maybe `chosen_reward` and `rejected_reward`."""
-    scores = [score_of(row.value.get(key), row, key) for key in ("chosen_reward", "rejected_reward")]
-    return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response", scores)
+    return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -84,8 +83,7 @@ def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
     if chosen != rejected:
         raise _prompts_differ(row)
     turns = messages_of(_turns(chosen), row, keys.chosen_key)
-    completions = (Completion(first, 0), Completion(second, 1))
-    return checked(Preference(ended_before_answer(turns, row, keys.chosen_key), completions, row.place))
+    return checked(Preference(ended_before_answer(turns, row, keys.chosen_key), _two(row, [first, second]), row.place))
 
 
 def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -103,7 +101,7 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
         completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
         for key in (keys.chosen_key, keys.rejected_key)
     ]
-    return checked(Preference(system + prompt, tuple(Completion(text, i) for i, text in enumerate(texts)), row.place))
+    return checked(Preference(system + prompt, _two(row, texts), row.place))
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -114,8 +112,8 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
     output = field_of(row.value, "output", row)
     if not isinstance(output, list) or len(output) != 2:
         raise RowError(row.place, "one completion", "output: without chosen and rejected it must be a pair of texts.")
-    texts = (completion_of(row, text, f"output[{i}]") for i, text in enumerate(output))
-    return checked(Preference(prompt, tuple(Completion(text, i) for i, text in enumerate(texts)), row.place))
+    texts = [completion_of(row, text, f"output[{i}]") for i, text in enumerate(output)]
+    return checked(Preference(prompt, _two(row, texts), row.place))
 
 
 def _alpaca_prompt(row: SourceRow) -> Prompt:
@@ -208,10 +206,17 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str, scores: Any = (None, None)) -> Preference:
+def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Preference:
     texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
-    completions = tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
-    return checked(Preference(prompt, completions, row.place))
+    return checked(Preference(prompt, _two(row, texts), row.place))
+
+
+def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
+    """The chosen and the rejected answer, with the scores that stand beside them in the row, if any."""
+    # A table has every column in every row: null where the row has none.
+    given = (keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys))
+    scores = [score_of(row.value.get(key), row, key) for key in next(given, SCORE_KEYS[0])]
+    return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
 
 
 def _several(row: SourceRow, key: str) -> list[Mapping[str, Any]]:
@@ -274,9 +279,7 @@ def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> P
     if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
         raise _prompts_differ(row)
     answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
-    return checked(
-        Preference(both[0][:split], tuple(Completion(answer, i) for i, answer in enumerate(answers)), row.place)
-    )
+    return checked(Preference(both[0][:split], _two(row, answers), row.place))
 
 
 def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +25,14 @@ from tandem.errors import DataError
 CHUNK_RECORDS = 512
 CHUNK_BYTES = 4 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"
+# Names under which scores stand beside two completions.
+SCORE_KEYS = (
+    ("chosen_reward", "rejected_reward"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+)
 # Columns of csv files, whose values are texts, that hold numbers.
-CSV_NUMBERS = ("chosen_reward", "rejected_reward", "overall_preference")
+CSV_NUMBERS = (*chain.from_iterable(SCORE_KEYS), "overall_preference")
 
 
 class RowError(Exception):

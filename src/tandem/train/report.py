@@ -25,6 +25,7 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
 
     def __init__(self, path: Path, keep_bytes: int = 0):
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
         self._file.truncate(min(keep_bytes, path.stat().st_size))
@@ -32,6 +33,10 @@ class MetricsFile:
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+    def records(self) -> list[dict[str, Any]]:
+        """All lines so far, those of the run before it was resumed too."""
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def size(self) -> int:
         """Bytes so far, on disk."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from tandem.cache import cache_dir
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import EMBEDDED
+from tandem.data.selection import Preferences
+from tandem.errors import ConfigError
 from tandem.export import export_model
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, find_model, load_policy, weights_fingerprint
@@ -31,13 +33,16 @@ from tandem.train.checkpoint import (
     remove_leftovers,
     save_checkpoint,
 )
+from tandem.train.metrics import PairTable
 from tandem.train.optimizer import make_optimizer, make_scheduler
+from tandem.train.per_pair import PerPairFile, check_per_pair
 from tandem.train.report import MetricsFile, Reporter
 from tandem.train.rundir import choose_run_dir, held, is_finished
 from tandem.train.setup import Setup, set_up
 from tandem.train.step import PendingStep, train_step
 from tandem.train.terms import Side
-from tandem.train.validation import ValidationReport, ValidationSet, validate
+from tandem.train.validation import ValidationReport, ValidationSet, measure, validate
+from tandem.train.verdicts import judge
 
 
 @dataclass(slots=True)
@@ -57,9 +62,18 @@ class Training:
     progress: Progress
 
 
-def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False) -> Path:
-    """Run to the end, or go on with an unfinished run; return its directory."""
+def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
+    """Run to the end, or go on with an unfinished run; return its directory.
+
+    per_pair: a file for the numbers of every pair of every set at the end.
+    """
+    if per_pair is not None:
+        check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
+    if is_finished(run) and per_pair is not None:
+        raise ConfigError(
+            f"--per-pair {per_pair}: {run} is finished, and the file is written at a run's end. Add --fresh."
+        )
     if is_finished(run):
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         return run
@@ -75,7 +89,7 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False) -> P
         training = _build(setup, run, workers, reporter)
         try:
             before = _loop(training)
-            _finish(training, before)
+            _finish(training, before, per_pair)
         except KeyboardInterrupt:
             reporter.warn(_what_is_kept(training))
             raise
@@ -320,14 +334,18 @@ def _save(t: Training, metrics_bytes: int | None = None) -> None:
     t.reporter.detail(f"saved {place}")
 
 
-def _finish(t: Training, before: list[ValidationReport]) -> None:
-    """Validate, save, export; measure what was exported; say where everything is."""
+def _finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
+    """Validate, save, judge, export; measure what was exported; say where everything is."""
     config = t.setup.config
     # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
     trained_bytes = t.metrics.size()
     after = _validate(t) if config.dpo.val_at_end else []
     if config.checkpointing.enabled:
         _save(t, trained_bytes)
+    verdicts = judge(t.metrics.records())
+    (t.run / "verdicts.json").write_text(json.dumps([asdict(one) for one in verdicts], indent=2), encoding="utf-8")
+    if per_pair is not None:
+        _write_per_pair(t, per_pair)
     model = t.run / "model"
     dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
     export_model(
@@ -344,9 +362,14 @@ def _finish(t: Training, before: list[ValidationReport]) -> None:
     else:
         t.reporter.validations("\nValidation after training", after)
     _measure_export(t, model, dtype, after)
+    t.reporter.say("\nVerdict")
+    for verdict in verdicts:
+        t.reporter.say(f"  {verdict.split}: {verdict.text}")
     t.reporter.say(f"\nDone. Everything is in {t.run}")
     t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
+    if per_pair is not None:
+        t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
     if config.checkpointing.enabled and t.validation_sets:
         t.reporter.say(f"  {t.run}/checkpoints/best  the best checkpoint by validation loss")
     elif config.checkpointing.enabled:
@@ -357,6 +380,18 @@ def _finish(t: Training, before: list[ValidationReport]) -> None:
     else:
         call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
         t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')
+
+
+def _write_per_pair(t: Training, path: Path) -> None:
+    """The policy as it is now, on every pair of the training set and of the validation sets."""
+    sides = {"train": t.side, **{validation.split: validation.side for validation in t.validation_sets}}
+    batch_size = t.setup.config.policy.train_global_batch_size
+
+    def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
+        for split, packer in t.setup.packers().items():
+            yield split, measure(t.policy, sides[split], packer, batch_size), packer.store
+
+    PerPairFile(path, t.setup.config.dpo).write(tables())
 
 
 def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:

@@ -40,21 +40,21 @@ class ValidationReport:
 
 
 def validate(policy: Policy, validation: ValidationSet) -> ValidationReport:
-    table = measure(policy, validation)
-    side = validation.side
-    metrics = summarise(table, side.dpo, side.precision, validation.packer.store)
+    side, packer = validation.side, validation.packer
+    table = measure(policy, side, packer, validation.batch_size, validation.max_batches)
+    metrics = summarise(table, side.dpo, side.precision, packer.store)
     return ValidationReport(validation.split, metrics, len(table))
 
 
 @torch.no_grad()
-def measure(policy: Policy, validation: ValidationSet) -> PairTable:
-    """The numbers of every pair of the set."""
-    batches = Batches(validation.packer.store.num_pairs, validation.batch_size).epoch(0)[: validation.max_batches]
-    packs = (pack for batch in batches for pack in validation.packer.micro_batches(batch.preferences, batch.bounds))
+def measure(policy: Policy, side: Side, packer: Packer, batch_size: int, max_batches: int | None = None) -> PairTable:
+    """The numbers of every pair of a set, or of its first batches."""
+    batches = Batches(packer.store.num_pairs, batch_size).epoch(0)[:max_batches]
+    packs = (pack for batch in batches for pack in packer.micro_batches(batch.preferences, batch.bounds))
     ledger = PairLedger()
-    for outcome in _outcomes(policy, validation.side, packs):
+    for outcome in _outcomes(policy, side, packs):
         ledger.add(outcome)
-    table, _ = ledger.read(validation.side.workers)
+    table, _ = ledger.read(side.workers)
     return table
 
 

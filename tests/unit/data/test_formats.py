@@ -8,6 +8,7 @@ from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, tu
 from tandem.config.schema import DatasetFields, DatasetName
 from tandem.data.formats import FORMATS, detect_format, ranked
 from tandem.data.preference import Completion, Message
+from tandem.data.sources import SCORE_KEYS
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 
@@ -73,6 +74,16 @@ def test_a_helpsteer3_tie_is_filtered():
 def test_aligner_rows_keep_their_rewards_as_scores():
     preference = read("aligner", chosen_reward=2, rejected_reward=-0.5)
     assert preference.completions == (Completion("yes", 0, 2.0), Completion("no", 1, -0.5))
+
+
+@pytest.mark.parametrize("keys", SCORE_KEYS)
+@pytest.mark.parametrize("name", [name for name in GOOD if name not in ("PreferenceDataset", "scored", "HelpSteer3")])
+def test_scores_stand_beside_two_completions_in_every_format(name, keys):
+    others = dict.fromkeys(key for names in SCORE_KEYS for key in names if names != keys)
+    preference = read(name, **others, **dict(zip(keys, (2, -0.5), strict=True)))
+    assert [completion.score for completion in preference.completions] == [2.0, -0.5]
+    assert [completion.rank for completion in preference.completions] == [0, 1]
+    assert [completion.score for completion in read(name).completions] == [None, None]
 
 
 def test_aligner_rows_may_hold_openai_messages():

@@ -14,8 +14,8 @@ from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard, start_workers
 from tandem.packing.layout import lay_out
-from tandem.train.setup import set_up
 from tandem.train.metrics import PairLedger, PairTable, places_of_pairs
+from tandem.train.setup import set_up
 from tandem.train.terms import Side, pack_outcome
 
 ALPHA, BETA = 0.25, 0.1

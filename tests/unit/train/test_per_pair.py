@@ -1,0 +1,118 @@
+"""`tandem train --per-pair FILE`: every pair of every set, those the policy orders most against the data first."""
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+
+import pytest
+from running import metrics_of, short_run
+
+from tandem.errors import ConfigError
+from tandem.train.verdicts import judge
+
+REFERENCE = ["reference_chosen", "reference_rejected"]
+FIELDS = [
+    *("split", "place", "chosen", "rejected", "margin", "loss"),
+    *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", *REFERENCE),
+    *("tokens_chosen", "tokens_rejected", "score_chosen", "score_rejected"),
+]
+ROWS = [
+    {"prompt": f"Question {i}?", "chosen": "Yes, " * (i + 1), "rejected": "No, " * (12 - i)}
+    | ({"chosen_reward": 3.0, "rejected_reward": 1.0} if i == 4 else {})
+    for i in range(8)
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train on eight short pairs, validated on themselves; the lines of the file, and the run's directory."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def start(*overrides, name="run"):
+        file = tmp_path / f"{name}.pairs"
+        folder = short_run(
+            tmp_path / name,
+            f"data.train.data_path={data}",
+            f"data.validation.data_path={data}",
+            "dpo.max_num_epochs=4",
+            "dpo.val_at_end=true",
+            *overrides,
+            per_pair=file,
+        )
+        return [json.loads(line) for line in file.read_text().splitlines()], folder
+
+    return start
+
+
+def test_every_pair_of_every_set_has_its_line(run, tmp_path):
+    lines, folder = run()
+    assert all(list(line) == FIELDS for line in lines)
+    for split in ("train", "validation-default"):
+        of_split = [line for line in lines if line["split"] == split]
+        assert sorted(line["place"] for line in of_split) == [f"{tmp_path}/pairs.jsonl:{i + 1}" for i in range(8)]
+        assert all(a["margin"] <= b["margin"] for a, b in pairwise(of_split))
+    # the policy at the end, as the last validation saw it
+    last = metrics_of(folder, "validation-default")[-1]
+    held_out = [line for line in lines if line["split"] == "validation-default"]
+    for name, mean in {"margin": "rewards_margin_mean", "loss": "loss", "logp_chosen": "logps_chosen_mean"}.items():
+        assert sum(line[name] for line in held_out) / 8 == pytest.approx(last[mean], rel=1e-6)
+    assert {line["place"].rpartition(":")[2]: line["score_chosen"] for line in held_out if line["score_chosen"]} == {
+        "5": 3.0
+    }
+    for line in lines:
+        assert line["margin"] == pytest.approx(line["reward_chosen"] - line["reward_rejected"])
+        assert line["reward_chosen"] == pytest.approx(0.1 * (line["logp_chosen"] - line["reference_chosen"]), abs=1e-4)
+        assert isinstance(line["tokens_chosen"], int)
+    assert not list(tmp_path.glob(".run.pairs*"))
+
+
+@pytest.mark.parametrize(("loss", "absent"), [("simpo", REFERENCE), ("aot", ["loss"])])
+def test_numbers_without_a_meaning_are_left_out(run, loss, absent):
+    lines, _ = run(f"dpo.preference_loss={loss}")
+    assert all(list(line) == [name for name in FIELDS if name not in absent] for line in lines)
+
+
+def test_several_completions_are_told_apart(run, tmp_path):
+    three = {
+        "context": [{"role": "user", "content": "Hi"}],
+        "completions": [
+            {"rank": rank, "completion": [{"role": "assistant", "content": text}]}
+            for rank, text in ((2, "Low"), (0, "The best one of all of them by far"), (1, "Middle one"))
+        ],
+    }
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(three) + "\n")
+    lines, _ = run("data.pairing=all", "policy.train_global_batch_size=3", "dpo.max_num_steps=1")
+    pairs = {(line["chosen"], line["rejected"]) for line in lines if line["split"] == "train"}
+    assert pairs == {(1, 2), (1, 0), (2, 0)}
+    lengths = {line["chosen"]: line["tokens_chosen"] for line in lines}
+    assert lengths[1] > lengths[2]
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_any_work(tmp_path):
+    missing = tmp_path / "no" / "pairs.jsonl"
+    with pytest.raises(ConfigError) as error:
+        short_run(tmp_path / "run", per_pair=missing)
+    assert str(error.value) == (
+        f"--per-pair {missing}: {tmp_path}/no is no directory that can be written to. Make it first."
+    )
+    with pytest.raises(ConfigError) as error:
+        short_run(tmp_path / "run", per_pair=tmp_path)
+    assert str(error.value) == f"--per-pair {tmp_path}: a directory. Give the name of a file."
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_not_taken_for_one_that_writes_the_file(run, tmp_path):
+    run()
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert str(error.value) == (
+        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, and the file is written at a run's end. Add --fresh."
+    )
+
+
+def test_the_verdicts_of_a_run_are_kept(run):
+    _, folder = run()
+    verdicts = json.loads((folder / "verdicts.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert verdicts == [asdict(verdict) for verdict in judge(records)] != []

@@ -1,0 +1,130 @@
+"""What is said of a run's curves: each verdict where it belongs, and not one step before."""
+
+import pytest
+
+from tandem.train.verdicts import judge
+
+SOUND = {
+    "loss": 0.5,
+    "accuracy": 0.8,
+    "rewards_chosen_mean": 0.1,
+    "rewards_margin_mean": 0.4,
+    "logps_chosen_mean": -50.0,
+    "kl_per_token": 0.02,
+    "chosen_below_reference": 0.3,
+    "margin_length_correlation": 0.1,
+    "accuracy_chosen_longer": 0.9,
+    "accuracy_chosen_shorter": 0.7,
+    "num_pairs": 100,
+}
+
+
+def course(*changes, split="validation-default", without=()):
+    """A record every ten steps from step 0, sound but for the changes."""
+    records = [{"step": 10 * i, "split": split, **SOUND, **change} for i, change in enumerate(changes)]
+    return [{name: value for name, value in record.items() if name not in without} for record in records]
+
+
+def found(records):
+    return {verdict.name: verdict.text for verdict in judge(records)}
+
+
+def test_a_sound_run_is_called_so():
+    texts = found(course({"accuracy": 0.5, "rewards_margin_mean": 0.0}, {}))
+    assert texts == {"sound": "nothing stands out: accuracy 0.50 -> 0.80, margin 0 -> 0.4."}
+
+
+def test_accuracy_is_flat_within_two_standard_errors_of_guessing():
+    # of 100 pairs: 0.5 + 2 * sqrt(0.25 / 100)
+    assert "accuracy_flat" not in found(course({}, {"accuracy": 0.6}))
+    text = found(course({}, {"accuracy": 0.59}))["accuracy_flat"]
+    assert text.startswith("accuracy is flat: 0.59 over 100 pairs, where 0.60 would stand out from 0.50. Train longer")
+    # more pairs, less noise
+    assert "accuracy_flat" not in found(course({}, {"accuracy": 0.59, "num_pairs": 200}))
+
+
+def test_without_a_reference_accuracy_is_flat_where_it_has_not_left_its_start():
+    reference = ("kl_per_token", "chosen_below_reference")
+    flat = course({"accuracy": 0.7}, {"accuracy": 0.75}, without=reference)
+    assert "would stand out from 0.70" in found(flat)["accuracy_flat"]
+    assert "accuracy_flat" not in found(course({"accuracy": 0.7}, {"accuracy": 0.81}, without=reference))
+
+
+def test_the_chosen_are_falling_when_most_are_below_the_reference():
+    down = {"chosen_below_reference": 0.51, "rewards_chosen_mean": -0.25}
+    text = found(course({}, down))["chosen_falling"]
+    assert text.startswith(
+        "the chosen completions are falling: 51% of them are less likely than under the reference (mean reward -0.25)."
+    )
+    assert "dpo.sft_loss_weight" in text
+    assert "chosen_falling" not in found(course({}, down | {"chosen_below_reference": 0.5}))
+    assert "chosen_falling" not in found(course({}, down | {"rewards_chosen_mean": 0.01}))
+
+
+def test_without_a_reference_the_chosen_fall_below_where_they_began():
+    reference = ("kl_per_token", "chosen_below_reference")
+    records = course({}, {"logps_chosen_mean": -60.0}, without=reference)
+    assert "mean log-probability -50.0 at first, -60.0 now" in found(records)["chosen_falling"]
+    assert "chosen_falling" not in found(course({}, {"logps_chosen_mean": -49.0}, without=reference))
+    # the first record is not the beginning: there is nothing to compare with
+    assert "chosen_falling" not in found(records[1:])
+
+
+@pytest.mark.parametrize("correlation", [0.5, -0.5])
+def test_the_margin_goes_by_length(correlation):
+    text = found(course({}, {"margin_length_correlation": correlation}))["length_learnt"]
+    assert text.startswith(
+        f"the margin goes by length: its correlation with chosen minus rejected tokens is {correlation:.2f}; accuracy is "
+        "0.90 where the chosen completion is the longer one, 0.70 where it is the shorter."
+    )
+    assert "length_learnt" not in found(course({}, {"margin_length_correlation": 0.98 * correlation}))
+    assert "length_learnt" not in found(course({}, {"margin_length_correlation": correlation, "num_pairs": 19}))
+
+
+def test_the_policy_runs_away_when_it_is_far_and_fast():
+    text = found(course({}, {"kl_per_token": 0.79}, {"kl_per_token": 1.2}))["kl_running_away"]
+    assert text.startswith("the policy is running away from the reference: 1.20 nats a token now, 0.79 at step 10.")
+    assert "kl_running_away" not in found(course({}, {"kl_per_token": 0.81}, {"kl_per_token": 1.2}))
+    assert "kl_running_away" not in found(course({}, {"kl_per_token": 0.1}, {"kl_per_token": 1.0}))
+
+
+def test_the_best_was_long_ago():
+    rising = [{"loss": 0.69}, {"loss": 0.4}, {"loss": 0.5}]
+    text = found(course(*rising))["best_long_ago"]
+    assert text.startswith("the best was long ago: the loss was 0.4000 at step 10 and is 0.5000 at step 20.")
+    assert "best_long_ago" not in found(course({"loss": 0.69}, {"loss": 0.495}, {"loss": 0.5}))
+    # before the first step nothing was learnt: that is no best
+    assert "best_long_ago" not in found(course({"loss": 0.1}, {"loss": 0.6}, {"loss": 0.5}))
+
+
+def test_training_is_judged_by_quarters_where_nothing_was_validated():
+    steps = [
+        {**SOUND, "split": "train", "step": i + 1, "num_pairs": 10, "accuracy": 0.5 if i < 12 else 0.9}
+        for i in range(16)
+    ]
+    (verdict,) = judge(steps)
+    assert (verdict.split, verdict.name) == ("train", "sound")
+    assert "accuracy 0.50 -> 0.90" in verdict.text
+    # one good step among the last four is noise
+    steps = [step | {"accuracy": 0.5} for step in steps[:-1]] + steps[-1:]
+    assert "accuracy is flat: 0.60 over 40 pairs" in found(steps)["accuracy_flat"]
+
+
+def test_every_validation_set_is_judged_and_the_export_is_not():
+    records = [
+        *course({}, {}, split="validation-a"),
+        *course({}, {"accuracy": 0.5}, split="validation-b"),
+        *course({}, {"accuracy": 0.5}, split="exported-b"),
+        *course({}, {"accuracy": 0.5}, split="train"),
+    ]
+    assert [(verdict.split, verdict.name) for verdict in judge(records)] == [
+        ("validation-a", "sound"),
+        ("validation-b", "accuracy_flat"),
+    ]
+
+
+def test_a_metric_that_some_steps_lack_is_judged_by_none():
+    steps = course({}, {}, {}, {}, split="train")
+    steps = [step | {"step": step["step"] + 1, "margin_length_correlation": 0.9} for step in steps]
+    assert "length_learnt" in found(steps)
+    assert "length_learnt" not in found([*steps, {**steps[-1], "step": 50, "margin_length_correlation": None}])
