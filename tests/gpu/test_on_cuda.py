@@ -1,5 +1,6 @@
 """What only a GPU can show: FlexAttention with our block lists, compiled layers, and no wait inside a step."""
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -126,13 +127,22 @@ def test_all_layers_of_a_kind_share_one_graph(architecture):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kinds
 
 
-def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch):
+LOSSES = {
+    "of pairs": [],
+    "over the batch": ["dpo.preference_loss=aot"],
+    "weighted": ["dpo.wpo=true", "dpo.ld_alpha=0.5", "dpo.f_divergence=js"],
+    "without reference": ["dpo.preference_loss=simpo"],
+}
+
+
+@pytest.mark.parametrize("changes", LOSSES.values(), ids=LOSSES)
+def test_a_step_never_waits_for_the_device_and_its_report_waits_once(tmp_path, monkeypatch, changes):
     from tandem.train import trainer
 
-    step = trainer.train_step
-    calls = []
+    step, read = trainer.train_step, trainer.PendingStep.read
+    calls, waits = [], []
 
-    def watched(*arguments):
+    def watched_step(*arguments):
         calls.append(1)
         # The first steps compile and load kernels, which waits once.
         torch.cuda.set_sync_debug_mode("error" if len(calls) > 2 else "default")
@@ -141,9 +151,21 @@ def test_a_step_never_waits_for_the_device(tmp_path, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(trainer, "train_step", watched)
-    run = short_run(tmp_path / "run", "dpo.max_num_steps=5", "policy.packing.pack_length=1024")
+    def watched_read(*arguments):
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                return read(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("synchronizing" in str(warning.message) for warning in caught))
+
+    monkeypatch.setattr(trainer, "train_step", watched_step)
+    monkeypatch.setattr(trainer.PendingStep, "read", watched_read)
+    run = short_run(tmp_path / "run", "dpo.max_num_steps=5", "policy.packing.pack_length=1024", *changes)
     assert len(metrics_of(run)) == 5
+    assert waits == [1] * 5
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
