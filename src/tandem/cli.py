@@ -67,7 +67,7 @@ def inspect_row(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A data file, a pattern, or embedded.")],
     overrides: Overrides = None,
     row: Annotated[
-        int | None, typer.Option(metavar="N", help="The line (or element) to show; the first usable one.")
+        int | None, typer.Option(metavar="N", min=1, help="The line (or element) to show; the first usable one.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="M", help="Whose tokenizer and template: policy.model_name.")

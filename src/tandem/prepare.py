@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
+from tandem.data.selection import Preferences, Selection
 from tandem.data.sets import ProgressBar, open_sets
 from tandem.data.store import TokenStore
 from tandem.data.template import make_template
@@ -61,6 +62,9 @@ def prepare_data(
     template = make_template(load_tokenizer(Path(given) if given else source.folder), config.policy.tokenizer)
     sets = open_sets(config, template, bar)
     packs = {name: _packed(store, config, pack_sizes) for name, store in sets.read.items()}
+    # What is trained on and held out, where that is not a set as it was read: the packs that training would look for.
+    used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}
+    chosen = {name: _packed(store, config, pack_sizes) for name, store in used.items() if isinstance(store, Selection)}
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if output is not None:
         folders = {name: str(_write(store, packs[name], output / name)) for name, store in sets.read.items()}
@@ -76,7 +80,10 @@ def prepare_data(
     return Preparation(
         preflights(sets),
         folders,
-        {name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
+        {
+            name: [outlook(packer, bins, pairs) for packer, bins in several]
+            for name, several in (packs | chosen).items()
+        },
         pairs,
         config.policy.max_total_sequence_length,
         *_around_the_answer(sets.train[0], template.tokenizer),
@@ -98,7 +105,7 @@ def _refuse_filled(output: Path | None) -> None:
         raise ConfigError(f"--output-dir {output}: not empty. Choose another, or empty it.")
 
 
-def _packed(store: TokenStore, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
+def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
     """The set as packs of each length."""
     lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
     packers = [

@@ -70,7 +70,7 @@ def test_a_missing_data_file_is_one_message_and_code_3_and_leaves_no_run(tmp_pat
     ended = tandem("train", "data.train.data_path=no.jsonl", f"policy.model_name={model}", cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (3, "")
     assert ended.stderr.splitlines()[:-1] == [
-        "tandem: error: no.jsonl: no such file. Check data.train.data_path and the validation paths."
+        "tandem: error: no.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

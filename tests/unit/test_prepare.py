@@ -170,7 +170,10 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
     first, second, held = report(*given)["sets"]
     assert [s["name"] for s in (first, second, held)] == ["train-0", "train-1", "validation-default"]
     assert [s["counts"]["accepted"] for s in (first, second, held)] == [10, 10, 5]
-    assert (held["format"], held["format_reason"]) == ("held out", "by data.validation_share")
+    assert (held["format"], held["format_reason"]) == (
+        "held out",
+        "by data.validation_share; 15 of the training preferences are left to train on",
+    )
     assert (held["prompt_overlap"], first["prompt_overlap"]) == (0, None)
     _, out, _ = prepare(*given)
     assert [line for line in out.splitlines() if line.endswith(": tokens")] == [
@@ -214,5 +217,5 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
     assert prepare("data.train=no.jsonl") == (
         3,
         "",
-        "tandem: error: no.jsonl: no such file. Check data.train.data_path and the validation paths.\n",
+        "tandem: error: no.jsonl: no such file or folder, and not the name of a hub dataset (org/name).\n",
     )

@@ -279,8 +279,10 @@ def _unknown(key: str) -> str:
     if key in key_names():
         return f"the key {key} is written with dots. In a file, write it as sections, one inside the other."
     section, _, leaf = key.rpartition(".")
+    of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
     known = {name.rsplit(".", 1)[-1]: name for name in sorted(key_names(), reverse=True)} | KNOWN_ELSEWHERE
-    here = {name.rsplit(".", 1)[-1]: name for name in key_names() if name.rpartition(".")[0] == section}
+    names_here = [name.rsplit(".", 1)[-1] for name in key_names() if name.rpartition(".")[0] == of_one]
+    here = {name: f"{section}.{name}" for name in names_here}
     nearest = next(
         (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.6))), None
     )

@@ -43,7 +43,7 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
     if is_hub_name(data_path):
         found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
         return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]
-    raise DataError(f"{data_path}: no such file. Check data.train.data_path and the validation paths.")
+    raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).")
 
 
 def _refuse_parts(data_path: str, given: DatasetFields, what: str) -> None:

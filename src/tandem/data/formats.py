@@ -29,6 +29,14 @@ Prompt = str | tuple[Message, ...]
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
     """`prompt`, `chosen`, `rejected` under configurable keys: texts, or messages."""
+    names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
+    if row.value and not any(name in row.value for name in names):
+        raise RowError(
+            row.place,
+            "missing key",
+            f"none of the keys {', '.join(names)}. Keys found: {', '.join(row.value)}. data.train.prompt_key, chosen_key and "
+            "rejected_key name others; data.train.dataset_name names another format.",
+        )
     return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
 
 

@@ -20,6 +20,9 @@ from tandem.errors import DataError
 
 # A second process pays for its start from here on.
 BYTES_PER_WORKER = 4 * 1024 * 1024
+NOT_JSON = (
+    "It is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
+)
 PREPARE_AGAIN = "Prepare it again, with tandem prepare."
 
 
@@ -171,7 +174,8 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
     if bad == counts.rows:
-        raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}")
+        unlike = "" if set(counts.bad) != {"malformed JSON"} else f"\n{NOT_JSON}"
+        raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
     if bad and data.on_bad_row == "error":
         raise DataError(
             f"{source}: {bad} of {counts.rows} rows are malformed:\n{all_bad}\n"

@@ -14,6 +14,7 @@ NGRAM = 8
 MAX_PREFERENCES = 100_000
 PERCENTILES = (50, 90, 95, 99)
 BINS = 12
+HELD_OUT = "held out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
     is_read = isinstance(store, TokenStore)
     return Preflight(
         name=name,
-        format=store.format if is_read else "held out",
-        format_reason=store.format_reason if is_read else "by data.validation_share",
+        format=store.format if is_read else HELD_OUT,
+        format_reason=store.format_reason if is_read else _kept(train),
         counts=store.counts if is_read else Counts(len(store), len(store), {}, {}),
         num_pairs=int(store.num_pairs.sum()),
         prompt_tokens=prompt_tokens,
@@ -86,6 +87,11 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         prompt_overlap=None if train is None else _prompt_overlap(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )
+
+
+def _kept(train: Preferences | None) -> str:
+    left = "" if train is None else f"; {len(train):,} of the training preferences are left to train on"
+    return f"by data.validation_share{left}"
 
 
 def _lengths(values: NDArray[np.integer]) -> Lengths:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tandem.data.preflight import NGRAM, PERCENTILES, Lengths, Preflight
+from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
 from tandem.train.validation import ValidationReport
 
 Verbosity = Literal["quiet", "normal", "verbose"]
@@ -79,7 +79,8 @@ class Reporter:
             rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
         self._table("Data", ["set", *counted, "sharing can save"], rows)
         for s in sets:
-            self.say(f"  {s.name}: read as {s.format}, {s.format_reason}")
+            how = "read as " if s.format != HELD_OUT else ""
+            self.say(f"  {s.name}: {how}{s.format}, {s.format_reason}")
             for reason, count in (s.counts.bad | s.counts.filtered).items():
                 self.say(f"  {s.name}: skipped {count:,}: {reason} (rejects.jsonl)")
             for note, count in s.notes.items():

@@ -375,8 +375,15 @@ def _finish(t: Training, before: list[ValidationReport], per_pair: Path | None) 
     elif config.checkpointing.enabled:
         t.reporter.say(f"  {t.run}/checkpoints/latest  the newest checkpoint")
     if config.policy.model_name == EMBEDDED:
-        t.reporter.say("\nNext: your own pairs (JSONL with prompt, chosen, rejected) and your own model:")
-        t.reporter.say("  tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl")
+        given = [one.data_path for one in config.data.training_sets]
+        own = (
+            "your own pairs (JSONL with prompt, chosen, rejected) and your own model"
+            if EMBEDDED in given
+            else "your own model"
+        )
+        t.reporter.say(f"\nNext: {own}:")
+        paths = "PAIRS.jsonl" if EMBEDDED in given else given[0]
+        t.reporter.say(f"  tandem train policy.model_name=MODEL data.train.data_path={paths}")
     else:
         call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
         t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')

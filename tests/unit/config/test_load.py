@@ -569,3 +569,9 @@ def test_loading_does_not_change_the_file(write):
     file = write("a.yaml", text)
     load_config(file, ["run.seed=2", "~dpo"])
     assert Path(file).read_text(encoding="utf-8") == text
+
+
+def test_a_misspelt_key_of_one_of_several_training_sets_is_told_its_own():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["data.train=[{data_path: a.jsonl, promt_key: x}]"])
+    assert "unknown key data.train.0.promt_key. Did you mean data.train.0.prompt_key?" in str(error.value)

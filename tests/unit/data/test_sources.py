@@ -152,7 +152,7 @@ def test_two_stars_reach_into_folders(tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     assert refused(tmp_path / "no.jsonl") == (
-        f"{tmp_path}/no.jsonl: no such file. Check data.train.data_path and the validation paths."
+        f"{tmp_path}/no.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."
     )
 
 

@@ -107,6 +107,11 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     write(source, "{", "[1]")
     message = refusal(source, Data(on_bad_row="skip", max_bad_share=1.0))
     assert message.startswith(f"{source}: none of 2 rows can be read:\n  malformed JSON: 1\n")
+    assert "It is not JSON lines" not in message
+    write(source, "once upon a time", "there was")
+    assert refusal(source, Data()).endswith(
+        "\nIt is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
+    )
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
@@ -116,7 +121,8 @@ def test_a_format_that_is_given_is_not_guessed(source):
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
         f"{source}: none of 1 rows can be read:\n"
         "  missing key: 1\n"
-        f"    {source}:1: no key prompt. Keys found: context, completions. data.train.prompt_key names another."
+        f"    {source}:1: none of the keys prompt, chosen, rejected. Keys found: context, completions. data.train.prompt_key, "
+        "chosen_key and rejected_key name others; data.train.dataset_name names another format."
     )
 
 
@@ -211,7 +217,7 @@ def test_every_row_left_out_is_written_with_place_and_reason(source):
 
 
 def test_a_missing_file_is_named(source):
-    assert refusal(source, Data()) == f"{source}: no such file. Check data.train.data_path and the validation paths."
+    assert refusal(source, Data()) == f"{source}: no such file or folder, and not the name of a hub dataset (org/name)."
 
 
 def test_an_empty_file_is_refused(source):
