@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, TandemError
+from tandem.errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, StoppedError, TandemError
 
 app = typer.Typer(
     name="tandem",
@@ -197,8 +197,14 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    from tandem.train.stopping import terminated_cleanly
+
     try:
-        app(standalone_mode=True)
+        with terminated_cleanly():
+            app(standalone_mode=True)
+    except StoppedError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except TandemError as error:
         _fail(error)
     except KeyboardInterrupt:

@@ -31,6 +31,14 @@ class DiskError(TandemError):
     exit_code = 7
 
 
+class StoppedError(TandemError):
+    """The run was asked to stop, and did at a place from which it can go on."""
+
+    def __init__(self, reason: str, exit_code: int):
+        super().__init__(f"stopped by {reason}")
+        self.exit_code = exit_code
+
+
 class AuditError(TandemError):
     """The model, as packed, does not compute what the plain model computes: nothing was trained."""
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
 from tandem.export import round_stochastically
-from tandem.train import trainer
+from tandem.train import checkpoint, trainer
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
 SCHEDULE = (
@@ -191,3 +191,64 @@ def test_stochastic_rounding_to_float16_is_right_in_expectation():
     rounded = round_stochastically(value, torch.float16, torch.Generator().manual_seed(0)).float()
     assert set(rounded.tolist()) == {-1.0, -(1.0 + 2**-10)}
     assert rounded.mean().item() == pytest.approx(-(1.0 + 2**-12), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "higher", "split", "metric"),
+    [
+        ("validation-default_rewards_margin_mean", True, "validation-default", "rewards_margin_mean"),
+        ("train:logps_chosen_mean", False, "train", "logps_chosen_mean"),
+    ],
+)
+def test_the_tracked_metric_ranks_checkpoints(tmp_path, name, higher, split, metric):
+    run = short_run(
+        tmp_path / "run",
+        f"checkpointing.checkpoint_dir={tmp_path}/elsewhere",
+        "checkpointing.save_period=1",
+        "checkpointing.keep_top_k=2",
+        f"checkpointing.metric_name={name}",
+        f"checkpointing.higher_is_better={str(higher).lower()}",
+        "dpo.val_period=1",
+        "dpo.val_at_end=true",
+    )
+    values = {line["step"]: line[metric] for line in metrics_of(run, split) if line["step"] > 0}
+    order = sorted(values, key=values.__getitem__, reverse=higher)
+    assert not (run / "checkpoints").exists()
+    assert (tmp_path / "elsewhere/best").resolve().name == f"step_{order[0]}"
+    kept = {path.name for path in (tmp_path / "elsewhere").glob("step_*")}
+    assert kept == {f"step_{step}" for step in (*order[:2], 4)}
+
+
+def test_a_checkpoint_without_optimizer_states_is_no_place_to_go_on_from(tmp_path, monkeypatch):
+    settings = [*SAVING, "checkpointing.save_optimizer=false"]
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *settings)
+    with pytest.raises(CheckpointError) as refused:
+        short_run(tmp_path / "cut", *settings)
+    assert str(refused.value) == (
+        f"{tmp_path}/cut/checkpoints/step_2: saved without the optimizer's states (checkpointing.save_optimizer=false), so no "
+        "run can go on from it exactly. Start anew with --fresh."
+    )
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        killed_after(patch, 3)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    manifest = tmp_path / "cut/checkpoints/step_2/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 7'))
+    with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 2\."):
+        short_run(tmp_path / "cut", *SAVING)
+
+
+def test_a_disk_that_fills_behind_the_runs_back_stops_it(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    with pytest.raises(OSError, match="No space left"):
+        short_run(tmp_path / "run", *SAVING)
+    assert not list((tmp_path / "run/checkpoints").glob("*step_*"))

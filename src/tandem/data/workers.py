@@ -179,6 +179,7 @@ class _Worker:
 
 def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: list[Connection]) -> None:
     """The life of a worker: take an item, answer, until the other side is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
     _die_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

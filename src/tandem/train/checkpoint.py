@@ -4,45 +4,94 @@ import json
 import os
 import shutil
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.cache import published, read_manifest, write_manifest
 from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run stands: steps done, the place in the schedule, how far metrics.jsonl reached, the latest ranking."""
 
-    step: int
-    epoch: int
-    batch: int  # batches of this epoch already done
-    metrics_bytes: int
-    val_loss: float | None
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # batches of this epoch already done
+    metrics_bytes: int = 0
+    tracked: float | None = None  # the tracked metric, when it was last measured
+    owes_validation: bool = False  # stopped before the validation that was due after this step
 
 
-def save_checkpoint(
-    folder: Path, policy: Policy, optimizer: Any, progress: Progress, fingerprints: dict[str, str]
-) -> Path:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of everything a run goes on from; the run may change its own meanwhile."""
+
+    tensors: dict[str, Any]
+    progress: Progress
+    fingerprints: dict[str, str]
+    config: str
+
+
+class Saver:
+    """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
+
+    def __init__(self, folder: Path, keep: int, *, higher_is_better: bool):
+        self.folder, self._keep, self._higher = folder, keep, higher_is_better
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begin to write; returns once the one before is written."""
+        self.wait()
+        self._writing = self._thread.submit(self._write, snapshot)
+
+    def check(self) -> None:
+        """Raise what went wrong behind the run's back, without waiting for what is still being written."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        write_checkpoint(self.folder, snapshot)
+        prune(self.folder, self._keep, higher_is_better=self._higher)
+
+
+def take_snapshot(
+    policy: Policy, optimizer: Any, progress: Progress, fingerprints: dict[str, str], config: str, *, whole: bool
+) -> Snapshot:
+    """Copy to the host. Not whole: without the optimizer's states."""
+    tensors = _tensors(policy, optimizer if whole else None)
+    return Snapshot(BlockingAsyncStager().stage(tensors), progress, fingerprints, config)
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
     """Write `step_N` aside, sync it, rename it, then point `latest` at it."""
-    place = folder / f"step_{progress.step}"
-    if place.is_dir():
-        return place
-    with published(place) as aside:
-        dcp.save(_tensors(policy, optimizer), checkpoint_id=aside / "tensors")
-        facts = {"progress": asdict(progress), "fingerprints": fingerprints}
-        (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        write_manifest(aside, format_version=FORMAT_VERSION)
+    place = folder / f"step_{snapshot.progress.step}"
+    if not place.is_dir():
+        with published(place) as aside:
+            dcp.save(snapshot.tensors, checkpoint_id=aside / "tensors", no_dist=True)
+            facts = {"progress": asdict(snapshot.progress), "fingerprints": snapshot.fingerprints}
+            (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
+            write_manifest(aside, format_version=FORMAT_VERSION)
     point(folder / "latest", place)
-    return place
 
 
 def load_checkpoint(
@@ -53,6 +102,12 @@ def load_checkpoint(
     The scheduler is a function of the step alone: a new one is stepped to where it was.
     """
     facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
+    version = json.loads((place / "manifest.json").read_text(encoding="utf-8"))["format_version"]
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Go on with the tandem that wrote "
+            "it, or start anew with --fresh."
+        )
     for name, then in facts["fingerprints"].items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
@@ -61,8 +116,14 @@ def load_checkpoint(
             )
     _make_room(policy, optimizer)
     tensors = _tensors(policy, optimizer)
-    dcp.load(tensors, checkpoint_id=place / "tensors")  # in place
-    torch.set_rng_state(tensors["random"])
+    kept = dcp.FileSystemReader(place / "tensors").read_metadata().state_dict_metadata
+    if not tensors.keys() <= kept.keys():
+        raise CheckpointError(
+            f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
+            "it exactly. Start anew with --fresh."
+        )
+    dcp.load(tensors, checkpoint_id=place / "tensors", no_dist=True)  # in place
+    _set_random_states(tensors)
     progress = Progress(**facts["progress"])
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
         for _ in range(progress.step):
@@ -70,14 +131,22 @@ def load_checkpoint(
     return progress
 
 
-def _tensors(policy: Policy, optimizer: Any) -> dict[str, Any]:
-    """Every tensor that a run goes on from, by name: weights, optimizer states, random state."""
-    tensors: dict[str, Any] = {"random": torch.get_rng_state()}
+def _tensors(policy: Policy, optimizer: Any | None) -> dict[str, Any]:
+    """Every tensor that a run goes on from, by name: weights, optimizer states, random states."""
+    tensors: dict[str, Any] = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
     for name, parameter in policy.named_parameters():
         tensors[f"policy.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
+
+
+def _set_random_states(tensors: dict[str, Any]) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
 
 
 def _make_room(policy: Policy, optimizer: Any) -> None:
@@ -107,12 +176,10 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Keep the best `keep` by validation loss (newest first without one) and the latest; point `best` at the first."""
+def prune(folder: Path, keep: int, *, higher_is_better: bool) -> None:
+    """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first."""
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
-    if not places:
-        return
-    ranked = sorted(places, key=_rank)
+    ranked = sorted(places, key=lambda place: _rank(place, higher_is_better=higher_is_better))
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
@@ -141,7 +208,8 @@ def point(link: Path, target: Path) -> None:
     aside.replace(link)
 
 
-def _rank(place: Path) -> tuple[float, int]:
+def _rank(place: Path, *, higher_is_better: bool) -> tuple[bool, float, int]:
+    """Lower is better; a checkpoint from before the metric was measured comes last."""
     facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
-    loss = facts["progress"]["val_loss"]
-    return (0.0 if loss is None else loss, -step_of(place))
+    value = facts["progress"]["tracked"]
+    return value is None, (-1 if higher_is_better else 1) * (value or 0.0), -step_of(place)

@@ -9,6 +9,7 @@ import torch
 from tandem.cache import check_cache_dir
 from tandem.config.losses import BETA, averages, needs_reference, needs_scores, reads, spelled
 from tandem.config.schema import Config
+from tandem.config.tracked import TrackedMetric, tracked_metric
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
@@ -42,6 +43,15 @@ class Setup:
     num_steps: int
     num_pairs_trained: int
     highest_rate: float  # that the schedule reaches in those steps
+
+    @property
+    def tracked(self) -> TrackedMetric | None:
+        """The metric that ranks checkpoints."""
+        return tracked_metric(self.config.checkpointing.metric_name, list(self.validation))
+
+    def checkpoint_dir(self, run: Path) -> Path:
+        given = self.config.checkpointing.checkpoint_dir
+        return run / "checkpoints" if given is None else Path(given)
 
     def packers(self) -> dict[str, Packer]:
         """The training set and every validation set, by split."""
@@ -124,6 +134,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     check_export(tokenizer, named, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
     sets = open_sets(config, template, bar)
+    tracked_metric(config.checkpointing.metric_name, list(sets.validation))
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
         _check_scores(store, config)

@@ -1,6 +1,6 @@
 """Validation sets in; the same metrics as in training out, over all pairs, whatever the batch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,21 +39,30 @@ class ValidationReport:
     num_pairs: int
 
 
-def validate(policy: Policy, validation: ValidationSet) -> ValidationReport:
+def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
+    """`check` is called between packs, and may end it by raising."""
     side, packer = validation.side, validation.packer
-    table = measure(policy, side, packer, validation.batch_size, validation.max_batches)
+    table = measure(policy, side, packer, validation.batch_size, validation.max_batches, check)
     metrics = summarise(table, side.dpo, side.precision, packer.store)
     return ValidationReport(validation.split, metrics, len(table))
 
 
 @torch.no_grad()
-def measure(policy: Policy, side: Side, packer: Packer, batch_size: int, max_batches: int | None = None) -> PairTable:
+def measure(
+    policy: Policy,
+    side: Side,
+    packer: Packer,
+    batch_size: int,
+    max_batches: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> PairTable:
     """The numbers of every pair of a set, or of its first batches."""
     batches = Batches(packer.store.num_pairs, batch_size).epoch(0)[:max_batches]
     packs = (pack for batch in batches for pack in packer.micro_batches(batch.preferences, batch.bounds))
     ledger = PairLedger()
     for outcome in _outcomes(policy, side, packs):
         ledger.add(outcome)
+        check()
     table, _ = ledger.read(side.workers)
     return table
 

@@ -10,6 +10,7 @@ import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.config.schema import Dpo
+from tandem.config.tracked import METRICS
 from tandem.data.selection import Selection
 from tandem.model.parallel import Workers
 from tandem.train.metrics import PairTable, summarise
@@ -86,6 +87,10 @@ def test_what_has_no_meaning_is_left_out():
     assert not any(name.startswith("accuracy/") for name in metrics)
     without_reference = summary(Dpo(preference_loss="simpo"), loss=[1.0, 2.0])
     assert set(metrics) - set(without_reference) == {"kl_per_token", "chosen_below_reference"}
+
+
+def test_a_metric_that_may_rank_checkpoints_is_always_there():
+    assert set(METRICS) == set(summary(Dpo(preference_loss="simpo"), loss=[1.0]))
 
 
 def test_kl_is_per_token_and_displacement_counts_falls_beyond_rounding():

@@ -11,7 +11,7 @@ from tandem import cli
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
-from tandem.train import trainer
+from tandem.train import build, trainer
 from tandem.train.report import Reporter
 from tandem.train.setup import set_up
 
@@ -50,7 +50,7 @@ def no_weights(monkeypatch):
     def loaded(*arguments, **options):
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(trainer, "load_policy", loaded)
+    monkeypatch.setattr(build, "load_policy", loaded)
 
 
 def config_of(*overrides):
@@ -188,10 +188,10 @@ def test_scores_reach_the_loss_pair_by_pair(write, tmp_path):
 @pytest.mark.parametrize("name", ["simpo", "orpo", "cpo", "{simpo: 1, orpo: 0.5}"])
 def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, monkeypatch):
     loaded = []
-    load = trainer.load_policy
-    monkeypatch.setattr(trainer, "load_policy", lambda *given: loaded.append(given) or load(*given))
-    monkeypatch.setattr(trainer, "cached_reference", lambda *_, **__: pytest.fail("a reference was computed"))
-    monkeypatch.setattr(trainer, "LiveReference", lambda *_: pytest.fail("a reference was made"))
+    load = build.load_policy
+    monkeypatch.setattr(build, "load_policy", lambda *given: loaded.append(given) or load(*given))
+    monkeypatch.setattr(build, "cached_reference", lambda *_, **__: pytest.fail("a reference was computed"))
+    monkeypatch.setattr(build, "LiveReference", lambda *_: pytest.fail("a reference was made"))
     cache = tmp_path / "reference"
     overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", f"dpo.preference_loss={name}"]
     overrides += [f"reference.mode={mode}", f"reference.cache_dir={cache}", "dpo.max_num_steps=1"]
@@ -201,7 +201,7 @@ def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, mo
 
 
 def test_a_live_reference_of_a_loss_without_one_is_not_loaded(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "LiveReference", lambda *_: pytest.fail("a reference was made"))
+    monkeypatch.setattr(build, "LiveReference", lambda *_: pytest.fail("a reference was made"))
     overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", "dpo.preference_loss=simpo"]
     run = short_run(tmp_path / "run", *overrides, "reference.mode=live", "dpo.max_num_steps=1")
     assert len(metrics_of(run)) == 1
@@ -209,7 +209,7 @@ def test_a_live_reference_of_a_loss_without_one_is_not_loaded(write, tmp_path, m
 
 def test_no_reference_finds_every_token_certain(write):
     setup = setup_of(write(SCORED))
-    policy = trainer.load_policy(setup.source, setup.config.policy, setup.device)
+    policy = build.load_policy(setup.source, setup.config.policy, setup.device)
     pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
     inputs = policy.inputs(pack, setup.device)
     logps = NoReference().token_logps(pack, inputs)
@@ -219,8 +219,8 @@ def test_no_reference_finds_every_token_certain(write):
 
 def test_a_reference_is_computed_where_one_of_several_losses_compares(write, tmp_path, monkeypatch):
     splits = []
-    compute = trainer.cached_reference
-    monkeypatch.setattr(trainer, "cached_reference", lambda *a, **b: splits.append(a) or compute(*a, **b))
+    compute = build.cached_reference
+    monkeypatch.setattr(build, "cached_reference", lambda *a, **b: splits.append(a) or compute(*a, **b))
     overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", "dpo.preference_loss={simpo: 1, dpo: 0.5}"]
     short_run(tmp_path / "run", *overrides, "dpo.max_num_steps=1")
     assert len(splits) == 1

@@ -58,23 +58,6 @@ def test_weights_that_are_cut_off_are_told_by_their_name(tmp_path):
     assert message.endswith("Is the download whole?")
 
 
-def test_an_interrupted_run_says_what_is_kept(tmp_path, monkeypatch, capsys):
-    report = trainer._report
-
-    def interrupted(t, number, *rest):
-        report(t, number, *rest)
-        if number == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(trainer, "_report", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        short_run(tmp_path / "run", "checkpointing.save_period=2")
-    assert " ".join(capsys.readouterr().out.split()) == (
-        f"warning: interrupted in step 3. The newest checkpoint is {tmp_path}/run/checkpoints/step_2; "
-        "the same command goes on from it."
-    )
-
-
 def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
     loaded = load_config(None, ["dpo.max_num_steps=3", f"run.dir={tmp_path}/run"])
     setup = trainer.set_up(loaded.config, trainer.start_workers().device)

@@ -1,0 +1,242 @@
+"""A Setup in; a Training out: weights, reference, audit, optimizer, and the newest checkpoint put back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.cache import cache_dir
+from tandem.model.audit import audit, start_loss_verdict
+from tandem.model.load import ModelSource, load_policy, weights_fingerprint
+from tandem.model.parallel import Workers, compile_layers, shard
+from tandem.model.policy import Policy
+from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
+from tandem.packing.layout import join
+from tandem.packing.packer import Packer
+from tandem.train.checkpoint import (
+    Progress,
+    Saver,
+    load_checkpoint,
+    newest_verified,
+    remove_leftovers,
+    take_snapshot,
+)
+from tandem.train.optimizer import make_optimizer, make_scheduler
+from tandem.train.report import MetricsFile, Reporter
+from tandem.train.setup import Setup
+from tandem.train.stopping import Stopping
+from tandem.train.terms import Side
+from tandem.train.validation import ValidationReport, ValidationSet, validate
+
+
+@dataclass(slots=True)
+class Training:
+    """What the loop works on, and the two things it does beside steps: validate and save."""
+
+    setup: Setup
+    run: Path
+    policy: Policy
+    side: Side
+    validation_sets: list[ValidationSet]
+    optimizer: Any
+    scheduler: Any
+    fingerprints: dict[str, str]
+    config: str  # as YAML
+    reporter: Reporter
+    metrics: MetricsFile
+    progress: Progress
+    saver: Saver
+    stopping: Stopping
+
+    def validate(self) -> list[ValidationReport]:
+        """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
+        reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
+        for report in reports:
+            self.metrics.write(
+                {"step": self.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
+            )
+            self.track(report.split, report.metrics)
+        self.progress = replace(self.progress, owes_validation=False)
+        return reports
+
+    def track(self, split: str, metrics: dict[str, float]) -> None:
+        """Remember the metric that ranks checkpoints, if this is its split."""
+        tracked = self.setup.tracked
+        if tracked is not None and tracked.split == split:
+            self.progress = replace(self.progress, tracked=metrics[tracked.metric])
+
+    def save(self, metrics_bytes: int | None = None) -> None:
+        """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
+        checkpointing = self.setup.config.checkpointing
+        if not checkpointing.enabled:
+            return
+        started = time.perf_counter()
+        self.progress = replace(
+            self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
+        )
+        snapshot = take_snapshot(
+            self.policy,
+            self.optimizer,
+            self.progress,
+            self.fingerprints,
+            self.config,
+            whole=checkpointing.save_optimizer,
+        )
+        self.saver.start(snapshot)
+        self.stopping.took("save", time.perf_counter() - started)
+        self.reporter.detail(f"saving step {self.progress.step}")
+
+
+def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stopping: Stopping, config: str) -> Training:
+    """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
+    torch.manual_seed(setup.config.run.seed)
+    reporter.say("\nLoading the model")
+    policy = load_sharded(setup, setup.source, workers)
+    weights = weights_fingerprint(setup.source)
+    references = _references(setup, policy, workers, weights, reporter, stopping.check)
+    _audit(setup, policy, references, reporter)
+    if setup.compiles:
+        _compile_every_length(setup, policy, reporter, stopping.check)
+    dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
+    optimizer = make_optimizer(policy.parameters(), setup.config.policy)
+    scheduler = make_scheduler(optimizer, setup.config.policy)
+    fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
+    folder = setup.checkpoint_dir(run)
+    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, reporter)
+    sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
+    validation_sets = [
+        ValidationSet(
+            name,
+            packer,
+            sides[f"validation-{name}"],
+            dpo.val_global_batch_size or setup.config.policy.train_global_batch_size,
+            dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
+        )
+        for name, packer in setup.validation.items()
+    ]
+    return Training(
+        setup,
+        run,
+        policy,
+        sides["train"],
+        validation_sets,
+        optimizer,
+        scheduler,
+        fingerprints,
+        config,
+        reporter,
+        MetricsFile(run / "metrics.jsonl", progress.metrics_bytes),
+        progress,
+        Saver(folder, checkpointing.keep_top_k, higher_is_better=checkpointing.higher_is_better),
+        stopping,
+    )
+
+
+def _put_back(
+    folder: Path, policy: Policy, optimizer: Any, scheduler: Any, fingerprints: dict[str, str], reporter: Reporter
+) -> Progress:
+    """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
+    remove_leftovers(folder)
+    place, damaged = newest_verified(folder)
+    for problem in damaged:
+        reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
+    if place is None:
+        return Progress()
+    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints)
+    reporter.say(f"Going on from {place}")
+    return progress
+
+
+def load_sharded(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
+    policy = load_policy(source, setup.config.policy, workers.device)
+    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+    if setup.compiles:
+        compile_layers(policy)
+    return policy
+
+
+def _compile_every_length(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
+    """One row of each length, forward and backward, before the first step: later steps then never stop to compile."""
+    packer = setup.train
+    smallest = int(np.argmin(packer.sizes))
+    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]]
+    with reporter.progress("Compiling", len(lengths)) as done:
+        for length in lengths:
+            rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
+            policy(policy.inputs(join(rows), setup.device)).sum().backward()
+            done()
+            check()
+    policy.zero_grad()
+
+
+def _references(
+    setup: Setup,
+    policy: Policy,
+    workers: Workers,
+    weights: str,
+    reporter: Reporter,
+    check: Callable[[], None],
+) -> dict[str, Reference]:
+    """The reference for the training set and every validation set, by split."""
+    packers = setup.packers()
+    if not setup.compares:
+        return dict.fromkeys(packers, NoReference())
+    if setup.config.reference.mode == "live":
+        frozen = load_sharded(setup, setup.source, workers).requires_grad_(False)
+        return dict.fromkeys(packers, LiveReference(frozen))
+    folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
+    references: dict[str, Reference] = {}
+    for name, packer in packers.items():
+        with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
+
+            def advance(count: int, done: Callable[..., None] = done) -> None:
+                done(count)
+                check()
+
+            references[name] = cached_reference(
+                policy,
+                packer,
+                workers.device,
+                folder=folder,
+                weights=weights,
+                precision=setup.precision,
+                progress=advance,
+            )
+    return references
+
+
+def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
+    same = setup.compares
+    found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
+    reporter.say(
+        f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
+        + (f", policy = reference to {found.reference_difference:.1e}" if same else "; the loss has no reference")
+    )
+    reporter.say("Start model on the chosen completions")
+    packers = setup.packers()
+    for split, reference in references.items():
+        # Read from the cache over the whole set; a live reference knows only what the audit looked at.
+        if isinstance(reference, CachedReference):
+            nats = _chosen_nats(packers[split], reference)
+        elif split == "train":
+            nats = found.chosen_nats
+        else:
+            continue
+        reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
+
+
+def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
+    """Mean loss per token of the best completions under the start model."""
+    total = tokens = 0.0
+    for index in range(min(len(packer.store), 10_000)):
+        preference = packer.store[index]
+        best = preference.pairs[0][0]
+        start = sum(len(preference.scored(number)) for number in range(best))
+        part = reference.of_preference(index)[start : start + len(preference.scored(best))]
+        total -= float(np.sum(part, dtype=np.float64))
+        tokens += len(part)
+    return total / tokens

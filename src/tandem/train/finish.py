@@ -1,0 +1,117 @@
+"""A trained policy in; validated, judged, saved and exported out, and the user told where everything is."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tandem.config.schema import EMBEDDED
+from tandem.data.selection import Preferences
+from tandem.export import export_model
+from tandem.model.load import find_model
+from tandem.model.policy import Policy
+from tandem.train.build import Training, load_sharded
+from tandem.train.metrics import PairTable
+from tandem.train.per_pair import PerPairFile
+from tandem.train.validation import ValidationReport, measure, validate
+from tandem.train.verdicts import judge
+
+
+def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
+    """Validate, save, judge, export; measure what was exported; say where everything is."""
+    config = t.setup.config
+    after = _validated_and_saved(t)
+    verdicts = judge(t.metrics.records())
+    (t.run / "verdicts.json").write_text(json.dumps([asdict(one) for one in verdicts], indent=2), encoding="utf-8")
+    if per_pair is not None:
+        _write_per_pair(t, per_pair)
+    model = t.run / "model"
+    dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
+    export_model(
+        t.policy,
+        t.setup.source.config,
+        t.setup.template,
+        model,
+        dtype=dtype,
+        rounding=config.export.rounding,
+        seed=config.run.seed,
+    )
+    if before:
+        t.reporter.change("\nValidation", ("before", "after"), before, after)
+    else:
+        t.reporter.validations("\nValidation after training", after)
+    _measure_export(t, model, dtype, after)
+    t.reporter.say("\nVerdict")
+    for verdict in verdicts:
+        t.reporter.say(f"  {verdict.split}: {verdict.text}")
+    t.reporter.say(f"\nDone. Everything is in {t.run}")
+    t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
+    t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
+    if per_pair is not None:
+        t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
+    if config.checkpointing.enabled and (tracked := t.setup.tracked):
+        t.reporter.say(f"  {t.saver.folder}/best  the best checkpoint by {tracked.split} {tracked.metric}")
+    elif config.checkpointing.enabled:
+        t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
+    if config.policy.model_name == EMBEDDED:
+        given = [one.data_path for one in config.data.training_sets]
+        own = (
+            "your own pairs (JSONL with prompt, chosen, rejected) and your own model"
+            if EMBEDDED in given
+            else "your own model"
+        )
+        t.reporter.say(f"\nNext: {own}:")
+        paths = "PAIRS.jsonl" if EMBEDDED in given else given[0]
+        t.reporter.say(f"  tandem train policy.model_name=MODEL data.train.data_path={paths}")
+    else:
+        call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
+        t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')
+
+
+def _validated_and_saved(t: Training) -> list[ValidationReport]:
+    """The last validation, and the last checkpoint, which is whole on disk when this returns."""
+    # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
+    trained_bytes = t.metrics.size()
+    try:
+        return t.validate() if t.setup.config.dpo.val_at_end else []
+    finally:
+        t.save(trained_bytes)
+        t.saver.wait()
+
+
+def _write_per_pair(t: Training, path: Path) -> None:
+    """The policy as it is now, on every pair of the training set and of the validation sets."""
+    sides = {"train": t.side, **{validation.split: validation.side for validation in t.validation_sets}}
+    batch_size = t.setup.config.policy.train_global_batch_size
+
+    def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
+        for split, packer in t.setup.packers().items():
+            yield split, measure(t.policy, sides[split], packer, batch_size), packer.store
+
+    PerPairFile(path, t.setup.config.dpo).write(tables())
+
+
+def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
+    """Validate the folder that was written, beside the model in memory: rounding must not have cost the learning."""
+    if not after:
+        return
+    exported = _reload(t, model)
+    reports = [validate(exported, validation) for validation in t.validation_sets]
+    for report in reports:
+        t.metrics.write(
+            {
+                "step": t.progress.step,
+                "split": report.split.replace("validation-", "exported-"),
+                **report.metrics,
+                "num_pairs": report.num_pairs,
+            }
+        )
+    name = str(dtype).removeprefix("torch.")
+    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({name})"), after, reports)
+
+
+def _reload(t: Training, model: Path) -> Policy:
+    config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
+    return load_sharded(t.setup, find_model(config), t.side.workers)

@@ -1,0 +1,76 @@
+"""Signals and a time limit in; a request to stop out, which the loop meets at its next safe place."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tandem.errors import StoppedError
+
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+OUT_OF_TIME = 143
+
+
+class Stopping:
+    """Whether the run should stop, why, and with which exit code."""
+
+    def __init__(self, must_save_by: float | None = None):
+        self._deadline = None if must_save_by is None else time.monotonic() + must_save_by
+        self._longest = {"step": 0.0, "save": 0.0}
+        self._reason: tuple[str, int] | None = None
+
+    def request(self, reason: str, exit_code: int) -> None:
+        self._reason = self._reason or (reason, exit_code)
+
+    def took(self, what: str, seconds: float) -> None:
+        """How long a step or a save took: there must be time for one more of each."""
+        self._longest[what] = max(self._longest[what], seconds)
+
+    def is_wanted(self) -> bool:
+        if self._deadline is not None and time.monotonic() + 2 * sum(self._longest.values()) > self._deadline:
+            self.request("checkpointing.checkpoint_must_save_by", OUT_OF_TIME)
+        return self._reason is not None
+
+    def check(self) -> None:
+        """StoppedError if the run should stop; called where everything can be saved."""
+        if self.is_wanted():
+            assert self._reason is not None
+            raise StoppedError(*self._reason)
+
+
+@contextmanager
+def stopped_by_signals(stopping: Stopping) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the run to stop; a second one of either ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
+        yield
+        return
+
+    def asked(number: int, _: Any) -> None:
+        stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
+        os.write(2, b"tandem: stopping: the step is finished and saved first. Once more stops at once.\n")
+
+    before = {one: signal.signal(one, asked) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def terminated_cleanly() -> Iterator[None]:
+    """SIGTERM unwinds the process, as Ctrl-C does, so that half-written folders are removed and workers end."""
+
+    def unwind(number: int, _: Any) -> None:
+        raise StoppedError("SIGTERM", SIGNALS[signal.SIGTERM])
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,172 @@
+"""Asked to stop, anywhere: the run saves where it stands and exits; the next start goes on to the same end, bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from running import largest_difference, metrics_of, short_run, weights_of
+
+from tandem.errors import ConfigError, StoppedError
+from tandem.model import reference
+from tandem.train import build, checkpoint, step, trainer
+from tandem.train.checkpoint import checkpoints, step_of
+
+SETTINGS = [
+    *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
+    *("checkpointing.save_period=2", "checkpointing.keep_top_k=9"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("whole") / "run", *SETTINGS)
+
+
+@contextmanager
+def signalled(monkeypatch, module, name, call, number=signal.SIGTERM):
+    """The signal arrives within the so-many-th call of a function."""
+    real = getattr(module, name)
+    calls = []
+
+    def watched(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, watched)
+        yield
+
+
+def steps_kept(run):
+    return sorted(step_of(place) for place in checkpoints(run / "checkpoints"))
+
+
+def assert_same(cut, whole):
+    for split in ("train", "validation-default", "exported-default"):
+        assert metrics_of(cut, split) == metrics_of(whole, split)
+    assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
+# where the signal falls, and the checkpoints that are there afterwards
+PLACES = {
+    "in the third step": (trainer, "train_step", 3, [2, 3]),
+    "in a step after which validation is due": (trainer, "train_step", 2, [2]),
+    "in a validation": (build, "validate", 2, [2]),
+    "in the validation before the first step": (build, "validate", 1, []),
+    "in the last validation": (build, "validate", 4, [2, 4, 5]),
+    "while saving": (checkpoint, "write_checkpoint", 1, [2, 3]),
+    "in an optimizer's update": (step, "_update", 3, [2, 3]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, place):
+    module, name, call, kept = PLACES[place]
+    with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError) as stopped:
+        short_run(tmp_path / "run", *SETTINGS)
+    assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)
+    found = steps_kept(tmp_path / "run")
+    # The writer works behind the run's back: a signal while it writes is met in whatever step runs then.
+    assert found == kept or (place == "while saving" and found[0] == 2)
+    assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
+
+
+def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        with signalled(monkeypatch, trainer, "train_step", 1, number), pytest.raises(StoppedError) as stopped:
+            short_run(tmp_path / "run", *SETTINGS)
+        assert stopped.value.exit_code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert steps_kept(tmp_path / "run") == [1, 2, 3]
+    assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
+
+
+def test_a_stop_in_the_reference_pass_leaves_no_half_of_it(tmp_path, monkeypatch):
+    settings = [*SETTINGS, f"reference.cache_dir={tmp_path}/reference"]
+    monkeypatch.setattr(reference, "PREFERENCES_AT_ONCE", 16)
+    with signalled(monkeypatch, reference, "_split", 2), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *settings)
+    assert not list((tmp_path / "reference").iterdir())
+    assert steps_kept(tmp_path / "run") == []
+    assert len(metrics_of(short_run(tmp_path / "run", *settings))) == 5
+
+
+def test_what_is_kept_is_said(tmp_path, monkeypatch, capsys):
+    with signalled(monkeypatch, trainer, "train_step", 3, signal.SIGINT), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *SETTINGS)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(f"warning: {tmp_path}/run/checkpoints/step_3 is kept; the same command goes on from it.")
+
+
+def test_without_checkpoints_nothing_is_said_to_be_kept(tmp_path, monkeypatch, capsys):
+    with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *SETTINGS, "checkpointing.enabled=false")
+    assert "No checkpoint was saved yet." in capsys.readouterr().out
+
+
+def test_signals_mean_what_they_meant_before_once_the_run_is_over(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    short_run(tmp_path / "run", "dpo.max_num_steps=1")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_run_that_must_have_saved_by_a_time_saves_and_stops(tmp_path, whole):
+    with pytest.raises(StoppedError) as stopped:
+        short_run(
+            tmp_path / "run", *SETTINGS, "checkpointing.checkpoint_must_save_by='00:00:00:00'", "dpo.val_at_start=false"
+        )
+    assert str(stopped.value) == "stopped by checkpointing.checkpoint_must_save_by"
+    assert stopped.value.exit_code == 143
+    with pytest.raises(ConfigError, match="is no time; write DD:HH:MM:SS, such as 00:03:45:00"):
+        short_run(tmp_path / "other", "checkpointing.checkpoint_must_save_by=soon")
+
+
+SLOW = """
+import sys, time
+from tandem import cli
+from tandem.train import trainer
+seconds, real = float(sys.argv.pop(1)), trainer.train_step
+def slow(*arguments):
+    print("stepping", flush=True)
+    time.sleep(seconds)
+    return real(*arguments)
+trainer.train_step = slow
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
+    command = [sys.executable, "-c", SLOW, "60", "train", "dpo.val_at_start=false", f"run.dir={tmp_path}/run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for line in process.stdout:
+        if line.strip() == "stepping":
+            break
+    process.send_signal(number)
+    assert "Once more stops at once" in process.stderr.readline()
+    started = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(20) == code
+    assert time.monotonic() - started < 20
+
+
+def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
+    command = [sys.executable, "-c", SLOW, "1", "train", "dpo.val_at_start=false", f"run.dir={tmp_path}/run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "stepping":
+            break
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert errors.endswith("tandem: stopped by SIGTERM\n")
+    assert "Traceback" not in errors
+    assert steps_kept(tmp_path / "run") == [1]
