@@ -5,6 +5,7 @@
 All three read the same pairs on the same cores, one after another, each in a process of its own; imports are not
 counted. TRL and tandem get as many processes as there are cores; bare encoding (`encode_batch` over all rendered texts, kept in
 memory) uses its own threads. `--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
+A file of `--data` whose keys TRL does not know is compared with bare encoding alone.
 Prints a table and, as its last line, one JSON object; exits with 1 when a target is missed.
 """
 
@@ -97,14 +98,18 @@ def main() -> None:
 
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
     data = Path(given.data) if given.data else generate(scratch / "pairs.jsonl", given.rows, words=90)
-    seconds, tokens = {}, {}
+    seconds, tokens, unread = {}, {}, []
     for name, python, program in (
         ("tandem", sys.executable, TANDEM),
         ("trl", given.trl_python, TRL),
         ("bare", sys.executable, BARE),
     ):
         if python is not None:
-            timed = [measure(python, program, data, given.tokenizer, scratch)[:2] for _ in range(given.repeat)]
+            try:
+                timed = [measure(python, program, data, given.tokenizer, scratch)[:2] for _ in range(given.repeat)]
+            except CannotRead:
+                unread.append(name)
+                continue
             seconds[name], tokens[name] = min(timed)
     ratios = {"versus_bare": seconds["tandem"] / seconds["bare"]}
     if "trl" in seconds:
@@ -125,6 +130,8 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
     print(f"{'':8}{'seconds':>9}{'tokens':>14}")
     for name in seconds:
         print(f"{name:8}{seconds[name]:>9.1f}{tokens[name]:>14,}")
+    for name in unread:
+        print(f"{name:8}{'cannot read':>23}")
     for name, value in ratios.items():
         print(f"{name}: {value:.2f} (target {TARGETS[name]}, {'met' if met[name] else 'MISSED'})")
     return {"rows": given.rows, "cores": NUM_CORES, "seconds": seconds, "tokens": tokens, "ratios": ratios, "met": met}
@@ -150,19 +157,25 @@ def generate(file: Path, rows: int, words: int) -> Path:
     return file
 
 
+class CannotRead(Exception):
+    """A program has no way to read the pairs as they are."""
+
+
 def measure(python: str, program: str, data: Path, tokenizer: str, scratch: Path) -> tuple[float, int, int]:
     """Seconds and tokens as the program says, and the peak memory of it and its children together."""
     with tempfile.TemporaryDirectory(dir=scratch) as cache:
         environment = {**os.environ, "TANDEM_CACHE": f"{cache}/tandem", "HF_HOME": f"{cache}/hf", "HF_HUB_OFFLINE": "1"}
         command = [python, "-c", program, str(data), tokenizer, str(NUM_CORES), f"{cache}/datasets"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         peak = [0]
         watcher = threading.Thread(target=watch, args=(process, peak))
         watcher.start()
-        printed, _ = process.communicate()
+        printed, complaints = process.communicate()
         watcher.join()
+    if process.returncode and program is TRL and "\nKeyError: " in complaints:
+        raise CannotRead  # of its keys it knows prompt, chosen and rejected only
     if process.returncode:
-        sys.exit(f"{python} failed")
+        sys.exit(f"{complaints}\n{python} failed")
     seconds, tokens = printed.split()[-2:]
     return float(seconds), int(tokens), peak[0]
 

@@ -72,5 +72,6 @@ class ChatTemplate:
         if not hasattr(self._tokenizer, "special_tokens_map"):
             return None
         given = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map, **self._kwargs}
-        render = _compile_jinja_template(self._source).render
-        return lambda **more: render(**given, **more)
+        template = _compile_jinja_template(self._source)
+        template.globals = dict(template.globals)  # a chain of dictionaries, gone through twice for every text
+        return lambda **more: template.render(**given, **more)

@@ -104,7 +104,8 @@ def settle(
     accepted = []
     for row in rows:
         if isinstance(row, TokenizedPreference):
-            prepared.longer_than.update(limit for limit in LIMITS if row.longest > limit)
+            longest = row.longest
+            prepared.longer_than.update(limit for limit in LIMITS if longest > limit)
             row = fitted(row, max_length, overlong)
         if isinstance(row, RowError):
             prepared.rejects.append(_as_reject(row))

@@ -12,6 +12,7 @@ from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
+from tandem.data.words import WordEncoder
 from tandem.errors import ConfigError
 
 PROBE = (Message("user", "How far is the moon?"),)
@@ -46,8 +47,8 @@ class Template:
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
     _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a turn
     _chat: ChatTemplate = field(init=False, repr=False)
-    _begins: Any = field(init=False, repr=False)  # the tokenizer's fast backend; None if it has none
-    _goes_on: Any = field(init=False, repr=False)  # the same for texts that go on from others
+    _begins: WordEncoder | None = field(init=False, repr=False)  # None if the tokenizer has no fast backend
+    _goes_on: WordEncoder | None = field(init=False, repr=False)  # the same for texts that go on from others
 
     def __post_init__(self) -> None:
         t = self.tokenizer
@@ -57,16 +58,17 @@ class Template:
         object.__setattr__(self, "_ends", _any_of(special - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}))
         object.__setattr__(self, "_chat", ChatTemplate(t, self.source or "", self.kwargs))
         backend = fast_backend(t)
-        object.__setattr__(self, "_begins", backend)
-        object.__setattr__(self, "_goes_on", backend and without_dummy_prefix(backend))
+        begins = backend and WordEncoder(backend)
+        other = backend and without_dummy_prefix(backend)
+        object.__setattr__(self, "_begins", begins)
+        object.__setattr__(self, "_goes_on", begins if other is backend else WordEncoder(other))
 
     def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[list[int]]:
         """Token ids of each text, nothing added. Some tokenizers put a space before a text: not before one that goes on."""
-        backend = self._begins if begins else self._goes_on
-        if backend is None:
+        encoder = self._begins if begins else self._goes_on
+        if encoder is None:
             return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)["input_ids"]
-        backend.encode_special_tokens = not parse_special
-        return [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return encoder.encode(texts, parse_special=parse_special)
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:

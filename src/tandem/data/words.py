@@ -1,0 +1,147 @@
+"""A tokenizer's Rust backend in; token ids of texts out: the backend's own, sooner where words come up again.
+
+The backend splits a text by a regular expression that knows all of Unicode, and most of its time goes there. In the
+patterns listed here a space that follows a letter, a digit or a sign begins a match, whatever follows it, and no match goes
+on past it: cut before such spaces, the pieces of a text have the ids that they have in the text. Most pieces are words
+that were seen before.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+MAX_CHARACTERS = 500_000  # of words kept in each process; then all are forgotten
+
+# A space that follows a letter, a digit or an ASCII sign: characters that no tokenizer takes for white space.
+CUT = re.compile(r" (?<=[!-~\w] )")
+
+# In each of these a space is matched as the first character of a word, of signs, or of white space, and nowhere else;
+# the last alternative takes any white space, so that there is always a match that begins with it.
+WHITE_SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LETTERS, OTHERS = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+"
+CASED = f"{LETTERS}{UPPER}*{LOWER}+%s|{LETTERS}{UPPER}+{LOWER}*%s"
+COVERING = {
+    # GPT-2, and what ByteLevel does by itself
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # Llama 3, Qwen 2
+    *(
+        rf"{CONTRACTIONS}|{LETTERS}\p{{L}}+|{digits}{OTHERS}[\r\n]*{WHITE_SPACE}"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")
+    ),
+    # GPT-4
+    rf"'(?i:[sdmt]|ll|ve|re)|{LETTERS}+\p{{L}}+|\p{{N}}{{1,3}}{OTHERS}+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    # GPT-4o, Mistral Nemo
+    rf"{CASED % (f'{CONTRACTIONS}?', f'{CONTRACTIONS}?')}|\p{{N}}{{1,3}}{OTHERS}[\r\n/]*{WHITE_SPACE}",
+    rf"{CASED % ('', '')}|\p{{N}}{OTHERS}[\r\n/]*{WHITE_SPACE}",
+    # DeepSeek V3, where line ends stand in the pattern as such
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+}
+# These match no space at all.
+HARMLESS = {r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"}
+KEEPING = {("Isolated", False), ("Removed", True)}  # a Split's behaviour, inverted or not, that makes words of matches
+
+# Encoded both ways when a tokenizer is loaded, and so is every added token.
+PROBES = (
+    "".join(map(chr, range(128))),
+    "I'll say: WE'VE  got   12345 words'd\r\n\r\n\tx2 (a)--b... \n  http://x.org/y_z?q=1\n \n'S 't HTTPServer's end  ",
+    "Ein Übel \u0301 naïve\u0301 “quoted” — yes… 中文 字 123 \u00a0 \u2003x \u200b y",
+)
+
+
+class WordEncoder:
+    """A backend, and the ids of words it was asked for."""
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self._starts: dict[str, list[int]] = {}  # what a text begins with
+        self._words: dict[str, list[int]] = {}  # what stands behind a space
+        self._held = 0  # characters of both
+        self.cuts = _can_be_cut(backend) and self._agrees()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WordEncoder, (self._backend,)
+
+    def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
+        """Token ids of each text, nothing added; special tokens in it are meant, or only spelled."""
+        if not self.cuts or not parse_special:
+            return self._asked(texts, parse_special=parse_special)
+        return self._encode_words(texts)
+
+    def _encode_words(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._held > MAX_CHARACTERS:
+            self._starts.clear()
+            self._words.clear()
+            self._held = 0
+        several = [CUT.split(text) for text in texts]
+        starts = [words.pop(0) for words in several]
+        self._learn(starts, self._starts, behind="")
+        self._learn(chain.from_iterable(several), self._words, behind=" ")
+        return [
+            list(chain(self._starts[start], chain.from_iterable(map(self._words.__getitem__, words))))
+            for start, words in zip(starts, several, strict=True)
+        ]
+
+    def _learn(self, words: Iterable[str], known: dict[str, list[int]], *, behind: str) -> None:
+        new = set(words) - known.keys()
+        known.update(zip(new, self._asked([behind + word for word in new], parse_special=True), strict=True))
+        self._held += sum(map(len, new))
+
+    def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        self._backend.encode_special_tokens = not parse_special
+        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _agrees(self) -> bool:
+        tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
+        texts = [*PROBES, "".join(f"{token} a{token} " for token in tokens)]
+        return self._encode_words(texts) == self._asked(texts, parse_special=True)
+
+
+def _can_be_cut(backend: Any) -> bool:
+    """Whether every part of the backend is known to leave the pieces of a text as they are in the text."""
+    from tokenizers.models import BPE
+
+    steps = _steps(backend.pre_tokenizer)
+    tokens = backend.get_added_tokens_decoder().values()
+    return (
+        isinstance(backend.model, BPE)
+        and not backend.model.dropout
+        and backend.truncation is None
+        and backend.padding is None
+        # Nothing is composed with a space, or across it.
+        and all(step["type"] in ("NFC", "NFD", "NFKC", "NFKD") for step in _steps(backend.normalizer))
+        and not any(token.lstrip or token.rstrip or token.single_word or CUT.search(token.content) for token in tokens)
+        and all(_is_known(step) for step in steps)
+        and any(_covers(step) for step in steps)
+        # After ByteLevel a space is a space no more.
+        and all(step["type"] != "ByteLevel" for step in steps[:-1])
+    )
+
+
+def _is_known(step: dict[str, Any]) -> bool:
+    match step:
+        case {"type": "Digits"}:
+            return True
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return True
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": inverted}:
+            return (behavior, inverted) in KEEPING and (pattern in COVERING or pattern in HARMLESS)
+    return False
+
+
+def _covers(step: dict[str, Any]) -> bool:
+    return step.get("use_regex") is True or step.get("pattern", {}).get("Regex") in COVERING
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as JSON."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return state.get("pretokenizers", state.get("normalizers")) if state["type"] == "Sequence" else [state]
