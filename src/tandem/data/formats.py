@@ -222,8 +222,10 @@ def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Prefere
 def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
     """The chosen and the rejected answer, with the scores that stand beside them in the row, if any."""
     # A table has every column in every row: null where the row has none.
-    given = (keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys))
-    scores = [score_of(row.value.get(key), row, key) for key in next(given, SCORE_KEYS[0])]
+    given = next((keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)), None)
+    if given is None:
+        return tuple(Completion(text, i) for i, text in enumerate(texts))
+    scores = [score_of(row.value.get(key), row, key) for key in given]
     return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
 
 

@@ -23,6 +23,7 @@ R = TypeVar("R")
 
 # A forked process has the tokenizer at once; elsewhere than on Linux forking is not safe.
 METHOD = "fork" if sys.platform == "linux" else "spawn"
+COLLECT_AFTER = 200_000  # new objects. Rows make many and no circles: looking every 700 is in vain
 PR_SET_PDEATHSIG = 1
 # Memory that a template may take beside what the process has already.
 TEMPLATE_BYTES = 4 * 1024**3
@@ -180,6 +181,7 @@ class _Worker:
 def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: list[Connection]) -> None:
     """The life of a worker: take an item, answer, until the other side is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.set_threshold(COLLECT_AFTER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
     _die_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
