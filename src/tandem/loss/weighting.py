@@ -35,7 +35,7 @@ def _heads(tokens: Tensor, lengths: Tensor, pairing: Pairing, shared: Tensor) ->
     # float64: the running sum grows over the whole pack, and the digits of a short completion must survive in it.
     before = F.pad(finite.double().cumsum(0), (1, 0))
     starts = pairing.sides(lengths.cumsum(0) - lengths)
-    return starts.map(lambda start: (before[start + shared] - before[start]).to(tokens.dtype))
+    return starts.map(lambda start: before[start + shared] - before[start])
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class HeadRule:
 class CompletionLogps:
     """Log-probability of each completion, summed over its tokens, and how many there were."""
 
-    total: Tensor  # [completions] float32
+    total: Tensor  # [completions] float64
     num_tokens: Tensor  # [completions] int64
 
 
@@ -119,18 +119,22 @@ def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 
 
 class _SumSegments(torch.autograd.Function):
-    """Sums over contiguous segments; the backward only reads, so no atomic addition makes it vary between runs."""
+    """Sums over contiguous segments; the backward only reads, so no atomic addition makes it vary between runs.
+
+    In float64: a running sum in float32 loses digits with every token, and losses take differences of sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor, segment: Tensor) -> Tensor:
         ctx.save_for_backward(segment)
+        ctx.dtype = values.dtype
         # unsafe: without the check of the lengths, which would wait for the device; they come from a Pack.
-        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+        return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (segment,) = ctx.saved_tensors
-        return grad[segment], None, None
+        return grad[segment].to(ctx.dtype), None, None
 
 
 def sum_completions(token_logps: Tensor, lengths: Tensor, completion: Tensor) -> CompletionLogps:

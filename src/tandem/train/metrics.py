@@ -120,6 +120,7 @@ def _joined(tables: Sequence[PairTable]) -> PairTable:
 def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) -> dict[str, float]:
     """All metrics of a step or a set. One that has no meaning for these pairs is left out."""
     band = TIE_BAND[precision]
+    rounding = band * dpo.reference_policy_kl_penalty  # of a reward
     accuracy = _above(table.margin / dpo.reference_policy_kl_penalty, band)
     preference, sft = table.loss.mean(), table.sft.mean()
     metrics = {
@@ -136,9 +137,9 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
         "logps_rejected_mean": table.logp_rejected.mean(),
         "tokens_chosen_mean": table.tokens_chosen.mean(),
         "tokens_rejected_mean": table.tokens_rejected.mean(),
-        **_by_length(table, accuracy),
+        **_by_length(table, accuracy, rounding),
         **(_from_reference(table, band) if needs_reference(dpo.preference_loss) else {}),
-        **_by_scores(table, band * dpo.reference_policy_kl_penalty),
+        **_by_scores(table, rounding),
         **_means_where("accuracy/{}", accuracy, by_source(store, table.preference)),
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -154,11 +155,11 @@ def _percentiles(margin: FloatArray) -> dict[str, float]:
     return {f"rewards_margin_p{p}": value for p, value in zip(MARGIN_PERCENTILES, values, strict=True)}
 
 
-def _by_length(table: PairTable, accuracy: FloatArray) -> dict[str, float]:
-    """Whether it is length that is learnt."""
+def _by_length(table: PairTable, accuracy: FloatArray, rounding: float) -> dict[str, float]:
+    """Whether it is length that is learnt; nothing correlates while margins are rounding alone."""
     longer = table.length_difference
     metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
-    if np.ptp(longer) > 0 and np.ptp(table.margin) > 0:
+    if np.ptp(longer) > 0 and np.ptp(table.margin) > rounding:
         metrics["margin_length_correlation"] = np.corrcoef(table.margin, longer)[0, 1]
     return metrics
 
@@ -172,11 +173,11 @@ def _from_reference(table: PairTable, band: float) -> dict[str, float]:
     }
 
 
-def _by_scores(table: PairTable, band: float) -> dict[str, float]:
+def _by_scores(table: PairTable, rounding: float) -> dict[str, float]:
     """Whether the implicit reward orders pairs as the scores in the data do; pairs without two scores are left out."""
     given = np.isfinite(table.score_chosen) & np.isfinite(table.score_rejected)
     difference = np.sign(table.score_chosen - table.score_rejected)
-    agreement = _above(table.margin * difference, band)
+    agreement = _above(table.margin * difference, rounding)
     return {
         **_means_where("scores_{}_mean", table.score_chosen, {"chosen": given}),
         **_means_where("scores_{}_mean", table.score_rejected, {"rejected": given}),

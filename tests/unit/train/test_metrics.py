@@ -80,6 +80,12 @@ def test_accuracy_by_length_and_whether_the_margin_goes_with_it():
     assert metrics["margin_length_correlation"] == pytest.approx(by_hand)
 
 
+def test_margins_that_are_rounding_alone_correlate_with_nothing():
+    lengths = {"tokens_chosen": [1.0, 2.0, 5.0], "tokens_rejected": [2.0] * 3}
+    assert "margin_length_correlation" not in summary(reward_chosen=[0.0, 1e-5, 5e-5], **lengths)
+    assert "margin_length_correlation" in summary(reward_chosen=[0.0, 1e-5, 5e-3], **lengths)
+
+
 def test_what_has_no_meaning_is_left_out():
     metrics = summary(loss=[1.0, 2.0])
     absent = {"accuracy_chosen_longer", "accuracy_chosen_shorter", "margin_length_correlation", "scores_agreement"}
