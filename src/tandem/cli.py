@@ -122,6 +122,7 @@ def prepare(
 ) -> None:
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config
+    from tandem.config.schema import EMBEDDED
 
     changes = [*(overrides or [])]
     changes += [f"policy.packing.algorithm={packing_algorithm}"] if packing_algorithm else []
@@ -139,6 +140,8 @@ def prepare(
             raise ConfigError(
                 "--from-nemo reads packs as pairs and writes a set: leave out --to-nemo and --pack-sizes."
             )
+        if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
+            raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
         reporter.preflight([preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)])
         limit = loaded.config.policy.max_total_sequence_length
         reporter.say(f"\nTrain on it: tandem train data.train={output}/train policy.max_total_sequence_length={limit}")

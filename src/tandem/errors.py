@@ -32,9 +32,11 @@ class DiskError(TandemError):
 
 
 class StoppedError(TandemError):
-    """The run was asked to stop, and did at a place from which it can go on."""
+    """The run was asked to stop, and did at a place from which it can go on. By Ctrl-C the code is 130."""
 
-    def __init__(self, reason: str, exit_code: int):
+    exit_code = 143
+
+    def __init__(self, reason: str, exit_code: int = 143):
         super().__init__(f"stopped by {reason}")
         self.exit_code = exit_code
 

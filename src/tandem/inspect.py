@@ -17,7 +17,7 @@ from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import DataError
-from tandem.model.load import find_model
+from tandem.model.load import find_model, find_tokenizer
 
 # Shown for characters that would otherwise not be seen.
 VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t"})
@@ -57,11 +57,10 @@ class Inspection:
 def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
     """The preference at a line (or element) of a file; the first usable one without a number."""
     source = find_model(config.policy)
-    given = config.policy.tokenizer.name
-    tokenizer = load_tokenizer(Path(given) if given else source.folder)
+    tokenizer = load_tokenizer(find_tokenizer(config.policy, source))
     template = make_template(tokenizer, config.policy.tokenizer)
     path = str(TRAIN) if data_path == EMBEDDED else data_path
-    keys = config.data.training_sets[0].model_copy(update={"data_path": data_path})
+    keys = _keys(config, data_path)
     store = _open(path, keys, template, config)
     index = _find(store, path, row)
     preference = store[index]
@@ -111,6 +110,13 @@ def _open(path: str, keys: DatasetFields, template: Any, config: Config) -> Toke
     lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0}
     data = config.data.model_copy(update=lenient)
     return open_store(path, keys, template, data, config.policy.max_total_sequence_length)
+
+
+def _keys(config: Config, data_path: str) -> DatasetFields:
+    """How a training set at this path would be read: as data.train says, and data.default where it says nothing."""
+    given = (config.data.default, config.data.training_sets[0])
+    said = {name: value for one in given for name, value in one.model_dump(exclude_unset=True).items()}
+    return DatasetFields(**{**said, "data_path": data_path})
 
 
 def _find(store: TokenStore, path: str, row: int | None) -> int:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
@@ -17,17 +19,16 @@ from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
-from tandem.model.load import find_model
+from tandem.model.load import find_model, find_tokenizer
 from tandem.packing.binning import Bins
 from tandem.packing.exchange import export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
-from tandem.packing.packer import Packer, make_packer
+from tandem.packing.packer import USUAL_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
 from tandem.train.report import Reporter
 
 SHOWN_TOKENS = 12
 BAR = 40
-USUAL_LENGTH = 8192  # of an `auto` pack on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ def prepare_data(
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
     check_cache_dir()
-    _refuse_filled(output)
+    _refuse_filled(output, "--output-dir")
+    _refuse_filled(to_nemo, "--to-nemo")
     source = find_model(config.policy)
-    given = config.policy.tokenizer.name
-    template = make_template(load_tokenizer(Path(given) if given else source.folder), config.policy.tokenizer)
+    template = make_template(load_tokenizer(find_tokenizer(config.policy, source)), config.policy.tokenizer)
     sets = open_sets(config, template, bar)
     packs = {name: _packed(store, config, pack_sizes) for name, store in sets.read.items()}
     # What is trained on and held out, where that is not a set as it was read: the packs that training would look for.
@@ -94,15 +95,15 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
     """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
     if output is None:
         raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
-    _refuse_filled(output)
+    _refuse_filled(output, "--output-dir")
     folder = output / "train"
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
     return preflight("train", store)
 
 
-def _refuse_filled(output: Path | None) -> None:
-    if output is not None and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output-dir {output}: not empty. Choose another, or empty it.")
+def _refuse_filled(folder: Path | None, option: str) -> None:
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{option} {folder}: not empty. Choose another, or empty it.")
 
 
 def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
@@ -112,7 +113,7 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
         make_packer(
             store,
             config.policy.packing.model_copy(update={"mode": "dataset", "pack_length": length, "share_prompts": True}),
-            usual_auto=USUAL_LENGTH,
+            usual_auto=USUAL_PACK["cuda" if torch.cuda.is_available() else "cpu"],
             pairs_per_batch=None,
             seed=config.run.seed,
         )

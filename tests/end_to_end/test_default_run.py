@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tandem.config.tracked import METRICS
+
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory):
@@ -48,26 +50,25 @@ def test_the_output_tells_the_whole_story(default):
 
 def test_the_run_directory_holds_what_the_readme_lists(default):
     run, _ = default
-    for name in ("config.yaml", "metrics.jsonl", "rejects.jsonl", "checkpoints/best", "checkpoints/latest", "model"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "rejects.jsonl",
+        "verdicts.json",
+        "checkpoints/best",
+        "checkpoints/latest",
+        "model",
+    ):
         assert (run / name).exists(), name
     assert (run / "rejects.jsonl").read_text() == ""
 
 
 def test_a_training_record_holds_every_metric_of_the_contract(default):
     run, _ = default
-    assert set(lines(run, "train")[0]) == {
+    always = {*METRICS, "accuracy_chosen_longer", "accuracy_chosen_shorter", "kl_per_token", "chosen_below_reference"}
+    assert set(lines(run, "train")[0]) == always | {
         "step",
         "split",
-        "loss",
-        "preference_loss",
-        "sft_loss",
-        "accuracy",
-        "logps_accuracy",
-        "rewards_chosen_mean",
-        "rewards_rejected_mean",
-        "rewards_margin_mean",
-        "logps_chosen_mean",
-        "logps_rejected_mean",
         "grad_norm",
         "lr",
         "num_pairs",

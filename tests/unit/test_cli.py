@@ -181,4 +181,4 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch, failure):
 
 def test_every_kind_of_error_has_a_code_of_its_own_but_for_internal_ones():
     kinds = [kind for kind in TandemError.__subclasses__() if kind.exit_code != 1]
-    assert sorted(kind.exit_code for kind in kinds) == [2, 3, 4, 5, 6, 7]
+    assert sorted(kind.exit_code for kind in kinds) == [2, 3, 4, 5, 6, 7, 143]

@@ -89,3 +89,14 @@ def test_what_is_shown_names_place_format_and_counts(file, capsys):
 
 def test_json_holds_every_token(file):
     assert json.loads(as_json(inspected(file)))["completions"][1][-1]["text"] == "<|im_end|>"
+
+
+def test_what_holds_for_every_set_holds_for_the_one_that_is_looked_at(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"question": "Hi?", "chosen": "Yes.", "rejected": "No."}) + "\n")
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    changes = ["data.default.prompt_key=question", f"data.default.system_prompt_file={tmp_path}/system.txt"]
+    found = inspect_data(str(file), load_config(None, changes).config, None)
+    assert "Be brief." in "".join(token.text for token in found.prompt)
+    own = inspect_data(str(file), load_config(None, [*changes, "data.train.prompt_key=question"]).config, None)
+    assert own == found

@@ -112,8 +112,8 @@ def test_how_a_set_packs_is_shown(prepare):
     _, out, _ = prepare("data.train=pairs.jsonl", "--pack-sizes", "256,512", "policy.train_global_batch_size=20")
     table = out.partition("in them\n")[2].splitlines()[:3]
     assert [line.split()[:8] for line in table[1:]] == [
-        ["train", "256", "1", "89.1%", "10.0", "10.0", "2", "1.64"],
-        ["train", "512", "1", "89.1%", "10.0", "10.0", "2", "1.64"],
+        ["train", "256", "1", "89.1%", "10.0", "10.0", "1", "1.64"],
+        ["train", "512", "1", "89.1%", "10.0", "10.0", "1", "1.64"],
     ]
 
 

@@ -38,6 +38,7 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
             raise DataError(f"{data_path}: no file matches this pattern.")
         return [SourceFile(file, str(file)) for file in files]
     if path.is_dir():
+        _refuse_prepared(path)
         files = _saved(path, given) if _is_saved(path) else _of_folder(path, given)
         return [SourceFile(file, str(file)) for file in files]
     if is_hub_name(data_path):
@@ -53,6 +54,17 @@ def _refuse_parts(data_path: str, given: DatasetFields, what: str) -> None:
             raise DataError(f"{data_path}: {what}, which has no {key} {value!r}. Leave out {key}.")
     if given.split not in (None, "train"):
         raise DataError(f"{data_path}: {what}, which has no split {given.split!r}. Leave out split.")
+
+
+def _refuse_prepared(path: Path) -> None:
+    """A folder of `tandem prepare` that lost a file, or one that holds several of them, is no hub dataset."""
+    if prepared := sorted(manifest.parent for manifest in path.glob("*/manifest.json")):
+        raise DataError(f"{path}: holds prepared sets. Name one of them: {', '.join(map(str, prepared))}.")
+    there = [name for name in ("manifest.json", "tokens.arrow") if (path / name).is_file()]
+    if len(there) == 1:
+        raise DataError(
+            f"{path}: prepared data, of which only {there[0]} is left. Prepare it again, with tandem prepare."
+        )
 
 
 def _is_saved(path: Path) -> bool:

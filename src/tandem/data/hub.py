@@ -149,8 +149,8 @@ def _why(name: str, revision: str | None, error: Exception) -> str:
             return "HF_TOKEN holds characters that no token has. Set it anew."
         case errors.HTTPError():  # no answer at all
             return (
-                f"{hub} cannot be reached ({_reason(error)}). Check the connection, "
-                "or set HF_HUB_OFFLINE=1 to use what an earlier run fetched."
+                f"no such file or folder here, and {hub} cannot be reached ({_reason(error)}). Check the path, or the "
+                "connection, or set HF_HUB_OFFLINE=1 to use what an earlier run fetched."
             )
     return f"cannot be fetched from {hub} ({_reason(error)}). Check HF_ENDPOINT and HF_HOME if they are set."
 

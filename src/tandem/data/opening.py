@@ -133,7 +133,7 @@ def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: 
     for what, value in now.items():
         if what in there and there[what] != value:
             raise DataError(
-                f"{folder}: prepared with {what} = {there[what]}, now {value}. {PREPARE_AGAIN}"
+                f"{folder}: prepared with {what} = {there[what]}, now {value}. Set {what}={there[what]}, or prepare it again."
                 if what in limits
                 else f"{folder}: prepared with another {what}. {PREPARE_AGAIN}"
             )

@@ -61,6 +61,11 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             return open_store(path, given, template, config.data, length, _steps(advance))
 
     given = config.data.training_sets
+    if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
+        raise ConfigError(
+            "data.train has weights, but policy.packing.mode=dataset packs every preference once. "
+            "Use policy.packing.mode=batch, or leave out the weights."
+        )
     names = ["train"] if len(given) == 1 else [f"train-{i}" for i in range(len(given))]
     stores = {name: opened(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)}
     validation = {

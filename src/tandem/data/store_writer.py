@@ -30,6 +30,8 @@ from tandem.errors import ConfigError, DataError
 SHOWN_PER_REASON = 3
 # What a chat template may take for one row. A sound one takes a thousandth of a second.
 ROW_SECONDS = 30.0
+# Texts encoded together: their tokens are all in memory until over-long ones are left out.
+CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -76,12 +78,32 @@ class Recipe:
         prepared = Prepared()
         if chunk.has_bom:
             prepared.notes["byte-order mark at the start of a file"] += 1
-        with bounded_memory():
-            rendered = [self._rendered(row, number, watch) for number, row in _numbered_rows(chunk)]
-        watch.off()
-        prepared.notes.update(note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1]))
-        rows = encode(rendered, self.template, self.pairing)
+        rows = self._tokenized(_numbered_rows(chunk), prepared, watch)
         return settle(rows, prepared, self.max_length, self.overlong, self.default_scores)
+
+    def _tokenized(
+        self, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
+    ) -> Iterator[TokenizedPreference | RowError]:
+        while rendered := self._render_some(rows, watch):
+            prepared.notes.update(
+                note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1])
+            )
+            yield from encode(rendered, self.template, self.pairing)
+
+    def _render_some(
+        self, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch
+    ) -> list[tuple[Preference, Rendered] | RowError]:
+        """The next rows as texts: all of a chunk at once, but for texts of extraordinary length."""
+        rendered, characters = [], 0
+        with bounded_memory():
+            for number, row in rows:
+                item = self._rendered(row, number, watch)
+                rendered.append(item)
+                characters += 0 if isinstance(item, RowError) else item[1].num_characters
+                if characters > CHARACTERS_AT_ONCE:
+                    break
+        watch.off()
+        return rendered
 
     def _rendered(self, row: SourceRow | RowError, number: int, watch: Watch) -> tuple[Preference, Rendered] | RowError:
         watch.at(number)

@@ -36,6 +36,10 @@ class Rendered:
     completions: tuple[tuple[Part, ...], ...]
     adds_bos: bool
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.prompt) + sum(len(part.text) for parts in self.completions for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Template:

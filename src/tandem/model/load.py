@@ -21,6 +21,9 @@ from tandem.model.tiny import tiny_model
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
+TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model on disk: where, and what its configuration says. No weights are loaded yet."""
@@ -154,21 +157,37 @@ def weights_fingerprint(source: ModelSource) -> str:
     return fingerprint(dict(zip(names, digests, strict=True)), _read_json(source.folder / "config.json"))
 
 
+def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
+    """The folder (or SentencePiece file) of the tokenizer: the model's own, or the one that is named."""
+    name = policy.tokenizer.name
+    if name is None:
+        return source.folder
+    path = Path(name)
+    if path.exists() or path.suffix == ".model":
+        return path
+    return _fetched("policy.tokenizer.name", name, None, TOKENIZER_FILES)
+
+
 def _folder(name: str, revision: str | None) -> Path:
     if name == EMBEDDED:
         return tiny_model()
     if Path(name).is_dir():
         return Path(name).resolve()
+    return _fetched("policy.model_name", name, revision, [*TOKENIZER_FILES, "*.safetensors"])
+
+
+def _fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
+    """Files of a repository of the hub."""
     if name.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"policy.model_name = {name}: no such directory.")
+        raise ConfigError(f"{key} = {name}: no such directory.")
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:
         raise ConfigError(
-            f"policy.model_name = {name}: neither a directory here nor to be had from the hub: {_one_line(error)}"
+            f"{key} = {name}: neither a directory here nor to be had from the hub: {_one_line(error)} "
+            "Give a local folder, or check the name and the connection."
         ) from None
 
 

@@ -37,7 +37,7 @@ def outlook(packer: Packer, bins: Bins, pairs_per_batch: int) -> Outlook:
         fill=tokens / sum(rows) if packer.arrangement == "shared" else int(packer.sizes.sum()) / sum(rows),
         preferences_per_pack=len(store) / len(bins),
         pairs_per_pack=pairs_per_pack,
-        batch_in_packs=max(1, round(pairs_per_batch / pairs_per_pack)),
+        batch_in_packs=min(len(bins), max(1, round(pairs_per_batch / pairs_per_pack))),
         padding_factor=_padded_positions(packer) / sum(rows),
     )
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tandem.config.schema import Packing
 from tandem.data.selection import Preferences
+from tandem.data.store import TokenStore
 from tandem.errors import ConfigError
 from tandem.packing.binning import Bins, pack_into_bins
 from tandem.packing.layout import Arrangement, Pack, join, lay_out
@@ -18,6 +19,10 @@ BLOCK = 128
 # A batch's last row may be shorter than the others: by quarters, so that few shapes are compiled.
 NUM_LENGTHS = 4
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
+USUAL_PACK = {
+    "cpu": 512,
+    "cuda": 8192,
+}  # tokens of an `auto` pack; on a CPU attention is dense, and longer rows cost more
 ROWS_PER_BATCH = 4
 
 IntArray = NDArray[np.int64]
@@ -103,7 +108,10 @@ def arrangement_of(packing: Packing) -> Arrangement:
 def make_packer(
     store: Preferences, packing: Packing, *, usual_auto: int, pairs_per_batch: int | None, seed: int = 0
 ) -> Packer:
-    """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch."""
+    """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
+
+    In mode dataset it is the longest that the set was prepared for, if it was.
+    """
     arrangement = arrangement_of(packing)
     sizes = row_sizes(store, arrangement)
     longest = int(np.argmax(store.longest))
@@ -114,6 +122,8 @@ def make_packer(
                 f"policy.packing.pack_length = {length}, but a sequence at {store.place(longest)} takes "
                 f"{store.longest[longest]} tokens. Raise the pack length, or lower policy.max_total_sequence_length."
             )
+    elif packing.mode == "dataset" and (prepared := prepared_lengths(store)):
+        length = max(prepared)
     elif arrangement == "separate":
         length = int(sizes.max())
     else:
@@ -125,6 +135,11 @@ def make_packer(
     return Packer(
         store, sizes, row_lengths(length), arrangement, packing.packs_per_micro_batch, packing.algorithm, seed
     )
+
+
+def prepared_lengths(store: Preferences) -> set[int]:
+    """Of packs that `tandem prepare` wrote beside the tokens."""
+    return {facts["pack_length"] for facts in store.packs} if isinstance(store, TokenStore) else set()
 
 
 def row_lengths(length: int) -> tuple[int, ...]:

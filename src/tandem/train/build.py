@@ -27,6 +27,7 @@ from tandem.train.checkpoint import (
 )
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, Reporter
+from tandem.train.rundir import is_finished
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
 from tandem.train.terms import Side
@@ -129,7 +130,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         fingerprints,
         config,
         reporter,
-        MetricsFile(run / "metrics.jsonl", progress.metrics_bytes),
+        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes),
         progress,
         Saver(folder, checkpointing.keep_top_k, higher_is_better=checkpointing.higher_is_better),
         stopping,

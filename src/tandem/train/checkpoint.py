@@ -18,6 +18,8 @@ from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
 
 FORMAT_VERSION = 2
+# Said of every save and load by one process, which is what is meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     verdicts = judge(t.metrics.records())
     (t.run / "verdicts.json").write_text(json.dumps([asdict(one) for one in verdicts], indent=2), encoding="utf-8")
     if per_pair is not None:
-        _write_per_pair(t, per_pair)
+        write_per_pair(t, per_pair)
     model = t.run / "model"
     dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
     export_model(
@@ -81,7 +81,7 @@ def _validated_and_saved(t: Training) -> list[ValidationReport]:
         t.saver.wait()
 
 
-def _write_per_pair(t: Training, path: Path) -> None:
+def write_per_pair(t: Training, path: Path) -> None:
     """The policy as it is now, on every pair of the training set and of the validation sets."""
     sides = {"train": t.side, **{validation.split: validation.side for validation in t.validation_sets}}
     batch_size = t.setup.config.policy.train_global_batch_size

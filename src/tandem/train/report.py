@@ -24,11 +24,12 @@ MUCH_OVERLAP = 0.3  # of validation's n-grams
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
 
-    def __init__(self, path: Path, keep_bytes: int = 0):
+    def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
         self._file = path.open("a", encoding="utf-8")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
-        self._file.truncate(min(keep_bytes, path.stat().st_size))
+        if keep_bytes is not None:
+            self._file.truncate(min(keep_bytes, path.stat().st_size))
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

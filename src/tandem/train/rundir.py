@@ -68,6 +68,17 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
         )
 
 
+def refuse_longer(run: Path, loaded: LoadedConfig) -> None:
+    """A finished run is exported: it does not go on because a longer one is asked for now."""
+    old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
+    for key in ("dpo.max_num_steps", "dpo.max_num_epochs"):
+        if key in old and old[key] != new[key]:
+            raise CheckpointError(
+                f"{run} is finished, with {key} = {old[key]}; it does not go on with {new[key]}. Choose another run.dir, or "
+                "--fresh without --resume."
+            )
+
+
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """Hold the directory for this process; a second one is refused. A dead process holds nothing."""

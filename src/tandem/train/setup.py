@@ -16,14 +16,11 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import ModelSource, check_packable, dropouts, find_model, has_experts, uses_flex
-from tandem.packing.packer import Packer, make_packer
+from tandem.model.load import ModelSource, check_packable, dropouts, find_model, find_tokenizer, has_experts, uses_flex
+from tandem.packing.packer import USUAL_PACK, Packer, make_packer
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.optimizer import check_scheduler, highest_rate
-
-# Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
-USUAL_PACK = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
     uses_flex(config.policy, device)
     source = find_model(config.policy)
     check_packable(source, config.policy)
-    named = Path(config.policy.tokenizer.name) if config.policy.tokenizer.name else source.folder
+    named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
     check_export(tokenizer, named, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
@@ -139,11 +136,6 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
         _check_vocabulary(store, source)
         _check_scores(store, config)
     packing = config.policy.packing
-    if packing.mode == "dataset" and any(span.weight != 1 for span in sets.spans):
-        raise ConfigError(
-            "data.train has weights, but policy.packing.mode=dataset packs every preference once. "
-            "Use policy.packing.mode=batch, or leave out the weights."
-        )
     pairs = config.policy.train_global_batch_size
     train = make_packer(
         sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, seed=config.run.seed

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.load import LoadedConfig
-from tandem.errors import ConfigError, StoppedError
+from tandem.errors import CheckpointError, StoppedError
 from tandem.model.parallel import start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
-from tandem.train.finish import finish
+from tandem.train.finish import finish, write_per_pair
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
-from tandem.train.rundir import choose_run_dir, held, is_finished
+from tandem.train.rundir import choose_run_dir, held, is_finished, refuse_longer
 from tandem.train.setup import Setup, set_up
 from tandem.train.step import PendingStep, train_step
 from tandem.train.stopping import Stopping, stopped_by_signals
@@ -32,13 +32,11 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
-    if is_finished(run) and per_pair is not None:
-        raise ConfigError(
-            f"--per-pair {per_pair}: {run} is finished, and the file is written at a run's end. Add --fresh."
-        )
     if is_finished(run):
+        refuse_longer(run, loaded)
         reporter.say(f"{run} is finished: its model is in {run}/model.")
-        return run
+        if per_pair is None:
+            return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by)
     workers = start_workers()
     setup = set_up(loaded.config, workers.device, reporter.progress)
@@ -55,11 +53,24 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
                 with closing(training.saver):
-                    finish(training, _loop(training), per_pair)
+                    _run(training, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
                 raise
     return run
+
+
+def _run(t: Training, per_pair: Path | None) -> None:
+    if not is_finished(t.run):
+        finish(t, _loop(t), per_pair)
+    elif t.progress.step < t.setup.num_steps:
+        raise CheckpointError(
+            f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "
+            "measure. Train again, with --fresh."
+        )
+    elif per_pair is not None:
+        write_per_pair(t, per_pair)
+        t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:

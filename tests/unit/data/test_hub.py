@@ -265,7 +265,8 @@ def test_a_hub_out_of_reach_is_told_even_if_a_copy_is_remembered(hub: StubHub, m
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         assert refusal() == (
-            f"{NAME}: {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection refused). Check the connection, or set "
+            f"{NAME}: no such file or folder here, and {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection "
+            "refused). Check the path, or the connection, or set "
             "HF_HUB_OFFLINE=1 to use what an earlier run fetched."
         )
 
@@ -277,7 +278,8 @@ def test_a_hub_lost_between_listing_and_file_is_told_as_out_of_reach(hub: StubHu
     hub.add(NAME, ONE)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lost)
     assert refusal() == (
-        f"{NAME}: {hub.url} cannot be reached (timed out). Check the connection, or set HF_HUB_OFFLINE=1 to use what "
+        f"{NAME}: no such file or folder here, and {hub.url} cannot be reached (timed out). Check the path, or the connection, "
+        "or set HF_HUB_OFFLINE=1 to use what "
         "an earlier run fetched."
     )
 

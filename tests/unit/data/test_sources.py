@@ -156,6 +156,18 @@ def test_a_missing_file_is_named(tmp_path):
     )
 
 
+def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
+    for name in ("train", "validation-default"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "manifest.json").touch()
+    assert refused(tmp_path / "out") == (
+        f"{tmp_path}/out: holds prepared sets. Name one of them: {tmp_path}/out/train, {tmp_path}/out/validation-default."
+    )
+    assert refused(tmp_path / "out/train") == (
+        f"{tmp_path}/out/train: prepared data, of which only manifest.json is left. Prepare it again, with tandem prepare."
+    )
+
+
 def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."

@@ -420,3 +420,32 @@ def test_progress_of_an_arrow_file_never_falls(tmp_path, monkeypatch):
     with pa.OSFile(str(source), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=4)
     assert shares_told(source) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_texts_of_extraordinary_length_are_not_encoded_together(tmp_path, monkeypatch):
+    """Over-long rows are left out before the next ones are encoded, and what is kept is the same."""
+    sizes = []
+    real = store_writer.encode
+
+    def watched(rendered, *rest):
+        sizes.append(sum(item[1].num_characters for item in rendered))
+        return real(rendered, *rest)
+
+    rows = [{"prompt": f"hi {i}", "chosen": "yes " * (400 if i % 2 else 1), "rejected": "no"} for i in range(12)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lenient = Data(max_filtered_share=1.0, num_workers=0)
+    stores = []
+    for limit in (10**9, 2000):
+        monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / str(limit)))
+        monkeypatch.setattr(store_writer, "CHARACTERS_AT_ONCE", limit)
+        monkeypatch.setattr(store_writer, "encode", watched)
+        sizes.clear()
+        stores.append(open_store(str(source), DatasetFields(), Template(letter_tokenizer(), CHAT, {}), lenient, 100))
+        assert max(sizes) <= limit + 2000
+        assert len(sizes) == (1 if limit == 10**9 else 3)
+    assert [[p.place, *map(list, p.completions)] for p in stores[0]] == [
+        [p.place, *map(list, p.completions)] for p in stores[1]
+    ]
+    assert stores[0].counts == stores[1].counts
+    assert stores[0].counts.filtered == {"over-long": 6}

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from running import metrics_of, short_run
 
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.train.verdicts import judge
 
 REFERENCE = ["reference_chosen", "reference_rejected"]
@@ -102,12 +102,34 @@ def test_a_file_that_could_not_be_written_is_refused_before_any_work(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_not_taken_for_one_that_writes_the_file(run, tmp_path):
-    run()
-    with pytest.raises(ConfigError) as error:
-        run()
+def test_a_finished_run_is_measured_by_its_last_checkpoint(run, tmp_path):
+    lines, folder = run()
+    model = (folder / "model").stat().st_mtime_ns
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    (tmp_path / "run.pairs").unlink()
+    again, _ = run()
+    assert again == lines
+    assert (folder / "model").stat().st_mtime_ns == model
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_finished_run_without_its_checkpoint_has_nothing_to_measure(run, tmp_path):
+    run("checkpointing.enabled=false")
+    with pytest.raises(CheckpointError) as error:
+        run("checkpointing.enabled=false")
     assert str(error.value) == (
-        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, and the file is written at a run's end. Add --fresh."
+        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, but the checkpoint of its last step is gone, so there is "
+        "nothing to measure. Train again, with --fresh."
+    )
+
+
+def test_a_finished_run_does_not_become_longer(run, tmp_path):
+    run()
+    with pytest.raises(CheckpointError) as error:
+        run("dpo.max_num_steps=9")
+    assert str(error.value) == (
+        f"{tmp_path}/run is finished, with dpo.max_num_steps = 4; it does not go on with 9. Choose another run.dir, or --fresh "
+        "without --resume."
     )
 
 
