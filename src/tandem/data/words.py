@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-MAX_CHARACTERS = 500_000  # of words kept in each process; then all are forgotten
+MAX_CHARACTERS = 200_000  # of words kept in each process; then all are forgotten
 
 # A space that follows a letter, a digit or an ASCII sign: characters that no tokenizer takes for white space.
 CUT = re.compile(r" (?<=[!-~\w] )")
