@@ -113,7 +113,7 @@ def _length_learnt(course: Sequence[Record]) -> str | None:
 def _kl_running_away(course: Sequence[Record]) -> str | None:
     half = next(record for record in course if record["step"] >= course[-1]["step"] / 2)
     now, then = course[-1].get("kl_per_token", 0.0), half.get("kl_per_token", 0.0)
-    if now <= FAR or half is course[-1] or now < FAST * then:
+    if now <= FAR or now < FAST * then:
         return None
     return (
         f"the policy is running away from the reference: {now:.2f} nats a token now, {then:.2f} at step {half['step']}. "

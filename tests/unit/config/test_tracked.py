@@ -5,7 +5,7 @@ import pytest
 from tandem.config.tracked import METRICS, TrackedMetric, tracked_metric
 from tandem.errors import ConfigError
 
-SETS = ["default", "default-long", "code_2"]
+SETS = ["default", "default-long", "code", "code_2"]
 
 
 @pytest.mark.parametrize(
