@@ -136,7 +136,7 @@ def _sound(course: Sequence[Record]) -> str:
     first, last = course[0], course[-1]
     return (
         f"nothing stands out: accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, margin "
-        f"{first['rewards_margin_mean']:.3g} -> {last['rewards_margin_mean']:.3g}."
+        f"{first['rewards_margin_mean']:.3f} -> {last['rewards_margin_mean']:.3f}."
     )
 
 

@@ -31,7 +31,7 @@ def found(records):
 
 def test_a_sound_run_is_called_so():
     texts = found(course({"accuracy": 0.5, "rewards_margin_mean": 0.0}, {}))
-    assert texts == {"sound": "nothing stands out: accuracy 0.50 -> 0.80, margin 0 -> 0.4."}
+    assert texts == {"sound": "nothing stands out: accuracy 0.50 -> 0.80, margin 0.000 -> 0.400."}
 
 
 def test_accuracy_is_flat_within_two_standard_errors_of_guessing():
