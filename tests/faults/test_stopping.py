@@ -14,6 +14,7 @@ from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
 from tandem.train.checkpoint import checkpoints, step_of
+from tandem.train.stopping import Stopping
 
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
@@ -124,6 +125,28 @@ def test_a_run_that_must_have_saved_by_a_time_saves_and_stops(tmp_path, whole):
     assert stopped.value.exit_code == 143
     with pytest.raises(ConfigError, match="is no time; write DD:HH:MM:SS, such as 00:03:45:00"):
         short_run(tmp_path / "other", "checkpointing.checkpoint_must_save_by=soon")
+
+
+def test_a_time_limit_leaves_room_for_one_more_step_and_save(tmp_path, monkeypatch):
+    """The writer's own time counts, though the run does not wait for it."""
+    real = checkpoint.write_checkpoint
+
+    def slow(*arguments):
+        real(*arguments)
+        time.sleep(1.5)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
+    told = []
+    took = Stopping.took
+    monkeypatch.setattr(
+        Stopping, "took", lambda self, what, seconds: told.append((what, seconds)) or took(self, what, seconds)
+    )
+    short_run(tmp_path / "run", "dpo.max_num_steps=2", "checkpointing.save_period=1")
+    assert max(seconds for what, seconds in told if what == "save") > 1.5
+    stopping = Stopping(10.0)
+    assert not stopping.is_wanted()
+    stopping.took("save", 6.0)
+    assert stopping.is_wanted()
 
 
 SLOW = """

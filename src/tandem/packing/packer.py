@@ -19,10 +19,8 @@ BLOCK = 128
 # A batch's last row may be shorter than the others: by quarters, so that few shapes are compiled.
 NUM_LENGTHS = 4
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
-USUAL_PACK = {
-    "cpu": 512,
-    "cuda": 8192,
-}  # tokens of an `auto` pack; on a CPU attention is dense, and longer rows cost more
+# Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
+USUAL_PACK = {"cpu": 512, "cuda": 8192}
 ROWS_PER_BATCH = 4
 
 IntArray = NDArray[np.int64]

@@ -1,8 +1,8 @@
 """A Setup in; a Training out: weights, reference, audit, optimizer, and the newest checkpoint put back."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,16 @@ class Training:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
         reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
         for report in reports:
-            self.metrics.write(
-                {"step": self.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
-            )
+            self.write(report)
             self.track(report.split, report.metrics)
         self.progress = replace(self.progress, owes_validation=False)
         return reports
+
+    def write(self, report: ValidationReport) -> None:
+        """A validation's line in metrics.jsonl."""
+        self.metrics.write(
+            {"step": self.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
+        )
 
     def track(self, split: str, metrics: dict[str, float]) -> None:
         """Remember the metric that ranks checkpoints, if this is its split."""
@@ -75,7 +79,7 @@ class Training:
         checkpointing = self.setup.config.checkpointing
         if not checkpointing.enabled:
             return
-        started = time.perf_counter()
+        self.saver.wait()  # before the copy: there is never more than one
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
@@ -88,7 +92,6 @@ class Training:
             whole=checkpointing.save_optimizer,
         )
         self.saver.start(snapshot)
-        self.stopping.took("save", time.perf_counter() - started)
         self.reporter.detail(f"saving step {self.progress.step}")
 
 
@@ -132,7 +135,12 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         reporter,
         MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes),
         progress,
-        Saver(folder, checkpointing.keep_top_k, higher_is_better=checkpointing.higher_is_better),
+        Saver(
+            folder,
+            checkpointing.keep_top_k,
+            higher_is_better=checkpointing.higher_is_better,
+            took=partial(stopping.took, "save"),
+        ),
         stopping,
     )
 

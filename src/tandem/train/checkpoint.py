@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,14 +49,15 @@ class Snapshot:
 class Saver:
     """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
 
-    def __init__(self, folder: Path, keep: int, *, higher_is_better: bool):
-        self.folder, self._keep, self._higher = folder, keep, higher_is_better
+    def __init__(self, folder: Path, keep: int, *, higher_is_better: bool, took: Callable[[float], None]):
+        """`took` is told the seconds of every checkpoint that was written."""
+        self.folder, self._keep, self._higher, self._took = folder, keep, higher_is_better, took
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def start(self, snapshot: Snapshot) -> None:
-        """Begin to write; returns once the one before is written."""
-        self.wait()
+        """Begin to write; the one before must be written."""
+        assert self._writing is None
         self._writing = self._thread.submit(self._write, snapshot)
 
     def check(self) -> None:
@@ -71,7 +74,9 @@ class Saver:
         self._thread.shutdown()
 
     def _write(self, snapshot: Snapshot) -> None:
+        started = time.perf_counter()
         write_checkpoint(self.folder, snapshot)
+        self._took(time.perf_counter() - started)
         prune(self.folder, self._keep, higher_is_better=self._higher)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,12 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
+    _tell(t, model, dtype, per_pair)
+
+
+def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:
+    """Where everything is, and what could come next."""
+    config = t.setup.config
     t.reporter.say(f"\nDone. Everything is in {t.run}")
     t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
@@ -57,14 +63,10 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
         t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
     if config.policy.model_name == EMBEDDED:
         given = [one.data_path for one in config.data.training_sets]
-        own = (
-            "your own pairs (JSONL with prompt, chosen, rejected) and your own model"
-            if EMBEDDED in given
-            else "your own model"
-        )
-        t.reporter.say(f"\nNext: {own}:")
-        paths = "PAIRS.jsonl" if EMBEDDED in given else given[0]
-        t.reporter.say(f"  tandem train policy.model_name=MODEL data.train.data_path={paths}")
+        pairs = "your own pairs (JSONL with prompt, chosen, rejected) and " if EMBEDDED in given else ""
+        path = "PAIRS.jsonl" if EMBEDDED in given else given[0]
+        t.reporter.say(f"\nNext: {pairs}your own model:")
+        t.reporter.say(f"  tandem train policy.model_name=MODEL data.train.data_path={path}")
     else:
         call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
         t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')
@@ -88,7 +90,7 @@ def write_per_pair(t: Training, path: Path) -> None:
 
     def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
         for split, packer in t.setup.packers().items():
-            yield split, measure(t.policy, sides[split], packer, batch_size), packer.store
+            yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
 
     PerPairFile(path, t.setup.config.dpo).write(tables())
 
@@ -100,14 +102,7 @@ def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[Va
     exported = _reload(t, model)
     reports = [validate(exported, validation) for validation in t.validation_sets]
     for report in reports:
-        t.metrics.write(
-            {
-                "step": t.progress.step,
-                "split": report.split.replace("validation-", "exported-"),
-                **report.metrics,
-                "num_pairs": report.num_pairs,
-            }
-        )
+        t.write(replace(report, split=report.split.replace("validation-", "exported-")))
     name = str(dtype).removeprefix("torch.")
     t.reporter.change("\nWhat was exported", ("in memory", f"exported ({name})"), after, reports)
 
