@@ -93,7 +93,8 @@ def measure(name: str, file: str, capacity: int) -> None:
 def write_sizes(data: str, tokenizer: str, file: str) -> None:
     """The row sizes of a preference file or a prepared store, into a file: the work of a child process."""
     from tandem.cache import read_manifest
-    from tandem.config.schema import Config, DatasetFields
+    from tandem.config.datasets import DatasetFields
+    from tandem.config.schema import Config
     from tandem.data.opening import open_store
     from tandem.data.store import TokenStore
     from tandem.data.template import make_template

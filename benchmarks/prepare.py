@@ -27,7 +27,8 @@ NUM_CORES = len(os.sched_getaffinity(0))
 TANDEM = """
 import sys, time
 from pathlib import Path
-from tandem.config.schema import Data, DatasetFields, Tokenizer
+from tandem.config.datasets import Data, DatasetFields
+from tandem.config.policy import Tokenizer
 from tandem.data.opening import open_store
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
@@ -59,7 +60,8 @@ print(seconds, sum(len(ids) for name in ("prompt_ids", "chosen_ids", "rejected_i
 BARE = """
 import json, sys, time
 from pathlib import Path
-from tandem.config.schema import DatasetFields, Tokenizer
+from tandem.config.datasets import DatasetFields
+from tandem.config.policy import Tokenizer
 from tandem.data.formats import detect_format, read_preference
 from tandem.data.sources import read_rows
 from tandem.data.template import make_template

@@ -105,7 +105,8 @@ def log_normal(num: int, seed: int) -> Pairs:
 
 
 def read(file: str, tokenizer: str) -> Pairs:
-    from tandem.config.schema import Config, DatasetFields
+    from tandem.config.datasets import DatasetFields
+    from tandem.config.schema import Config
     from tandem.data.opening import open_store
     from tandem.data.template import make_template
     from tandem.data.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.sources import RowError, SourceRow
 
 KEYS = DatasetFields()

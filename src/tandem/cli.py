@@ -122,7 +122,7 @@ def prepare(
 ) -> None:
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config
-    from tandem.config.schema import EMBEDDED
+    from tandem.config.section import EMBEDDED
 
     changes = [*(overrides or [])]
     changes += [f"policy.packing.algorithm={packing_algorithm}"] if packing_algorithm else []

@@ -9,7 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.config.datasets import DatasetFields
+from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED
 from tandem.data.opening import open_store
 from tandem.data.store import TokenStore
 from tandem.data.template import make_template

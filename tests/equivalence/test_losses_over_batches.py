@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import as_policy, plain_token_logps, random_preference, tiny_model
 
-from tandem.config.schema import Dpo
+from tandem.config.dpo import Dpo
 from tandem.errors import NonFiniteError
 from tandem.model.parallel import start_workers
 from tandem.model.reference import LiveReference

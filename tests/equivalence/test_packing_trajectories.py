@@ -15,7 +15,7 @@ from running import largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
-from tandem.config.schema import Packing
+from tandem.config.policy import Packing
 from tandem.errors import ConfigError, TandemError
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard, start_workers

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.hub import hub_files, is_hub_name
 from tandem.data.hub_layout import choose_files
 from tandem.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
 from tandem.data.store_writer import Recipe, format_of, probe, write_store

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.schema import EMBEDDED, Config, DatasetFields
+from tandem.config.datasets import DatasetFields
+from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED
 from tandem.data.opening import open_store
 from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.files import SourceFile
 from tandem.data.formats import detect_format, read_preference
 from tandem.data.preference import Preference

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.config.schema import Tokenizer as TokenizerConfig
+from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data.chat import ChatTemplate
 from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.preference import Message
 from tandem.errors import ConfigError
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.config.dpo import Dpo
 from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
-from tandem.config.schema import Dpo
 from tandem.loss.divergence import diverged
 from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.preference import PREFERENCE_LOSSES

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tandem.cache import content_of, fingerprint
-from tandem.config.schema import EMBEDDED
-from tandem.config.schema import Policy as PolicyConfig
+from tandem.config.policy import Policy as PolicyConfig
+from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
 from tandem.model.attention import IMPLEMENTATION
 from tandem.model.policy import Policy, auto_head_chunk

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from tandem.cache import content_of, fingerprint, published, read_manifest, write_manifest
-from tandem.config.schema import Data
+from tandem.config.datasets import Data
 from tandem.data.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
 from tandem.data.selection import Preferences
 from tandem.data.sources import CHUNK_RECORDS, RowError

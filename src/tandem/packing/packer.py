@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.config.schema import Packing
+from tandem.config.policy import Packing
 from tandem.data.selection import Preferences
 from tandem.data.store import TokenStore
 from tandem.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.config.schema import EMBEDDED
+from tandem.config.section import EMBEDDED
 from tandem.data.selection import Preferences
 from tandem.export import export_model
 from tandem.model.load import find_model

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference
-from tandem.config.schema import Dpo
 from tandem.data.selection import Preferences, by_source
 from tandem.model.parallel import Workers
 from tandem.packing.layout import IntArray, Pack

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer, lr_scheduler
 
-from tandem.config.schema import Milestones, Scheduler
-from tandem.config.schema import Policy as PolicyConfig
+from tandem.config.policy import Milestones, Scheduler
+from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference, scope_of
-from tandem.config.schema import Dpo
 from tandem.data.selection import Preferences
 from tandem.errors import ConfigError
 from tandem.train.metrics import PairTable

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tandem.config.dpo import Dpo
 from tandem.config.losses import scope_of
-from tandem.config.schema import Dpo
 from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
 from tandem.loss.objective import pair_loss, preference_loss

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.config.schema import Dpo
+from tandem.config.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss
 from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.weighting import pair_sums, wpo_weights

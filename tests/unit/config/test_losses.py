@@ -3,9 +3,10 @@
 import pytest
 import yaml
 
+from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
 from tandem.config.losses import LOSS_FACTS, SHARED, needs_reference, needs_scores, scope_of, weights_of
-from tandem.config.schema import Config, Dpo
+from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
 ALL = (

@@ -3,7 +3,7 @@
 import pytest
 from rows import GOOD, refusal, row
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.formats import FORMATS
 from tandem.data.preference import Message
 

@@ -12,7 +12,8 @@ import pytest
 from hub_stub import serving, use_hub
 from letters import CHAT, letter_tokenizer
 
-from tandem.config.schema import Config, DatasetFields
+from tandem.config.datasets import DatasetFields
+from tandem.config.schema import Config
 from tandem.data.files import find_files
 from tandem.data.sets import open_sets
 from tandem.data.template import Template

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
-from tandem.config.schema import DatasetFields, DatasetName
+from tandem.config.datasets import DatasetFields, DatasetName
 from tandem.data.formats import FORMATS, detect_format, ranked
 from tandem.data.preference import Completion, Message
 from tandem.data.sources import SCORE_KEYS

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tandem.config.schema import Tokenizer
+from tandem.config.policy import Tokenizer
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
 from tandem.data.template import Template, make_template

@@ -3,7 +3,7 @@
 import pytest
 from rows import KEYS, group, pair, refusal, row, said
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data.formats import binary, ranked
 from tandem.data.preference import Completion, Message, Preference
 

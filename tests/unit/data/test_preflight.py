@@ -5,7 +5,7 @@ import json
 import pytest
 from letters import letter_tokenizer
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data.opening import open_store
 from tandem.data.preflight import preflight
 from tandem.data.store import TokenStore

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data.opening import open_store
 from tandem.data.store import Counts
 from tandem.data.template import Template

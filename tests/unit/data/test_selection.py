@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from letters import EOS, ids, letter_tokenizer
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data.opening import open_store
 from tandem.data.selection import Selection, hold_out
 from tandem.data.store import TokenStore

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from letters import letter_tokenizer
 
+from tandem.config.datasets import DatasetFields
 from tandem.config.load import load_config
-from tandem.config.schema import Config, DatasetFields
+from tandem.config.schema import Config
 from tandem.data import sets as sets_module
 from tandem.data.selection import Selection, hold_out
 from tandem.data.sets import Sets, Span, open_sets

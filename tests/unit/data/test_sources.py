@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.schema import DatasetFields
+from tandem.config.datasets import DatasetFields
 from tandem.data import sources
 from tandem.data.files import find_files
 from tandem.data.sources import RowError, SourceRow, read_rows

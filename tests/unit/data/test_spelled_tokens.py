@@ -3,7 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.config.schema import DatasetFields, Tokenizer
+from tandem.config.datasets import DatasetFields
+from tandem.config.policy import Tokenizer
 from tandem.data.formats import binary
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError, SourceRow

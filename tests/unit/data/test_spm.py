@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from sentences import KINDS, SYMBOLS, library, model
 
-from tandem.config.schema import Data, DatasetFields, Tokenizer
+from tandem.config.datasets import Data, DatasetFields
+from tandem.config.policy import Tokenizer
 from tandem.data.opening import open_store
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.shield import SHIELD

@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 from letters import CHAT, EOS, ids, letter_tokenizer
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data import opening as store_module
 from tandem.data import sources
 from tandem.data.opening import open_store

@@ -12,7 +12,7 @@ import pytest
 from letters import CHAT, END, ids, letter_tokenizer
 from patience import within
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data import opening as store_module
 from tandem.data import sources, store_writer, workers
 from tandem.data import template as template_module

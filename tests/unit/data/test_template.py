@@ -3,7 +3,7 @@
 import pytest
 from letters import CHAT, letter_tokenizer
 
-from tandem.config.schema import Tokenizer as TokenizerConfig
+from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data.preference import Completion, Message, Preference
 from tandem.data.sources import RowError
 from tandem.data.template import Part, Rendered, Template, make_template

@@ -12,7 +12,7 @@ from letters import CHAT, END, EOS, ids
 from models import as_policy, plain_token_logps, random_preference, tiny_model
 from rows import KEYS, said
 
-from tandem.config.schema import Data
+from tandem.config.datasets import Data
 from tandem.data.opening import open_store
 from tandem.data.preference import Preference
 from tandem.data.template import Template

@@ -6,7 +6,7 @@ import pytest
 from letters import CHAT, END, ids, letter_tokenizer
 from rows import pair, said
 
-from tandem.config.schema import Data, DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.data.formats import read_preference
 from tandem.data.opening import open_store
 from tandem.data.preference import Message

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from tandem.config.schema import DatasetFields
-from tandem.config.schema import Tokenizer as TokenizerConfig
+from tandem.config.datasets import DatasetFields
+from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data import words
 from tandem.data.formats import detect_format, read_preference
 from tandem.data.sources import RowError, read_rows

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tandem.config.schema import Dpo
+from tandem.config.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss, preference_loss
 from tandem.loss.pairs import Pairing
 from tandem.loss.sft import sft

@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 
+from tandem.config.dpo import Dpo
 from tandem.config.losses import BETA, LOSS_FACTS
-from tandem.config.schema import Dpo
 from tandem.loss.objective import compare
 from tandem.loss.pairs import Pairs, Sides
 from tandem.loss.preference import PREFERENCE_LOSSES

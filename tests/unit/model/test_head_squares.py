@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from models import as_policy, random_preference, tiny_model
 
-from tandem.config.schema import Dpo
+from tandem.config.dpo import Dpo
 from tandem.data.selection import Selection
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.model.parallel import start_workers

@@ -7,7 +7,8 @@ import pytest
 import torch
 from models import tiny_config
 
-from tandem.config.schema import Config, Packing, Policy
+from tandem.config.policy import Packing, Policy
+from tandem.config.schema import Config
 from tandem.errors import ConfigError
 from tandem.model.attention import windows_of
 from tandem.model.load import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.schema import Packing
+from tandem.config.policy import Packing
 from tandem.packing.binning import (
     ALGORITHMS,
     Bins,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.schema import Packing
+from tandem.config.policy import Packing
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.packing.packer import make_packer, row_lengths, row_sizes

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 
-from tandem.config.schema import Dpo
+from tandem.config.dpo import Dpo
 from tandem.config.tracked import METRICS
 from tandem.data.selection import Selection
 from tandem.model.parallel import Workers

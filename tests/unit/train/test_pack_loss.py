@@ -8,8 +8,8 @@ from models import plain_token_logps
 from running import SHORT
 from transformers import AutoModelForCausalLM
 
+from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.config.schema import Dpo
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard, start_workers

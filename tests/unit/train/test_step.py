@@ -6,8 +6,8 @@ from models import plain_token_logps
 from running import SHORT, metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
+from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.config.schema import Dpo
 from tandem.errors import NonFiniteError
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard, start_workers

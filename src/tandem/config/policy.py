@@ -1,0 +1,149 @@
+"""The section `policy`: the model, its tokenizer, its optimizer and its packing."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tandem.config.section import EMBEDDED, Positive, Section
+
+
+class Tokenizer(Section):
+    """The tokenizer and the chat template."""
+
+    name: str | None = Field(
+        default=None, description="path, hub name, or a SentencePiece file (x.model); null: as policy.model_name"
+    )
+    chat_template: str | None = Field(
+        default="default",
+        description="default: the tokenizer's own; null: raw text; a path ending in .jinja: that file",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="passed to the template")
+
+
+class OptimizerKwargs(Section):
+    """Arguments of the optimizer."""
+
+    lr: float = Field(default=5e-6, ge=0, description="learning rate")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled weight decay, on every trained tensor")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=[0.9, 0.98], min_length=2, max_length=2, description="decay of the two moments"
+    )
+    eps: float = Field(default=1e-5, gt=0, description="added to the denominator")
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    name: Literal["torch.optim.AdamW"] = Field(default="torch.optim.AdamW", description="the optimizer")
+    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="its arguments")
+
+
+SchedulerName = Literal[
+    "torch.optim.lr_scheduler.LinearLR",
+    "torch.optim.lr_scheduler.ConstantLR",
+    "torch.optim.lr_scheduler.CosineAnnealingLR",
+    "torch.optim.lr_scheduler.PolynomialLR",
+    "torch.optim.lr_scheduler.ExponentialLR",
+    "torch.optim.lr_scheduler.StepLR",
+    "torch.optim.lr_scheduler.MultiStepLR",
+]
+
+
+class Scheduler(Section):
+    """One of torch's learning-rate schedulers."""
+
+    name: SchedulerName = Field(description="the scheduler")
+    kwargs: dict[str, int | float | bool | list[int]] = Field(default={}, description="its arguments")
+
+
+class Milestones(Section):
+    """The steps at which the next scheduler of a list takes over."""
+
+    milestones: list[Positive]
+
+
+WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [
+    Scheduler(
+        name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 20}
+    ),
+    Scheduler(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 1}),
+    Milestones(milestones=[20]),
+]
+
+
+class Packing(Section):
+    """How preferences share rows."""
+
+    mode: Literal["batch", "dataset", "none"] = Field(
+        default="batch",
+        description="batch: pack each global batch; dataset: pack the whole set once, batches of whole packs; "
+        "none: one sequence a row, padded, nothing shared",
+    )
+    pack_length: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="tokens in a row; auto: 8192 on CUDA, 512 elsewhere, less for small batches, more for long preferences",
+    )
+    share_prompts: bool = Field(
+        default_factory=lambda set_before: set_before.get("mode") != "none",
+        description="compute a prompt once for all its completions; default: true, but false with mode none",
+    )
+    packs_per_micro_batch: Positive = Field(default=1, description="rows that go through the model together")
+    algorithm: Literal["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"] = Field(
+        default="first_fit_decreasing",
+        description="how rows are filled: largest first; in an order drawn from run.seed; or each as full as can be",
+    )
+
+    @model_validator(mode="after")
+    def _unpacked_shares_nothing(self) -> "Packing":
+        if self.mode == "none" and self.share_prompts:
+            raise ValueError(
+                "policy.packing.share_prompts=true contradicts policy.packing.mode=none, where nothing is shared"
+            )
+        return self
+
+
+class Policy(Section):
+    """The model that is trained, and how."""
+
+    model_name: str = Field(
+        default=EMBEDDED, description="path or hub name; embedded: a tiny random model built locally"
+    )
+    revision: str | None = Field(default=None, description="revision of a hub model")
+    tokenizer: Tokenizer = Field(default=Tokenizer(), description="tokenizer and chat template")
+    train_global_batch_size: Positive = Field(
+        default=256,
+        description="pairs per optimizer step, in every packing mode; filled by whole preferences, never beyond",
+    )
+    max_total_sequence_length: Positive = Field(default=2048, description="tokens of prompt + one completion")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of computation; auto: bfloat16 on CUDA, else float32; master weights are float32"
+    )
+    optimizer: Optimizer = Field(default=Optimizer(), description="optimizer")
+    scheduler: list[Scheduler | Milestones] | Scheduler | None = Field(
+        default=WARM_UP_THEN_CONSTANT,
+        description="learning-rate schedule: a list with milestones, one scheduler, or null",
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="clip the global gradient norm; null: no clipping"
+    )
+    compile: Literal["auto"] | bool = Field(default="auto", description="compile the layers; auto: on CUDA")
+    attention: Literal["auto", "flex", "sdpa"] = Field(default="auto", description="auto: flex on CUDA, sdpa elsewhere")
+    head_chunk_tokens: Positive | Literal["auto"] = Field(
+        default="auto", description="scored tokens per chunk of the head"
+    )
+    packing: Packing = Field(default=Packing(), description="packing")
+
+    @field_validator("scheduler")
+    @classmethod
+    def _milestones_fit(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        schedulers = [item for item in value if isinstance(item, Scheduler)]
+        milestones = [item for item in value if isinstance(item, Milestones)]
+        steps = milestones[0].milestones if milestones else []
+        if len(milestones) > 1 or len(steps) != len(schedulers) - 1 or steps != sorted(set(steps)):
+            raise ValueError(
+                f"policy.scheduler has {len(schedulers)} schedulers and milestones {steps}: give one list of "
+                "rising milestones, one fewer than there are schedulers"
+            )
+        return value
