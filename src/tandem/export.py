@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tandem.cache import published
 from tandem.data.template import Template
 from tandem.model.policy import Policy
+from tandem.model.workers import Workers
 
 # 16-bit patterns dropped from a float32 when it becomes a bfloat16.
 DROPPED = 1 << 16
@@ -43,11 +44,20 @@ def _next(values: Tensor, *, down: bool) -> Tensor:
 
 
 def export_model(
-    policy: Policy, config: Any, template: Template, folder: Path, *, dtype: torch.dtype, rounding: str, seed: int
+    policy: Policy,
+    config: Any,
+    template: Template,
+    folder: Path,
+    workers: Workers,
+    *,
+    dtype: torch.dtype,
+    rounding: str,
+    seed: int,
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
 
-    `config` is the start model's own: what training switched off (dropout) is on again in the export.
+    `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
+    its part of the weights, the first writes them.
     """
     whole = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     generator = torch.Generator().manual_seed(seed)
@@ -57,13 +67,16 @@ def export_model(
             return tensor
         return round_stochastically(tensor, dtype, generator) if rounding == "stochastic" else tensor.to(dtype)
 
-    # A tied weight stands here once, so both its uses are rounded alike.
-    held = [*policy.named_parameters(), *policy.named_buffers()]
-    names = sorted(name for name, _ in held if name in whole)
-    state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
-    with published(folder) as aside:
-        _save(policy.model, config, state, aside, dtype)
-        _save_tokenizer(template, aside)
+    def write() -> None:
+        # A tied weight stands here once, so both its uses are rounded alike.
+        held = [*policy.named_parameters(), *policy.named_buffers()]
+        names = sorted(name for name, _ in held if name in whole)
+        state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
+        with published(folder) as aside:
+            _save(policy.model, config, state, aside, dtype)
+            _save_tokenizer(template, aside)
+
+    workers.agreed(write, by=workers.is_first)
 
 
 def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:

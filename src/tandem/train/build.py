@@ -12,9 +12,10 @@ import torch
 from tandem.cache import cache_dir
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
-from tandem.model.parallel import Workers, compile_layers, shard
+from tandem.model.parallel import compile_layers, shard
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
+from tandem.model.workers import Workers
 from tandem.packing.layout import join
 from tandem.packing.packer import Packer
 from tandem.train.checkpoint import (
@@ -26,7 +27,7 @@ from tandem.train.checkpoint import (
     take_snapshot,
 )
 from tandem.train.optimizer import make_optimizer, make_scheduler
-from tandem.train.report import MetricsFile, Reporter
+from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
@@ -52,6 +53,10 @@ class Training:
     progress: Progress
     saver: Saver
     stopping: Stopping
+
+    @property
+    def workers(self) -> Workers:
+        return self.side.workers
 
     def validate(self) -> list[ValidationReport]:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
@@ -90,6 +95,7 @@ class Training:
             self.fingerprints,
             self.config,
             whole=checkpointing.save_optimizer,
+            worker=self.workers.number,
         )
         self.saver.start(snapshot)
         self.reporter.detail(f"saving step {self.progress.step}")
@@ -100,7 +106,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, workers)
-    weights = weights_fingerprint(setup.source)
+    weights = workers.one_then_all(lambda: weights_fingerprint(setup.source))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     _audit(setup, policy, references, reporter)
     if setup.compiles:
@@ -110,7 +116,9 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     scheduler = make_scheduler(optimizer, setup.config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
     folder = setup.checkpoint_dir(run)
-    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, reporter)
+    # Before it all workers draw alike (new weights must agree), from here on each its own.
+    torch.manual_seed(setup.config.run.seed + workers.number)
+    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     validation_sets = [
         ValidationSet(
@@ -133,11 +141,14 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         fingerprints,
         config,
         reporter,
-        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes),
+        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes)
+        if workers.is_first
+        else NoMetricsFile(),
         progress,
         Saver(
             folder,
             checkpointing.keep_top_k,
+            workers,
             higher_is_better=checkpointing.higher_is_better,
             took=partial(stopping.took, "save"),
         ),
@@ -146,16 +157,22 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
 
 
 def _put_back(
-    folder: Path, policy: Policy, optimizer: Any, scheduler: Any, fingerprints: dict[str, str], reporter: Reporter
+    folder: Path,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    fingerprints: dict[str, str],
+    workers: Workers,
+    reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    remove_leftovers(folder)
-    place, damaged = newest_verified(folder)
+    workers.agreed(lambda: remove_leftovers(folder), by=workers.is_first)
+    place, damaged = workers.from_first(lambda: newest_verified(folder))
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
-    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints)
+    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, workers)
     reporter.say(f"Going on from {place}")
     return progress
 
@@ -209,7 +226,7 @@ def _references(
             references[name] = cached_reference(
                 policy,
                 packer,
-                workers.device,
+                workers,
                 folder=folder,
                 weights=weights,
                 precision=setup.precision,

@@ -24,7 +24,8 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     config = t.setup.config
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
-    (t.run / "verdicts.json").write_text(json.dumps([asdict(one) for one in verdicts], indent=2), encoding="utf-8")
+    text = json.dumps([asdict(one) for one in verdicts], indent=2)
+    t.workers.agreed(lambda: (t.run / "verdicts.json").write_text(text, encoding="utf-8"), by=t.workers.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
@@ -34,6 +35,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
         t.setup.source.config,
         t.setup.template,
         model,
+        t.workers,
         dtype=dtype,
         rounding=config.export.rounding,
         seed=config.run.seed,
@@ -92,7 +94,11 @@ def write_per_pair(t: Training, path: Path) -> None:
         for split, packer in t.setup.packers().items():
             yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
 
-    PerPairFile(path, t.setup.config.dpo).write(tables())
+    if t.workers.is_first:
+        PerPairFile(path, t.setup.config.dpo).write(tables())
+    else:
+        for _ in tables():  # measured together, written by one
+            pass
 
 
 def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
@@ -109,4 +115,4 @@ def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[Va
 
 def _reload(t: Training, model: Path) -> Policy:
     config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
-    return load_sharded(t.setup, find_model(config), t.side.workers)
+    return load_sharded(t.setup, find_model(config), t.workers)

@@ -75,7 +75,7 @@ def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[Pac
         return
     packs = list(packs)
     terms = [pack_terms(policy, side, pack) for pack in packs]
-    pairs, _ = joined_pairs(terms, dpo)
-    parts = preference_loss(pairs, dpo).split([pack.num_pairs for pack in packs])
+    joined = joined_pairs(terms, dpo, side.workers)
+    parts = preference_loss(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
     for pack, one, part in zip(packs, terms, parts, strict=True):
         yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, of_batch=part))
