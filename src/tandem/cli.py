@@ -198,6 +198,16 @@ def show_config(
     print(load_config(config, overrides or []).as_yaml(), end="")
 
 
+@app.command("fail-points")
+def fail_points() -> None:
+    """List the places where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to try what survives it."""
+    from tandem.failpoints import POINTS
+
+    width = max(map(len, POINTS))
+    for point, description in POINTS.items():
+        print(f"{point:<{width}}  {description}")
+
+
 def _version(show: bool) -> None:
     if show:
         print(f"tandem {__version__}")
@@ -215,9 +225,11 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    from tandem.failpoints import read_fail_point
     from tandem.train.stopping import terminated_cleanly
 
     try:
+        read_fail_point()
         with terminated_cleanly():
             app(standalone_mode=True)
     except StoppedError as error:

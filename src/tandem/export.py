@@ -72,7 +72,7 @@ def export_model(
         held = [*policy.named_parameters(), *policy.named_buffers()]
         names = sorted(name for name, _ in held if name in whole)
         state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
-        with published(folder) as aside:
+        with published(folder, "model") as aside:
             _save(policy.model, config, state, aside, dtype)
             _save_tokenizer(template, aside)
 

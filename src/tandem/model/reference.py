@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
+from tandem.failpoints import fail_point
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
@@ -87,7 +88,7 @@ def cached_reference(
     lacking = workers.agreed(lambda: not _is_sound(place), by=workers.is_first_here) or False
     if workers.highest(lacking):
         with ExitStack() as stack:
-            aside = workers.agreed(lambda: stack.enter_context(published(place)), by=lacking)
+            aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
             _compute(policy, packer, workers, aside / "logps.f32" if aside else None, progress)
 
             def complete() -> None:
@@ -133,6 +134,7 @@ def _compute(
         for index, part in (one for of_worker in workers.gather(own) for one in of_worker):
             if out is not None:
                 out[ends[index] - len(part) : ends[index]] = part
+        fail_point("reference.chunk")
         progress(len(indices))
     if out is not None:
         out.flush()

@@ -15,8 +15,8 @@ from tandem.errors import ConfigError, TandemError, ToldError
 
 T = TypeVar("T")
 
-# Longer than it takes one worker to tokenise what the others wait for.
-PATIENCE = timedelta(hours=12)
+# How long workers wait for one of them, which may be tokenising; then all end.
+PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)

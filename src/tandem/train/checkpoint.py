@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.cache import published, read_manifest, write_manifest
 from tandem.errors import CheckpointError, ToldError
+from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
 
@@ -109,10 +110,11 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
         workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
         return
     with ExitStack() as stack:
-        aside = workers.from_first(lambda: stack.enter_context(published(place)))
+        aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
         _save_tensors(snapshot.tensors, aside / "tensors", workers)
 
         def complete() -> None:
+            fail_point("checkpoint.tensors")
             facts = {"progress": asdict(snapshot.progress), "fingerprints": snapshot.fingerprints}
             (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
             (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
@@ -230,6 +232,7 @@ def prune(folder: Path, keep: int, *, higher_is_better: bool) -> None:
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
+            fail_point("checkpoint.prune")
             shutil.rmtree(place)
 
 
@@ -249,6 +252,7 @@ def step_of(place: Path) -> int:
 
 def point(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its neighbour `target`, in one rename."""
+    fail_point(f"checkpoint.{link.name}")
     aside = link.with_name(f".{link.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     aside.symlink_to(target.name)

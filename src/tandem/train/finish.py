@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.cache import write_whole
 from tandem.config.section import EMBEDDED
 from tandem.data.selection import Preferences
 from tandem.export import export_model
@@ -25,7 +26,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
-    t.workers.agreed(lambda: (t.run / "verdicts.json").write_text(text, encoding="utf-8"), by=t.workers.is_first)
+    t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
+from tandem.failpoints import fail_point
 from tandem.train.validation import ValidationReport
 
 # silent: not even warnings; of workers other than the first
@@ -33,8 +34,12 @@ class MetricsFile:
             self._file.truncate(min(keep_bytes, path.stat().st_size))
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        line = json.dumps(record) + "\n"
+        half = len(line) // 2
+        for part in (line[:half], line[half:]):
+            fail_point("metrics.write")
+            self._file.write(part)
+            self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
         """All lines so far, those of the run before it was resumed too."""

@@ -15,6 +15,7 @@ from tandem.config.dpo import Dpo
 from tandem.config.losses import scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
+from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
@@ -123,7 +124,9 @@ def train_step(
     for outcome in run_packs(policy, side, packs, batch):
         step.add(outcome)
     step.grad_norm = grad_norm(policy)
+    fail_point("step.update")
     _update(optimizer, step, max_grad_norm)
+    fail_point("step.done")
     step.clock.mark("end")
     return step
 

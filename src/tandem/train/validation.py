@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config.losses import scope_of
+from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
@@ -62,6 +63,7 @@ def measure(
     ledger = PairLedger()
     for outcome in _outcomes(policy, side, packs):
         ledger.add(outcome)
+        fail_point("validation.pack")
         check()
     table, _ = ledger.read(side.workers)
     return table
