@@ -14,6 +14,7 @@ from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
 from tandem.model.parallel import compile_layers, shard
 from tandem.model.policy import Policy
+from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
 from tandem.model.workers import Workers
 from tandem.packing.layout import join
@@ -179,6 +180,8 @@ def _put_back(
 
 def load_sharded(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
     policy = load_policy(source, setup.config.policy, workers.device)
+    if (how := setup.config.policy.activation_checkpointing) != "none":
+        recompute(policy, how)
     shard(policy, workers, bfloat16=setup.precision == "bfloat16")
     if setup.compiles:
         compile_layers(policy)

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.cache import write_whole
 from tandem.config.load import LoadedConfig
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
-from tandem.model.workers import Workers, start_workers
+from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
@@ -31,6 +31,8 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
 
     per_pair: a file for the numbers of every pair of every set at the end.
     """
+    if loaded.config.run.deterministic:
+        compute_deterministically()
     workers = start_workers()
     if not workers.is_first:
         reporter = Reporter("silent")
