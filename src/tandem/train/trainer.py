@@ -36,6 +36,7 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
         refuse_longer(run, loaded)
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
+            reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by)
     workers = start_workers()
@@ -52,11 +53,12 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
         with stopped_by_signals(stopping):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
-                with closing(training.saver):
+                with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
                 raise
+    reporter.result(run)
     return run
 
 
@@ -181,11 +183,11 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
         "pairs_per_second": report.num_pairs / report.seconds,
         "tokens_per_second": report.num_tokens / report.seconds,
     }
-    t.metrics.write(record)
+    t.record(record)
     t.track("train", report.metrics)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.num_steps)
-    bar(1, f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f}")
+    bar(1, t.reporter.numbers(record))
 
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
