@@ -43,9 +43,8 @@ class Feed:
         opening: Opening,
         say: Callable[[str], None],
         warn: Callable[[str], None],
-        close_seconds: float = CLOSE_SECONDS,
     ):
-        self._say, self._warn, self._close_seconds = say, warn, close_seconds
+        self._say, self._warn = say, warn
         self._left = list(trackers)
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._num_put = self._num_delivered = 0
@@ -78,7 +77,7 @@ class Feed:
     def close(self) -> None:
         """Wait for what is still under way, but not for long; say what did not arrive."""
         self._queue.put({"close": True})
-        self._thread.join(self._close_seconds)
+        self._thread.join(CLOSE_SECONDS)
         names = ", ".join(self._left)
         if self._thread.is_alive():
             self._killed = True
@@ -88,9 +87,7 @@ class Feed:
         if self._left and lost:
             self._warn(f"{lost} of {self._num_put} records did not reach {names}; metrics.jsonl has them all.")
         elif self._killed:
-            self._warn(
-                f"{names} did not finish within {self._close_seconds:g} seconds of the run's end and was cut off."
-            )
+            self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was cut off.")
 
     def _deliver(self) -> None:
         """The thread: one message after another, each answered before the next."""
