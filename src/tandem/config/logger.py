@@ -72,7 +72,7 @@ class Logger(Section):
     mlflow: Mlflow = Field(default=Mlflow(), description="MLflow")
     monitor_gpus: bool = Field(
         default=True,
-        description="GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; no effect without",
+        description="GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; on a CPU nothing",
     )
     gpu_monitoring: GpuMonitoring = Field(default=GpuMonitoring(), description="how often")
 

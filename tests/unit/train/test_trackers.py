@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 import time
+from dataclasses import asdict
 
 import pytest
 from fake_tracker import put_in_front
@@ -115,8 +118,9 @@ def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monke
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
     feed = feed_of(tmp_path, warned)
     start = time.monotonic()
-    for step in range(5000):
-        feed.put(step, {"a": 0.5})
+    with within(20):
+        for step in range(5000):
+            feed.put(step, {"a": 0.5})
     assert time.monotonic() - start < 1
     start = time.monotonic()
     feed.close()
@@ -161,6 +165,7 @@ def test_a_tracker_that_raises_is_tried_again_then_switched_off_with_one_warning
         feed.put(step, {"a": 0.5})
     wait_for(lambda: warned)
     feed.put(4, {"a": 0.5})
+    assert feed._num_put == 3
     feed.close()
     assert tried.read_text() == "0\n0\n0\n"
     assert warned == [
@@ -177,6 +182,15 @@ def test_a_tracker_that_takes_its_process_down_is_warned_of_once(monkeypatch, tm
     wait_for(lambda: warned)
     feed.close()
     assert warned == ["trackers are switched off: their process ended (exit code 3). The run goes on without them."]
+
+
+def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tmp_path):
+    put_in_front(monkeypatch, tmp_path / "p", init=FOR_EVER)
+    code = "from tandem.train.trackers import child; child.CLOSE_SECONDS = 0.2; child.main()"
+    orphan = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    opening = Opening(str(tmp_path), str(tmp_path / "logs"), 0, [], Logger().model_dump(), {})
+    orphan.communicate(json.dumps({"tracker": "wandb", "opening": asdict(opening)}) + "\n", timeout=20)
+    assert orphan.returncode == 1
 
 
 # The run that a tracker has

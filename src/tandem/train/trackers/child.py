@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0
-# After its last word the run waits this long at most; so does this process, if the run has died.
+# How long the end of a run waits for its trackers, at most; and this process, if the run has died.
 CLOSE_SECONDS = 10.0
 
 

@@ -15,10 +15,9 @@ from typing import IO, Any
 from tandem.config.logger import Logger
 from tandem.errors import ConfigError
 from tandem.train.trackers.adapters import Metrics, Opening
+from tandem.train.trackers.child import CLOSE_SECONDS
 
 QUEUE_RECORDS = 1000
-# How long the end of a run waits for its trackers, at most.
-CLOSE_SECONDS = 10.0
 # -P: a folder `wandb` in the working directory is not the package.
 CHILD = (sys.executable, "-P", "-m", "tandem.train.trackers.child")
 

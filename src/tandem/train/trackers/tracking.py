@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from tandem.config.logger import Logger
-from tandem.train.trackers.adapters import Metrics, Opening
+from tandem.train.trackers.adapters import Metrics, Opening, without_password
 from tandem.train.trackers.feed import Feed
 from tandem.train.trackers.gpus import GpuMonitor
 
@@ -54,7 +54,8 @@ def start_tracking(
     feed = gpus = None
     if logger.enabled:
         kept = [named(record) for record in records if record["step"] == step]
-        opening = Opening(str(run), str(log_dir), step, kept, logger.model_dump(), yaml.safe_load(config))
+        public = yaml.safe_load(without_password(config))
+        opening = Opening(str(run), str(log_dir), step, kept, logger.model_dump(), public)
         try:
             feed = Feed(logger.enabled, opening, say, warn)
         except OSError as error:
