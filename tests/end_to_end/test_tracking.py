@@ -45,10 +45,12 @@ def tracked(tmp_path_factory):
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_report", dying)
-        with pytest.raises(Killed):
-            short_run(run, *settings)
-    return short_run(run, *settings)
+        patch.setattr(feed, "CLOSE_SECONDS", 120.0)  # so short a run may end before they are open, on a busy machine
+        with patch.context() as dies:
+            dies.setattr(trainer, "_report", dying)
+            with pytest.raises(Killed):
+                short_run(run, *settings)
+        return short_run(run, *settings)
 
 
 def points_of(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -160,7 +162,7 @@ def test_a_tracker_that_misbehaves_changes_nothing(what, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(trainer, "finish", timed)
     run = short_run(tmp_path / "run", *SETTINGS, "logger.wandb_enabled=true")
-    assert time.monotonic() - ended[0] < 4  # the second that is waited for, and a busy machine
+    assert time.monotonic() - ended[0] < 6  # the second that is waited for, and a busy machine
     for split in ("train", "validation-default", "exported-default"):
         assert metrics_of(run, split) == metrics_of(plain, split)
     assert largest_difference(weights_of(run), weights_of(plain)) == 0.0
