@@ -55,7 +55,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
 def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:
     """Where everything is, and what could come next."""
     config = t.setup.config
-    t.reporter.say(f"\nDone. Everything is in {t.run}")
+    t.reporter.end(f"Done. Everything is in {t.run}")
     t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:

@@ -48,6 +48,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     if is_finished(run):
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
+            reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
     share = Share(workers.number, workers.count)
@@ -64,11 +65,12 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
-                with closing(training.saver):
+                with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
                 raise
+    reporter.result(run)
     return run
 
 
@@ -217,11 +219,11 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
         "pairs_per_second": report.num_pairs / report.seconds,
         "tokens_per_second": report.num_tokens / report.seconds,
     }
-    t.metrics.write(record)
+    t.record(record)
     t.track("train", report.metrics)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.num_steps)
-    bar(1, f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f}")
+    bar(1, t.reporter.numbers(record))
 
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
