@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from tandem.data.json_array import MAX_BYTES, DuplicateKey, elements, no_duplicates
+from tandem.data.json_array import MAX_BYTES, DuplicateKey, decode, elements
 from tandem.errors import DataError
 
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
@@ -31,6 +31,7 @@ SCORE_KEYS = (
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
 )
+ANY_SCORE = frozenset(chain.from_iterable(SCORE_KEYS))
 # Columns of csv files, whose values are texts, that hold numbers.
 CSV_NUMBERS = (*chain.from_iterable(SCORE_KEYS), "overall_preference")
 
@@ -270,7 +271,7 @@ def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
     except UnicodeDecodeError as error:
         return RowError(place, "not UTF-8", f"not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.")
     try:
-        value = json.loads(text.rstrip("\r\n"), object_pairs_hook=no_duplicates)
+        value = decode(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else " The line has no end: was the file cut off?"
         return RowError(place, "malformed JSON", f"column {error.colno}: malformed JSON: {error.msg}.{cut}")

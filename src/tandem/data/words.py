@@ -8,10 +8,15 @@ that were seen before.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
 MAX_CHARACTERS = 200_000  # of words kept in each process; then all are forgotten
 
 # A space that follows a letter, a digit or an ASCII sign: characters that no tokenizer takes for white space.
@@ -54,48 +59,51 @@ PROBES = (
 
 
 class WordEncoder:
-    """A backend, and the ids of words it was asked for."""
+    """A backend, and the ids of words it was asked for, as bytes: they are put together without looking at any id."""
 
     def __init__(self, backend: Any):
         self._backend = backend
-        self._starts: dict[str, list[int]] = {}  # what a text begins with
-        self._words: dict[str, list[int]] = {}  # what stands behind a space
+        self._starts: dict[str, bytes] = {}  # what a text begins with
+        self._words: dict[str, bytes] = {}  # what stands behind a space
         self._held = 0  # characters of both
         self.cuts = _can_be_cut(backend) and self._agrees()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WordEncoder, (self._backend,)
 
-    def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[IntArray]:
         """Token ids of each text, nothing added; special tokens in it are meant, or only spelled."""
         if not self.cuts or not parse_special:
-            return self._asked(texts, parse_special=parse_special)
-        return self._encode_words(texts)
+            encoded = self._asked(texts, parse_special=parse_special)
+        else:
+            encoded = self._encode_words(texts)
+        return [np.frombuffer(ids, np.int32) for ids in encoded]
 
-    def _encode_words(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_words(self, texts: Sequence[str]) -> list[bytes]:
         if self._held > MAX_CHARACTERS:
             self._starts.clear()
             self._words.clear()
             self._held = 0
         several = [CUT.split(text) for text in texts]
         starts = [words.pop(0) for words in several]
-        self._learn(starts, self._starts, behind="")
-        self._learn(chain.from_iterable(several), self._words, behind=" ")
+        self._learn(set(starts), self._starts, behind="")
+        self._learn(set(chain.from_iterable(several)), self._words, behind=" ")
+        ids_of = self._words.__getitem__
         return [
-            list(chain(self._starts[start], chain.from_iterable(map(self._words.__getitem__, words))))
-            for start, words in zip(starts, several, strict=True)
+            b"".join((self._starts[start], *map(ids_of, words))) for start, words in zip(starts, several, strict=True)
         ]
 
-    def _learn(self, words: Iterable[str], known: dict[str, list[int]], *, behind: str) -> None:
-        new = set(words) - known.keys()
+    def _learn(self, words: set[str], known: dict[str, bytes], *, behind: str) -> None:
+        new = list(words.difference(known))
         known.update(zip(new, self._asked([behind + word for word in new], parse_special=True), strict=True))
         self._held += sum(map(len, new))
 
-    def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
+    def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[bytes]:
         if not texts:
             return []
         self._backend.encode_special_tokens = not parse_special
-        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [array("i", one.ids).tobytes() for one in encoded]
 
     def _agrees(self) -> bool:
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
