@@ -77,12 +77,12 @@ def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
     return (row for chunk in read_chunks(path) for row in rows_of(chunk))
 
 
-def read_chunks(path: Path, name: str | None = None) -> Iterator[Chunk]:
+def read_chunks(path: Path, name: str | None = None, at_once: int | None = None) -> Iterator[Chunk]:
     """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content."""
-    name = name or str(path)
+    name, at_once = name or str(path), at_once or CHUNK_RECORDS
     kind = _kind_of_table(path)
     if kind is not None:
-        yield from _table_chunks(path, kind, name)
+        yield from _table_chunks(path, kind, name, at_once)
         return
     with path.open("rb") as raw:
         file = _uncompressed(raw)
@@ -96,12 +96,12 @@ def read_chunks(path: Path, name: str | None = None) -> Iterator[Chunk]:
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
             if "csv" in suffixes:
-                yield from _chunks(_csv_values(file, path), "values", name, share, opening)
+                yield from _chunks(_csv_values(file, path), "values", name, share, opening, at_once)
             elif "json" in suffixes and starts == b"[":
-                yield from _chunks(elements(file, path), "values", name, share, opening)
+                yield from _chunks(elements(file, path), "values", name, share, opening, at_once)
             else:
                 lines = ((number, line, len(line)) for number, line in _numbered(file, path) if line.strip())
-                yield from _chunks(lines, "lines", name, share, opening)
+                yield from _chunks(lines, "lines", name, share, opening, at_once)
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the archive is damaged or cut off ({_one_line(error)}).") from None
 
@@ -124,6 +124,7 @@ def _chunks(
     name: str,
     share: Callable[[], float],
     opening: bytes,
+    at_once: int,
 ) -> Iterator[Chunk]:
     """Records (number, value, bytes) gathered into chunks."""
     numbers: list[int] = []
@@ -133,7 +134,7 @@ def _chunks(
         numbers.append(number)
         values.append(value)
         num_bytes += size
-        if len(values) == CHUNK_RECORDS or num_bytes >= CHUNK_BYTES:
+        if len(values) == at_once or num_bytes >= CHUNK_BYTES:
             yield Chunk(name, tuple(numbers), tuple(values), kind, share(), has_bom)
             numbers, values, num_bytes, has_bom = [], [], 0, False
     if values or has_bom:
@@ -211,16 +212,16 @@ def _kind_of_table(path: Path) -> str | None:
     return {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower())
 
 
-def _table_chunks(path: Path, kind: str, name: str) -> Iterator[Chunk]:
+def _table_chunks(path: Path, kind: str, name: str, at_once: int) -> Iterator[Chunk]:
     """The rows of a table, numbered from 1."""
     number, before = 1, 0.0
     try:
         for batch, share in _record_batches(path, kind):
             batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
-            for start in range(0, batch.num_rows, CHUNK_RECORDS):
-                part = batch.slice(start, CHUNK_RECORDS)
+            for start in range(0, batch.num_rows, at_once):
+                part = batch.slice(start, at_once)
                 numbers = tuple(range(number, number + part.num_rows))
-                reached = before + (share - before) * min(1.0, (start + CHUNK_RECORDS) / batch.num_rows)
+                reached = before + (share - before) * min(1.0, (start + at_once) / batch.num_rows)
                 yield Chunk(name, numbers, _as_stream(part), "table", reached)
                 number += part.num_rows
             before = share

@@ -253,7 +253,7 @@ def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
     """The name of the files' format and why: as given, or told by the first readable row."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
-    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name))
+    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, at_once=1))
     rows = (row for chunk in chunks for row in rows_of(chunk))
     first = next((row for row in rows if isinstance(row, SourceRow)), None)
     return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")

@@ -43,7 +43,7 @@ class Rendered:
         return len(self.prompt) + sum(len(part.text) for parts in self.completions for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """The tokenizer's chat template, one from a file, or none (raw text)."""
 
@@ -87,8 +87,7 @@ class Template:
         # The first turns of all answers by one call: most of its time does not depend on how many it is given.
         firsts = self._apply(before, [answer[:1] for answer in answers], add_generation_prompt=False)
         completions = tuple(
-            self._completion(before, prompt, answer, first)
-            for answer, first in zip(answers, firsts, strict=True)
+            self._completion(before, prompt, answer, first) for answer, first in zip(answers, firsts, strict=True)
         )
         for answer, parts in zip(answers, completions, strict=True):
             _check_calls(before, answer, prompt, parts)

@@ -6,7 +6,6 @@ on past it: cut before such spaces, the pieces of a text have the ids that they 
 that were seen before.
 """
 
-import json
 import re
 from array import array
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tandem.data.tokenizer import component_state
 
 IntArray = NDArray[np.int32]
 MAX_CHARACTERS = 200_000  # of words kept in each process; then all are forgotten
@@ -149,7 +150,7 @@ def _covers(step: dict[str, Any]) -> bool:
 
 def _steps(component: Any) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, as JSON."""
-    if component is None:
+    state = component_state(component)
+    if state is None:
         return []
-    state = json.loads(component.__getstate__())
     return state.get("pretokenizers", state.get("normalizers")) if state["type"] == "Sequence" else [state]
