@@ -74,7 +74,7 @@ def _find_or_make(
     progress: Callable[[float], None],
 ) -> TokenStore:
     files = find_files(source, keys)
-    wording = wording_of(keys)
+    wording = wording_of(keys, source)
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
         "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
