@@ -8,7 +8,7 @@ that were seen before.
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -67,6 +67,7 @@ class WordEncoder:
         self._starts: dict[str, bytes] = {}  # what a text begins with
         self._words: dict[str, bytes] = {}  # what stands behind a space
         self._held = 0  # characters of both
+        self._token = _any_token(backend)
         self.cuts = _can_be_cut(backend) and self._agrees()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,16 +88,36 @@ class WordEncoder:
             self._held = 0
         several = [CUT.split(text) for text in texts]
         starts = [words.pop(0) for words in several]
-        self._learn(set(starts), self._starts, behind="")
-        self._learn(set(chain.from_iterable(several)), self._words, behind=" ")
+        once = [
+            (self._starts, self._learn(set(starts), self._starts, behind="")),
+            (self._words, self._learn(set(chain.from_iterable(several)), self._words, behind=" ")),
+        ]
         ids_of = self._words.__getitem__
-        return [
+        encoded = [
             b"".join((self._starts[start], *map(ids_of, words))) for start, words in zip(starts, several, strict=True)
         ]
+        for known, words in once:
+            for word in words:
+                del known[word]
+        return encoded
 
-    def _learn(self, words: set[str], known: dict[str, bytes], *, behind: str) -> None:
-        new = list(words.difference(known))
-        known.update(zip(new, self._asked([behind + word for word in new], parse_special=True), strict=True))
+    def _learn(self, words: set[str], known: dict[str, bytes], *, behind: str) -> Iterable[str]:
+        """Learn the new words; those returned are not worth keeping.
+
+        The last word of a turn and what the template writes behind it rarely come up together again: they are learnt
+        apart. "moon?<|im_end|>" -> " moon?" and <|im_end|>, which is a token wherever it stands.
+        """
+        new = words.difference(known)
+        apart = {word: self._token.split(behind + word) for word in new if self._token.search(word)}
+        self._ask_for(new.difference(apart), known, behind)
+        self._ask_for(set(chain.from_iterable(apart.values())).difference(self._starts), self._starts, "")
+        known.update((word, b"".join(map(self._starts.__getitem__, parts))) for word, parts in apart.items())
+        return apart
+
+    def _ask_for(self, new: set[str], known: dict[str, bytes], behind: str) -> None:
+        in_order = list(new)
+        encoded = self._asked([behind + word for word in in_order], parse_special=True)
+        known.update(zip(in_order, encoded, strict=True))
         self._held += sum(map(len, new))
 
     def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[bytes]:
@@ -110,6 +131,13 @@ class WordEncoder:
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
         texts = [*PROBES, "".join(f"{token} a{token} " for token in tokens)]
         return self._encode_words(texts) == self._asked(texts, parse_special=True)
+
+
+def _any_token(backend: Any) -> re.Pattern[str]:
+    """Finds added tokens where the backend does: the first, and of those that begin there the longest."""
+    added = backend.get_added_tokens_decoder().values()
+    tokens = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def _can_be_cut(backend: Any) -> bool:

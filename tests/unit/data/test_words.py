@@ -218,6 +218,13 @@ def test_words_kept_are_bounded(monkeypatch):
     assert start in encoder._starts
 
 
+def test_a_word_is_kept_without_the_token_behind_it():
+    encoder, text = WordEncoder(backend_of("qwen2")), "far is the moon?<|a|>\nNo"
+    assert as_lists(encoder.encode([text])) == [own(backend_of("qwen2"), text)]
+    assert {" moon?", "<|a|>", "\nNo"} <= encoder._starts.keys()
+    assert not any("moon?<" in word for word in [*encoder._starts, *encoder._words])
+
+
 def test_an_encoder_travels_to_another_process():
     copy = pickle.loads(pickle.dumps(encoder_of("qwen2")))
     text = "Hello, <|a|>WE'VE  12"
