@@ -2,9 +2,10 @@
 
     python benchmarks/prepare.py --tokenizer DIR --trl-python PATH [--rows 100000] [--data FILE] [--memory 1000000]
 
-All three read the same pairs on the same cores, one after another, each in a process of its own; imports are not
-counted. TRL and tandem get as many processes as there are cores; bare encoding (`encode_batch` over all rendered texts, kept in
-memory) uses its own threads. `--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
+All three read the same pairs on the same cores, one after another, each in a process of its own; imports and loading
+the tokenizer are not counted, but what tandem does with it then is. TRL and tandem get as many processes as there are
+cores; bare encoding (`encode_batch` over all rendered texts, kept in memory) uses its own threads.
+`--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
 A file of `--data` whose keys TRL does not know is compared with bare encoding alone.
 Prints a table and, as its last line, one JSON object; exits with 1 when a target is missed.
 """
@@ -32,10 +33,11 @@ from tandem.config.policy import Tokenizer
 from tandem.data.opening import open_store
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
-template = make_template(load_tokenizer(Path(sys.argv[2])), Tokenizer())
+tokenizer = load_tokenizer(Path(sys.argv[2]))
 cores = int(sys.argv[3])
 lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
 start = time.perf_counter()
+template = make_template(tokenizer, Tokenizer())
 store = open_store(sys.argv[1], DatasetFields(), template, lenient, 4096)
 print(time.perf_counter() - start, int(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum()))
 """

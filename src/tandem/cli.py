@@ -3,9 +3,10 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tandem import __version__
 from tandem.errors import (
@@ -18,7 +19,25 @@ from tandem.errors import (
     ToldError,
 )
 
+
+class Interrupted(Exception):
+    """Ctrl-C, and what it means for the command."""
+
+
+class Commands(TyperGroup):
+    """Typer ends without a word on Ctrl-C: so that a word is said, it gets to see something else."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted(LEFT_BEHIND.get(str(ctx.invoked_subcommand), "")) from None
+
+
+LEFT_BEHIND = {"prepare": ": nothing half-done was kept; the same command starts again."}
+
 app = typer.Typer(
+    cls=Commands,
     name="tandem",
     no_args_is_help=True,
     add_completion=False,
@@ -243,8 +262,8 @@ def main() -> None:
         _leave(error.exit_code)
     except TandemError as error:
         _fail(error)
-    except KeyboardInterrupt:
-        print("tandem: interrupted", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"tandem: interrupted{error}", file=sys.stderr)
         _leave(130)
     except OSError as error:
         if error.errno == 28:  # no space left on device

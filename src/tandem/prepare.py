@@ -108,6 +108,12 @@ def _refuse_filled(folder: Path | None, option: str) -> None:
 
 def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
     """The set as packs of each length."""
+    longest = int(store.longest.argmax())
+    if pack_sizes and store.longest[longest] > min(pack_sizes):
+        raise ConfigError(
+            f"--pack-sizes {min(pack_sizes)}: a sequence at {store.place(longest)} takes {store.longest[longest]} tokens. "
+            "Give longer packs, or lower policy.max_total_sequence_length."
+        )
     lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
     packers = [
         make_packer(

@@ -96,7 +96,7 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
         "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
         "Take the old values back, or choose another run.dir for another run."
     )
-    with pytest.raises(CheckpointError, match="run.seed: 42 there, 43 now"):
+    with pytest.raises(CheckpointError, match=r"run\.seed: 42 there, 43 now"):
         short_run(tmp_path / "cut", *SAVING, "run.seed=43")
 
 

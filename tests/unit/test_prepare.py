@@ -219,3 +219,35 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
         "",
         "tandem: error: no.jsonl: no such file or folder, and not the name of a hub dataset (org/name).\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wrong"),
+    [
+        ("0", "not a list of lengths, such as 4096,8192."),
+        ("-5", "not a list of lengths, such as 4096,8192."),
+        (
+            "512,3",
+            "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
+        ),
+    ],
+)
+def test_pack_sizes_that_hold_nothing_are_refused_by_their_own_name(prepare, sizes, wrong):
+    write("pairs.jsonl", *TEN)
+    code, out, err = prepare("data.train=pairs.jsonl", f"--pack-sizes={sizes}")
+    assert (code, out) == (2, "")
+    assert err == f"tandem: error: --pack-sizes {sizes.removeprefix('512,')}: {wrong}\n"
+
+
+def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    write("pairs.jsonl", *TEN)
+    monkeypatch.setattr(store_module, "write_store", interrupted)
+    assert prepare("data.train=pairs.jsonl") == (
+        130,
+        "",
+        "tandem: interrupted: nothing half-done was kept; the same command starts again.\n",
+    )
+    assert list((here / "cache" / "tokens").iterdir()) == []

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MARK = "tandem6c1d"  # an answer that no template writes by itself
-Conversation = list[dict[str, Any]]
+Conversation = list[dict[str, Any]]  # each message has a role, a content, and maybe more
+DICT_ATTRIBUTES = frozenset([*dir(dict), *dir(type)])
 
 
 class ChatTemplate:
@@ -16,7 +17,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, source: str, kwargs: dict[str, Any]):
         self._tokenizer, self._source, self._kwargs = tokenizer, source, kwargs
-        self._compiled: Callable[..., str] | None = None
+        self._compiled: Callable[[Conversation, bool], str] | None = None
         self._was_compared = False
         self._tail: str | None = None
         self._tail_is_known = False
@@ -26,9 +27,9 @@ class ChatTemplate:
 
     def texts(self, several: Sequence[Conversation], tools: list[Any], *, add_generation_prompt: bool) -> list[str]:
         """Each conversation as text."""
-        plain = not tools and all(message.keys() == {"role", "content"} for one in several for message in one)
+        plain = not tools and all(len(message) == 2 for one in several for message in one)
         if plain and self._compiled is not None:
-            return [self._compiled(messages=one, add_generation_prompt=add_generation_prompt) for one in several]
+            return [self._compiled(one, add_generation_prompt) for one in several]
         texts = self._tokenizer.apply_chat_template(
             list(several),
             tools=tools or None,
@@ -59,12 +60,12 @@ class ChatTemplate:
         compiled = self._compile()
         if compiled is not None:
             try:
-                own = [compiled(messages=one, add_generation_prompt=add_generation_prompt) for one in several]
+                own = [compiled(one, add_generation_prompt) for one in several]
             except Exception:  # whatever it is, transformers' own way did without it
                 return
             self._compiled = compiled if own == texts else None
 
-    def _compile(self) -> Callable[..., str] | None:
+    def _compile(self) -> Callable[[Conversation, bool], str] | None:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
         except ImportError:  # no public name: it may go
@@ -72,6 +73,29 @@ class ChatTemplate:
         if not hasattr(self._tokenizer, "special_tokens_map"):
             return None
         given = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map, **self._kwargs}
-        template = _compile_jinja_template(self._source)
-        template.globals = dict(template.globals)  # a chain of dictionaries, gone through twice for every text
-        return lambda **more: template.render(**given, **more)
+        return _writer(_compile_jinja_template(self._source), given)
+
+
+def _writer(template: Any, given: dict[str, Any]) -> Callable[[Conversation, bool], str]:
+    """What `template.render` does for each text, less what is the same for all of them."""
+    template.globals = dict(template.globals)  # a chain of dictionaries, gone through for every text
+    template.environment.getattr = _looked_up(template.environment)
+    same, concat = {**template.globals, **given}, template.environment.concat
+
+    def write(messages: Conversation, add_generation_prompt: bool) -> str:
+        names = {**same, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return concat(template.root_render_func(template.new_context(names, shared=True)))
+
+    return write
+
+
+def _looked_up(environment: Any) -> Callable[[Any, str], Any]:
+    """The sandbox's `message.role`, which tries for an attribute first: where a dict can have none, its key at once."""
+    own = type(environment).getattr.__get__(environment)
+
+    def look_up(holder: Any, name: str) -> Any:
+        if type(holder) is dict and name in holder and name not in DICT_ATTRIBUTES:
+            return holder[name]
+        return own(holder, name)
+
+    return look_up

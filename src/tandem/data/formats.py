@@ -21,7 +21,7 @@ from tandem.data.preference import (
     text_of,
     tools_of,
 )
-from tandem.data.sources import SCORE_KEYS, RowError, SourceRow, kind_of
+from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
 
 Prompt = str | tuple[Message, ...]
@@ -206,7 +206,10 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
     """A row in the named format, with its tools, its prompt worded as the dataset's prompt files say."""
     preference = FORMATS[name].read(row, keys)
-    return replace(preference, prompt=wording.of(preference.prompt), tools=tools_of(row))
+    prompt, tools = wording.of(preference.prompt), tools_of(row)
+    if prompt is preference.prompt and not tools:
+        return preference
+    return replace(preference, prompt=prompt, tools=tools)
 
 
 ASSISTANT = "\n\nAssistant:"
@@ -221,8 +224,10 @@ def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Prefere
 
 def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
     """The chosen and the rejected answer, with the scores that stand beside them in the row, if any."""
-    # A table has every column in every row: null where the row has none.
-    given = next((keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)), None)
+    given = None
+    if not row.value.keys().isdisjoint(ANY_SCORE):
+        # A table has every column in every row: null where the row has none.
+        given = next((keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)), None)
     if given is None:
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]

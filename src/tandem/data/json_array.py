@@ -33,7 +33,6 @@ class _ArrayText:
     def __init__(self, file: io.BufferedReader, path: Path):
         self._file, self._path = file, path
         self._decode = codecs.getincrementaldecoder("utf-8-sig")()
-        self._json = json.JSONDecoder(object_pairs_hook=no_duplicates)
         self._text, self._at, self._is_whole = "", 0, False
         self._line, self._column = 1, 1  # of the first character of _text
         self._bytes = 0  # read so far
@@ -63,7 +62,7 @@ class _ArrayText:
         self.next_sign()
         while True:
             try:
-                value, end = self._json.raw_decode(self._text, self._at)
+                value, end = DECODER.raw_decode(self._text, self._at)
                 # What touches the end of the text may go on behind it: 12 of 123.
                 if (end < len(self._text) and not self._may_go_on(end)) or self._is_whole:
                     if end - self._at > MAX_BYTES:
@@ -90,7 +89,7 @@ class _ArrayText:
 
     def _may_go_on(self, end: int) -> bool:
         """Whether a number was read whose rest may not be here yet: 1 of 1.5, when the text ends in 1."""
-        return self._text[end : end + 2] == self._text[end:] and self._text[end] in ".eE"
+        return end + 2 >= len(self._text) and self._text[end] in ".eE"
 
     def _read_on(self, unread: int) -> None:
         """Forget what was taken; read as much again as is still unread, so that a long value is not parsed too often."""
@@ -127,3 +126,13 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         raise DuplicateKey(next(key for key, _ in pairs if key in seen or seen.add(key)))
     return value
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=no_duplicates)  # made once: `json.loads` makes one for every text
+
+
+def decode(text: str) -> Any:
+    """A text that is one JSON value; a key that stands twice in an object is an error."""
+    if text.startswith("\ufeff"):
+        return json.loads(text)  # which says in its error that this is a byte-order mark
+    return DECODER.decode(text)

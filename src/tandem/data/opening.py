@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _find_or_make(
     progress: Callable[[float], None],
 ) -> TokenStore:
     files = find_files(source, keys)
-    wording = wording_of(keys)
+    wording = wording_of(keys, source)
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
         "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
@@ -142,6 +143,7 @@ def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: 
             raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN}")
 
 
+@lru_cache(maxsize=1)  # a run has one template, and maybe several sets; this takes a quarter of a second
 def _text_facts(template: Template) -> dict[str, str]:
     """What decides the tokens of a text: the tokenizer, the chat template, and what it writes today."""
     t = template.tokenizer

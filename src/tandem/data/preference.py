@@ -121,6 +121,8 @@ def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:
     """What an assistant (and the tools it calls) says: messages, or the text of a single plain one."""
+    if len(messages) == 1 and messages[0].role == "assistant":
+        return messages if messages[0].more else messages[0].content
     roles = [message.role for message in messages]
     if roles[-1] != "assistant" or not set(roles) <= {"assistant", "tool"}:
         raise RowError(
@@ -129,7 +131,7 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | 
             f"{key}: roles {', '.join(roles)}; a completion is one assistant message, or assistant and tool messages "
             "that end in the assistant's.",
         )
-    return messages[0].content if len(messages) == 1 and not messages[0].more else messages
+    return messages
 
 
 def tools_of(row: SourceRow) -> tuple[Any, ...]:
@@ -153,6 +155,8 @@ def messages_of(value: Any, row: SourceRow, key: str, first: str = "user") -> tu
     if not value:
         raise RowError(row.place, "empty prompt", f"{key} is an empty list of messages.")
     messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
+    if len(messages) == 1 and messages[0].role == first:
+        return messages
     turns = [i for i, message in enumerate(messages) if message.role != "system"]
     if any(message.role == "system" for message in messages[1:]):
         late = next(i for i, message in enumerate(messages) if i and message.role == "system")
@@ -176,7 +180,8 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
     role = field_of(item, "role", row, f"{where}.")
     if role not in ROLES:
         raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
-    more = {key: _clean_within(item[key], row, f"{where}.{key}") for key in MORE if item.get(key)}
+    is_plain = len(item) == 2 and "content" in item
+    more = {} if is_plain else {key: _clean_within(item[key], row, f"{where}.{key}") for key in MORE if item.get(key)}
     if "tool_calls" in more and item.get("content") is None:
         return Message(role, "", more)
     content = field_of(item, "content", row, f"{where}.")
@@ -200,6 +205,8 @@ def _text(content: Any, row: SourceRow, where: str) -> str:
 
 
 def _clean(text: str, row: SourceRow, key: str) -> str:
+    if text.isascii():
+        return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

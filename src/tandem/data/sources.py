@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from tandem.data.json_array import MAX_BYTES, DuplicateKey, elements, no_duplicates
+from tandem.data.json_array import MAX_BYTES, DuplicateKey, decode, elements
 from tandem.errors import DataError
 
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
@@ -31,6 +31,7 @@ SCORE_KEYS = (
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
 )
+ANY_SCORE = frozenset(chain.from_iterable(SCORE_KEYS))
 # Columns of csv files, whose values are texts, that hold numbers.
 CSV_NUMBERS = (*chain.from_iterable(SCORE_KEYS), "overall_preference")
 
@@ -76,12 +77,12 @@ def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
     return (row for chunk in read_chunks(path) for row in rows_of(chunk))
 
 
-def read_chunks(path: Path, name: str | None = None) -> Iterator[Chunk]:
+def read_chunks(path: Path, name: str | None = None, at_once: int | None = None) -> Iterator[Chunk]:
     """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content."""
-    name = name or str(path)
+    name, at_once = name or str(path), at_once or CHUNK_RECORDS
     kind = _kind_of_table(path)
     if kind is not None:
-        yield from _table_chunks(path, kind, name)
+        yield from _table_chunks(path, kind, name, at_once)
         return
     with path.open("rb") as raw:
         file = _uncompressed(raw)
@@ -95,12 +96,12 @@ def read_chunks(path: Path, name: str | None = None) -> Iterator[Chunk]:
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
             if "csv" in suffixes:
-                yield from _chunks(_csv_values(file, path), "values", name, share, opening)
+                yield from _chunks(_csv_values(file, path), "values", name, share, opening, at_once)
             elif "json" in suffixes and starts == b"[":
-                yield from _chunks(elements(file, path), "values", name, share, opening)
+                yield from _chunks(elements(file, path), "values", name, share, opening, at_once)
             else:
                 lines = ((number, line, len(line)) for number, line in _numbered(file, path) if line.strip())
-                yield from _chunks(lines, "lines", name, share, opening)
+                yield from _chunks(lines, "lines", name, share, opening, at_once)
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: the archive is damaged or cut off ({_one_line(error)}).") from None
 
@@ -123,6 +124,7 @@ def _chunks(
     name: str,
     share: Callable[[], float],
     opening: bytes,
+    at_once: int,
 ) -> Iterator[Chunk]:
     """Records (number, value, bytes) gathered into chunks."""
     numbers: list[int] = []
@@ -132,7 +134,7 @@ def _chunks(
         numbers.append(number)
         values.append(value)
         num_bytes += size
-        if len(values) == CHUNK_RECORDS or num_bytes >= CHUNK_BYTES:
+        if len(values) == at_once or num_bytes >= CHUNK_BYTES:
             yield Chunk(name, tuple(numbers), tuple(values), kind, share(), has_bom)
             numbers, values, num_bytes, has_bom = [], [], 0, False
     if values or has_bom:
@@ -210,16 +212,16 @@ def _kind_of_table(path: Path) -> str | None:
     return {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower())
 
 
-def _table_chunks(path: Path, kind: str, name: str) -> Iterator[Chunk]:
+def _table_chunks(path: Path, kind: str, name: str, at_once: int) -> Iterator[Chunk]:
     """The rows of a table, numbered from 1."""
     number, before = 1, 0.0
     try:
         for batch, share in _record_batches(path, kind):
             batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
-            for start in range(0, batch.num_rows, CHUNK_RECORDS):
-                part = batch.slice(start, CHUNK_RECORDS)
+            for start in range(0, batch.num_rows, at_once):
+                part = batch.slice(start, at_once)
                 numbers = tuple(range(number, number + part.num_rows))
-                reached = before + (share - before) * min(1.0, (start + CHUNK_RECORDS) / batch.num_rows)
+                reached = before + (share - before) * min(1.0, (start + at_once) / batch.num_rows)
                 yield Chunk(name, numbers, _as_stream(part), "table", reached)
                 number += part.num_rows
             before = share
@@ -270,7 +272,7 @@ def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
     except UnicodeDecodeError as error:
         return RowError(place, "not UTF-8", f"not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.")
     try:
-        value = json.loads(text.rstrip("\r\n"), object_pairs_hook=no_duplicates)
+        value = decode(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         cut = "" if line.endswith(b"\n") else " The line has no end: was the file cut off?"
         return RowError(place, "malformed JSON", f"column {error.colno}: malformed JSON: {error.msg}.{cut}")

@@ -34,6 +34,7 @@ ROW_SECONDS = 30.0
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
+NOTHING = np.zeros(0, np.int32)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 SCHEMA = pa.schema(
@@ -57,7 +58,7 @@ class Prepared:
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     longer_than: Counter[int] = field(default_factory=Counter)
-    digests: list[bytes] = field(default_factory=list)  # of the tokens of each accepted preference
+    digests: bytes = b""  # of the tokens of each accepted preference, 8 bytes each
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
 
@@ -123,19 +124,20 @@ def settle(
     default_scores: tuple[float | None, float | None] = (None, None),
 ) -> Prepared:
     """Accept or reject tokenised rows, and count what is worth a count."""
-    accepted = []
+    accepted, lengths = [], []
     for row in rows:
         if isinstance(row, TokenizedPreference):
-            longest = row.longest
-            prepared.longer_than.update(limit for limit in LIMITS if longest > limit)
+            lengths.append(row.longest)
             row = fitted(row, max_length, overlong)
         if isinstance(row, RowError):
             prepared.rejects.append(_as_reject(row))
             continue
         row = _with_scores(row, *default_scores)
         accepted.append(row)
-        prepared.digests.append(_digest(row))
-        prepared.notes.update(_score_notes(row))
+        if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
+            prepared.notes["chosen scored below rejected"] += 1
+    prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
+    prepared.digests = b"".join(map(_digest, accepted))
     prepared.batch = _stream(accepted) if accepted else b""
     return prepared
 
@@ -176,7 +178,7 @@ def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
                     examples.append(reject)
             notes.update(prepared.notes)
             longer_than.update(prepared.longer_than)
-            digests.append(b"".join(prepared.digests))
+            digests.append(prepared.digests)
     unique = np.unique(np.frombuffer(b"".join(digests), np.uint64))
     accepted = sum(len(part) for part in digests) // 8
     return {
@@ -251,7 +253,7 @@ def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
     """The name of the files' format and why: as given, or told by the first readable row."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
-    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name))
+    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, at_once=1))
     rows = (row for chunk in chunks for row in rows_of(chunk))
     first = next((row for row in rows if isinstance(row, SourceRow)), None)
     return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")
@@ -267,10 +269,10 @@ def _as_reject(row: RowError) -> dict[str, str]:
 
 def _notes(rendered: Rendered) -> Iterator[str]:
     """What is worth a count though the row is used."""
-    texts = [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
-    if any(CONTROL.search(text) for text in texts):
+    text = rendered.prompt + "".join([part.text for parts in rendered.completions for part in parts])
+    if CONTROL.search(text):
         yield "control characters in the text"
-    if any(SHIELD in text for text in texts):
+    if SHIELD in text:
         yield "special tokens spelled in a message, encoded as plain text"
 
 
@@ -285,11 +287,6 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
         for score, default in zip(row.scores, defaults, strict=True)
     ]
     return replace(row, scores=tuple(filled))
-
-
-def _score_notes(row: TokenizedPreference) -> Iterator[str]:
-    if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
-        yield "chosen scored below rejected"
 
 
 def _digest(row: TokenizedPreference) -> bytes:
@@ -307,30 +304,35 @@ def _stream(rows: list[TokenizedPreference]) -> bytes:
 
 
 def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
+    completions = [completion for row in rows for completion in row.completions]
+    num_completions, num_pairs = [len(row.completions) for row in rows], [len(row.pairs) for row in rows]
+    unscored = [_flat_unscored(row) for row in rows]
+    lengths = np.array([len(completion) for completion in completions], np.int32)
     return pa.record_batch(
         [
-            _lists([row.prompt for row in rows], np.int32),
-            _lists([np.concatenate(row.completions) for row in rows], np.int32),
-            _lists([[len(c) for c in row.completions] for row in rows], np.int32),
-            _lists([_flat_unscored(row) for row in rows], np.int32),
-            _lists([[winner for winner, _ in row.pairs] for row in rows], np.int32),
-            _lists([[loser for _, loser in row.pairs] for row in rows], np.int32),
-            _lists([row.scores for row in rows], np.float32),
+            _lists(np.concatenate([row.prompt for row in rows]), [len(row.prompt) for row in rows]),
+            _lists(np.concatenate(completions), [sum(map(len, row.completions)) for row in rows]),
+            _lists(lengths, num_completions),
+            _lists(np.concatenate(unscored), [len(positions) for positions in unscored]),
+            _lists(np.array([winner for row in rows for winner, _ in row.pairs], np.int32), num_pairs),
+            _lists(np.array([loser for row in rows for _, loser in row.pairs], np.int32), num_pairs),
+            _lists(np.array([score for row in rows for score in row.scores], np.float32), num_completions),
             pa.array([row.place for row in rows], pa.large_string()),
         ],
         schema=SCHEMA,
     )
 
 
-def _lists(values: list[Any], dtype: Any) -> pa.LargeListArray:
-    flat = np.concatenate([np.asarray(value, dtype) for value in values])
-    offsets = np.cumsum([0, *(len(value) for value in values)], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
+def _lists(values: NDArray[Any], sizes: list[int]) -> pa.LargeListArray:
+    """Values laid end to end, and how many are each row's."""
+    offsets = np.cumsum([0, *sizes], dtype=np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
     """Positions over all completions, end to end. Lengths [4, 5], unscored [1], [2] -> 1, 6."""
     if not row.unscored:
-        return np.zeros(0, np.int32)
+        return NOTHING
     starts = np.cumsum([0, *(len(completion) for completion in row.completions)])
-    return np.concatenate([part + start for part, start in zip(row.unscored, starts, strict=False)])
+    flat = [part + start for part, start in zip(row.unscored, starts, strict=False)]
+    return np.concatenate(flat).astype(np.int32)

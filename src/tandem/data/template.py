@@ -1,21 +1,23 @@
 """A Preference in; its prompt and completions as the texts that will be tokenised out."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data.chat import ChatTemplate
+from tandem.data.chat import ChatTemplate, Conversation
 from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
-from tandem.data.words import WordEncoder
+from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 
-PROBE = (Message("user", "How far is the moon?"),)
+PROBE = [{"role": "user", "content": "How far is the moon?"}]
 # Characters; no line of a data file is longer, so a longer text is the template's doing.
 MAX_RENDERED = 64 * 1024 * 1024
 
@@ -41,7 +43,7 @@ class Rendered:
         return len(self.prompt) + sum(len(part.text) for parts in self.completions for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """The tokenizer's chat template, one from a file, or none (raw text)."""
 
@@ -67,31 +69,35 @@ class Template:
         object.__setattr__(self, "_begins", begins)
         object.__setattr__(self, "_goes_on", begins if other is backend else WordEncoder(other))
 
-    def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[list[int]]:
+    def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[IntArray]:
         """Token ids of each text, nothing added. Some tokenizers put a space before a text: not before one that goes on."""
         encoder = self._begins if begins else self._goes_on
         if encoder is None:
-            return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)["input_ids"]
+            encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)
+            return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
         return encoder.encode(texts, parse_special=parse_special)
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
             return self._raw(preference)
-        before = _Said(self._shielded_turns(_as_messages(preference.prompt)), self._shielded_in(preference.tools))
+        messages, tools = self._shielded_turns(_as_messages(preference.prompt)), self._shielded_in(preference.tools)
+        before = _Said(messages, list(tools), preference.place)
         answers = [self._shielded_turns(_as_answer(completion.answer)) for completion in preference.completions]
-        [prompt] = self._apply([before], preference.place, add_generation_prompt=True)
+        [prompt] = self._apply(before, [[]], add_generation_prompt=True)
         # The first turns of all answers by one call: most of its time does not depend on how many it is given.
-        firsts = self._apply([before.then(a[:1]) for a in answers], preference.place, add_generation_prompt=False)
+        firsts = self._apply(before, [answer[:1] for answer in answers], add_generation_prompt=False)
         completions = tuple(
-            self._completion(before, prompt, answer, first, preference.place)
-            for answer, first in zip(answers, firsts, strict=True)
+            self._completion(before, prompt, answer, first) for answer, first in zip(answers, firsts, strict=True)
         )
         for answer, parts in zip(answers, completions, strict=True):
-            _check_calls((*before.messages, *answer), prompt + "".join(part.text for part in parts), preference.place)
+            _check_calls(before, answer, prompt, parts)
         return Rendered(prompt, completions, adds_bos=False)
 
-    def _shielded_turns(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(m.role, self._shielded(m.content), self._shielded_in(m.more)) for m in messages)
+    def _shielded_turns(self, messages: tuple[Message, ...]) -> Conversation:
+        return [
+            {"role": m.role, "content": self._shielded(m.content), **(self._shielded_in(m.more) if m.more else {})}
+            for m in messages
+        ]
 
     def _shielded_in(self, value: Any) -> Any:
         """The same for every text inside a value."""
@@ -107,7 +113,8 @@ class Template:
 
     def probe(self) -> str:
         """A fixed conversation, rendered: part of the fingerprint, since templates may read the date."""
-        return self._apply([_Said(PROBE)], "the chat template", add_generation_prompt=True)[0] if self.source else ""
+        asked = _Said(PROBE, [], "the chat template")
+        return self._apply(asked, [[]], add_generation_prompt=True)[0] if self.source else ""
 
     def _raw(self, preference: Preference) -> Rendered:
         if not isinstance(preference.prompt, str):
@@ -129,9 +136,7 @@ class Template:
         completions = tuple((Part(self._ended(str(answer), 0)),) for answer in answers)
         return Rendered(preference.prompt, completions, adds_bos=True)
 
-    def _completion(
-        self, before: "_Said", prompt: str, answer: tuple[Message, ...], first: str, place: str
-    ) -> tuple[Part, ...]:
+    def _completion(self, before: "_Said", prompt: str, answer: Conversation, first: str) -> tuple[Part, ...]:
         """The answer's turns as they follow each other: what the assistant says, and what comes between.
 
         user: 2+2? | assistant: calls add | tool: 4 | assistant: Four.
@@ -141,30 +146,27 @@ class Template:
         parts: list[Part] = []
         written = prompt
         for i, message in enumerate(answer):
-            if message.role == "assistant":
-                so_far = before.then(answer[: i + 1])
-                whole = first if i == 0 else self._apply([so_far], place, add_generation_prompt=False)[0]
-                calls = bool(message.more.get("tool_calls"))
-                said = self._said(whole, written, message.content, place, calls=calls, is_last=i == len(answer) - 1)
+            if message["role"] == "assistant":
+                whole = first if i == 0 else self._apply(before, [answer[: i + 1]], add_generation_prompt=False)[0]
+                said = self._said(_rest(whole, written, before.place), message, is_last=i == len(answer) - 1)
                 parts.append(Part(said))
-            elif answer[i + 1].role == "assistant":
-                [whole] = self._apply([before.then(answer[: i + 1])], place, add_generation_prompt=True)
-                said = _rest(whole, written, place)
+            elif answer[i + 1]["role"] == "assistant":
+                [whole] = self._apply(before, [answer[: i + 1]], add_generation_prompt=True)
+                said = _rest(whole, written, before.place)
                 parts.append(Part(said, scored=False))
             else:
                 continue  # of several tool turns the last writes them all
             written += said
         return tuple(parts)
 
-    def _said(self, whole: str, written: str, content: str, place: str, *, calls: bool, is_last: bool) -> str:
-        """What the last assistant turn adds, up to its end of turn.
+    def _said(self, rest: str, message: dict[str, Any], *, is_last: bool) -> str:
+        """Of what an assistant turn and all behind it add, that up to its end of turn.
 
         Some templates open the next turn behind the answer: what counts is the first end of turn after it. A tool call
         may open with a special token of its own, so a turn that calls ends where nothing but white space follows.
         """
-        rest, content = _rest(whole, written, place), content.strip()
-        tail = self._chat.tail()
-        if calls or not content:
+        content, tail = message["content"].strip(), self._chat.tail()
+        if message.get("tool_calls") or not content:
             after = 0
         elif tail is not None and rest.endswith(tail):
             after = len(rest) - len(tail)
@@ -182,42 +184,40 @@ class Template:
             end = next((found for found in self._ends.finditer(text) if not text[found.end() :].strip()), None)
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
-    def _apply(self, several: "list[_Said]", place: str, *, add_generation_prompt: bool) -> list[str]:
-        """Each conversation as text; all have the same tools."""
+    def _apply(self, before: "_Said", several: list[Conversation], *, add_generation_prompt: bool) -> list[str]:
+        """A conversation as text, once with each of the turns that may follow."""
         try:
-            texts = self._chat.texts(
-                [[{"role": m.role, "content": m.content, **m.more} for m in said.messages] for said in several],
-                list(several[0].tools),
-                add_generation_prompt=add_generation_prompt,
-            )
+            conversations = [before.messages + more for more in several]
+            texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RowError(place, "template fails", f"the chat template fails: {reason}") from None
-        longest = max(len(text) for text in texts)
+            raise RowError(before.place, "template fails", f"the chat template fails: {reason}") from None
+        longest = max(map(len, texts))
         if longest > MAX_RENDERED:
-            raise RowError(place, "template fails", f"the chat template writes {longest:,} characters.")
+            raise RowError(before.place, "template fails", f"the chat template writes {longest:,} characters.")
         return texts
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A conversation so far, and the tools that could be called in it."""
+    """A conversation so far, the tools that could be called in it, and where it stands."""
 
-    messages: tuple[Message, ...]
-    tools: Sequence[Any] = ()
-
-    def then(self, more: tuple[Message, ...]) -> "_Said":
-        return _Said((*self.messages, *more), self.tools)
+    messages: Conversation
+    tools: list[Any]
+    place: str
 
 
-def _check_calls(messages: tuple[Message, ...], text: str, place: str) -> None:
+def _check_calls(before: _Said, answer: Conversation, prompt: str, parts: tuple[Part, ...]) -> None:
     """Some templates know no tool calls and leave them out without a word: an answer would be an empty turn."""
-    calls = [call for message in messages for call in message.more.get("tool_calls") or []]
+    calls = [call for message in before.messages + answer for call in message.get("tool_calls") or []]
+    if not calls:
+        return
+    text = prompt + "".join(part.text for part in parts)
     names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]
     missing = next((name for name in names if isinstance(name, str) and name not in text), None)
     if missing is not None:
         raise RowError(
-            place,
+            before.place,
             "tool call not written",
             f"the chat template leaves out the call of {missing!r}. Give one that writes tool calls, by "
             "policy.tokenizer.chat_template=FILE.jinja.",

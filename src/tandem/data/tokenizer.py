@@ -83,15 +83,20 @@ def without_dummy_prefix(backend: Any) -> Any:
 
     An answer is encoded apart from its prompt, which it follows: "Yes" behind "[/INST] " is Yes, never a second space.
     """
-    state = json.loads(backend.to_str())
-    plain = {**state, "normalizer": _without_prefix(state["normalizer"])}
-    plain["pre_tokenizer"] = _without_prefix(state["pre_tokenizer"])
-    if plain == state:
+    # Of the backend as a whole, which holds its vocabulary, writing and reading JSON takes half a second.
+    steps = {name: component_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
+    plain = {name: _without_prefix(step) for name, step in steps.items()}
+    if plain == steps:
         return backend
-    changed = type(backend).from_str(json.dumps(plain))
+    changed = type(backend).from_str(json.dumps({**json.loads(backend.to_str()), **plain}))
     changed.no_truncation()
     changed.no_padding()
     return changed
+
+
+def component_state(component: Any) -> Any:
+    """A normalizer or pre-tokenizer as JSON; None if there is none."""
+    return None if component is None else json.loads(component.__getstate__())
 
 
 def _without_prefix(step: Any) -> Any:

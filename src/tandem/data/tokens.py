@@ -2,19 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, islice, pairwise
+from functools import lru_cache
+from itertools import combinations, islice, pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.data.preference import Preference
 from tandem.data.shield import SHIELD, pieces
 from tandem.data.sources import RowError
 from tandem.data.spm import SentencePiece
 from tandem.data.template import Part, Rendered, Template
+from tandem.data.words import IntArray
 
-IntArray = NDArray[np.int32]
 BATCH = 1024
 
 
@@ -40,7 +40,7 @@ class TokenizedPreference:
     @property
     def longest(self) -> int:
         """Tokens of the prompt and the longest completion."""
-        return len(self.prompt) + max(len(completion) for completion in self.completions)
+        return len(self.prompt) + max(map(len, self.completions))
 
 
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
@@ -56,6 +56,9 @@ def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...
     else:
         candidates = list(combinations(order, 2))
     return tuple((better, worse) for better, worse in candidates if ranks[better] < ranks[worse])
+
+
+_known_pairs = lru_cache(make_pairs)  # nearly all rows of a set have the same ranks
 
 
 def tokenize(
@@ -85,7 +88,7 @@ def encode(
     batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
     """The texts of a batch, encoded together."""
-    bos = _bos(template.tokenizer)
+    bos = _bos(template.tokenizer) if template.source is None else []
     encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
         if isinstance(item, RowError):
@@ -93,16 +96,17 @@ def encode(
             continue
         preference, rendered = item
         prompt, completions = next(encoded)
-        if rendered.adds_bos and prompt[: len(bos)] != bos:
-            prompt = bos + prompt
-        yield _checked(preference, np.asarray(prompt, np.int32), completions, rendered.completions, pairing)
+        if rendered.adds_bos and prompt[: len(bos)].tolist() != bos:
+            prompt = np.concatenate([_ids(bos), prompt])
+        yield _checked(preference, prompt, completions, rendered.completions, pairing)
 
 
-def _encode(rows: list[Rendered], template: Template) -> list[tuple[list[int], list[list[list[int]]]]]:
+def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
     """Ids of each row's prompt, and of every part of its completions; no token straddles a border between them."""
     if isinstance(template.tokenizer, SentencePiece):
         turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
-        return [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
+        encoded = [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
+        return [(_ids(prompt), [[_ids(part) for part in parts] for parts in answers]) for prompt, answers in encoded]
     prompts = _encode_texts([row.prompt for row in rows], template, begins=True)
     followed = [part.text for row in rows for parts in row.completions for part in parts]
     ids = iter(_encode_texts(followed, template, begins=False))
@@ -110,7 +114,7 @@ def _encode(rows: list[Rendered], template: Template) -> list[tuple[list[int], l
     return list(zip(prompts, completions, strict=True))
 
 
-def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[list[int]]:
+def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[IntArray]:
     """Token ids of texts that begin something, or go on; special tokens that a message only spells become plain ones."""
     if not texts:
         return []
@@ -120,37 +124,44 @@ def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list
             template.encode([part], begins=begins and number == 0, parse_special=special)[0]
             for number, (part, special) in enumerate(pieces(texts[i]))
         ]
-        encoded[i] = [token for part in parts for token in part]
+        encoded[i] = np.concatenate(parts)
     return encoded
+
+
+def _ids(tokens: list[int]) -> IntArray:
+    return np.asarray(tokens, np.int32)
 
 
 def _checked(
     preference: Preference,
     prompt: IntArray,
-    encoded: list[list[list[int]]],
+    encoded: list[list[IntArray]],
     parts: tuple[tuple[Part, ...], ...],
     pairing: str,
 ) -> TokenizedPreference | RowError:
     place = preference.place
-    completions = tuple(
-        np.asarray(ids[0] if len(ids) == 1 else list(chain.from_iterable(ids)), np.int32) for ids in encoded
-    )
+    completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
     tokenized = TokenizedPreference(
         prompt,
         completions,
-        make_pairs([completion.rank for completion in preference.completions], pairing),
+        _known_pairs(tuple(completion.rank for completion in preference.completions), pairing),
         tuple(float("nan") if c.score is None else c.score for c in preference.completions),
         place,
         _unscored(encoded, parts),
     )
     if not len(prompt):
         return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
-    if all(np.array_equal(completions[0], other) for other in completions[1:]):
+    if _are_equal(completions):
         return RowError(place, "equal completions", "the completions are identical as tokens.", kind="filtered")
     return tokenized
 
 
-def _unscored(encoded: list[list[list[int]]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
+def _are_equal(completions: tuple[IntArray, ...]) -> bool:
+    first = completions[0]
+    return all(len(other) == len(first) and other.tobytes() == first.tobytes() for other in completions[1:])
+
+
+def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
     """Positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
     if all(part.scored for several in parts for part in several):
         return ()
@@ -171,7 +182,7 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
         return replace(row, prompt=row.prompt[-keep:])
     if overlong == "truncate_completion" and (keep := max_length - len(row.prompt)) > 0:
         cut = tuple(completion[:keep] for completion in row.completions)
-        if all(np.array_equal(cut[0], other) for other in cut[1:]):
+        if _are_equal(cut):
             message = f"{too_long}, and its completions are equal once cut."
             return RowError(row.place, "equal once cut", message, kind="filtered")
         return replace(row, completions=cut, unscored=tuple(positions[positions < keep] for positions in row.unscored))

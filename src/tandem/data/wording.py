@@ -32,18 +32,25 @@ class Wording:
         return messages if messages[0].role == "system" else (Message("system", self.system), *messages)
 
 
-def wording_of(keys: DatasetFields) -> Wording:
-    """What the dataset's prompt files say; ConfigError if one cannot be used."""
-    prompt, system = _read(keys.prompt_file, "prompt_file"), _read(keys.system_prompt_file, "system_prompt_file")
+def wording_of(keys: DatasetFields, source: str) -> Wording:
+    """What the prompt files of the set at `source` say; ConfigError if one cannot be used."""
+    prompt = _read(keys.prompt_file, f"{source}: prompt_file = {keys.prompt_file}")
+    system = _read(keys.system_prompt_file, f"{source}: system_prompt_file = {keys.system_prompt_file}")
     if prompt is not None and "{}" not in prompt:
-        raise ConfigError(f"prompt_file = {keys.prompt_file}: holds no {{}}, the place where the prompt goes.")
+        raise ConfigError(
+            f"{source}: prompt_file = {keys.prompt_file}: holds no {{}}, the place where the prompt goes."
+        )
+    if system is not None and not system.strip():
+        raise ConfigError(
+            f"{source}: system_prompt_file = {keys.system_prompt_file}: is empty. Write a text into it, or leave it out."
+        )
     return Wording(prompt, system)
 
 
-def _read(file: str | None, key: str) -> str | None:
+def _read(file: str | None, place: str) -> str | None:
     if file is None:
         return None
     try:
         return Path(file).read_text(encoding="utf-8").removesuffix("\n")  # an editor's last newline is not meant
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} = {file}: not readable: {error}.") from None
+        raise ConfigError(f"{place}: not readable: {error}.") from None

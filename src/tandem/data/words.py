@@ -6,12 +6,18 @@ on past it: cut before such spaces, the pieces of a text have the ids that they 
 that were seen before.
 """
 
-import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.data.tokenizer import component_state
+
+IntArray = NDArray[np.int32]
 MAX_CHARACTERS = 200_000  # of words kept in each process; then all are forgotten
 
 # A space that follows a letter, a digit or an ASCII sign: characters that no tokenizer takes for white space.
@@ -54,53 +60,84 @@ PROBES = (
 
 
 class WordEncoder:
-    """A backend, and the ids of words it was asked for."""
+    """A backend, and the ids of words it was asked for, as bytes: they are put together without looking at any id."""
 
     def __init__(self, backend: Any):
         self._backend = backend
-        self._starts: dict[str, list[int]] = {}  # what a text begins with
-        self._words: dict[str, list[int]] = {}  # what stands behind a space
+        self._starts: dict[str, bytes] = {}  # what a text begins with
+        self._words: dict[str, bytes] = {}  # what stands behind a space
         self._held = 0  # characters of both
+        self._token = _any_token(backend)
         self.cuts = _can_be_cut(backend) and self._agrees()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WordEncoder, (self._backend,)
 
-    def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[IntArray]:
         """Token ids of each text, nothing added; special tokens in it are meant, or only spelled."""
         if not self.cuts or not parse_special:
-            return self._asked(texts, parse_special=parse_special)
-        return self._encode_words(texts)
+            encoded = self._asked(texts, parse_special=parse_special)
+        else:
+            encoded = self._encode_words(texts)
+        return [np.frombuffer(ids, np.int32) for ids in encoded]
 
-    def _encode_words(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_words(self, texts: Sequence[str]) -> list[bytes]:
         if self._held > MAX_CHARACTERS:
             self._starts.clear()
             self._words.clear()
             self._held = 0
         several = [CUT.split(text) for text in texts]
         starts = [words.pop(0) for words in several]
-        self._learn(starts, self._starts, behind="")
-        self._learn(chain.from_iterable(several), self._words, behind=" ")
-        return [
-            list(chain(self._starts[start], chain.from_iterable(map(self._words.__getitem__, words))))
-            for start, words in zip(starts, several, strict=True)
+        once = [
+            (self._starts, self._learn(set(starts), self._starts, behind="")),
+            (self._words, self._learn(set(chain.from_iterable(several)), self._words, behind=" ")),
         ]
+        ids_of = self._words.__getitem__
+        encoded = [
+            b"".join((self._starts[start], *map(ids_of, words))) for start, words in zip(starts, several, strict=True)
+        ]
+        for known, words in once:
+            for word in words:
+                del known[word]
+        return encoded
 
-    def _learn(self, words: Iterable[str], known: dict[str, list[int]], *, behind: str) -> None:
-        new = set(words) - known.keys()
-        known.update(zip(new, self._asked([behind + word for word in new], parse_special=True), strict=True))
+    def _learn(self, words: set[str], known: dict[str, bytes], *, behind: str) -> Iterable[str]:
+        """Learn the new words; those returned are not worth keeping.
+
+        The last word of a turn and what the template writes behind it rarely come up together again: they are learnt
+        apart. "moon?<|im_end|>" -> " moon?" and <|im_end|>, which is a token wherever it stands.
+        """
+        new = words.difference(known)
+        apart = {word: self._token.split(behind + word) for word in new if self._token.search(word)}
+        self._ask_for(new.difference(apart), known, behind)
+        self._ask_for(set(chain.from_iterable(apart.values())).difference(self._starts), self._starts, "")
+        known.update((word, b"".join(map(self._starts.__getitem__, parts))) for word, parts in apart.items())
+        return apart
+
+    def _ask_for(self, new: set[str], known: dict[str, bytes], behind: str) -> None:
+        in_order = list(new)
+        encoded = self._asked([behind + word for word in in_order], parse_special=True)
+        known.update(zip(in_order, encoded, strict=True))
         self._held += sum(map(len, new))
 
-    def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[list[int]]:
+    def _asked(self, texts: Sequence[str], *, parse_special: bool) -> list[bytes]:
         if not texts:
             return []
         self._backend.encode_special_tokens = not parse_special
-        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [array("i", one.ids).tobytes() for one in encoded]
 
     def _agrees(self) -> bool:
         tokens = [token.content for token in self._backend.get_added_tokens_decoder().values()]
         texts = [*PROBES, "".join(f"{token} a{token} " for token in tokens)]
         return self._encode_words(texts) == self._asked(texts, parse_special=True)
+
+
+def _any_token(backend: Any) -> re.Pattern[str]:
+    """Finds added tokens where the backend does: the first, and of those that begin there the longest."""
+    added = backend.get_added_tokens_decoder().values()
+    tokens = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def _can_be_cut(backend: Any) -> bool:
@@ -141,7 +178,7 @@ def _covers(step: dict[str, Any]) -> bool:
 
 def _steps(component: Any) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, as JSON."""
-    if component is None:
+    state = component_state(component)
+    if state is None:
         return []
-    state = json.loads(component.__getstate__())
     return state.get("pretokenizers", state.get("normalizers")) if state["type"] == "Sequence" else [state]

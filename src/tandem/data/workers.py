@@ -75,18 +75,11 @@ def pool(work: Callable[[T, Watch], R], num_workers: int, *, row_seconds: float)
 
 
 class Pool(Generic[T, R]):
-    """A fixed number of processes. At most two items for each are under way, so that memory stays bounded."""
+    """Up to a number of processes. At most two items for each are under way, so that memory stays bounded."""
 
     def __init__(self, work: Callable[[T, Watch], R], num_workers: int, row_seconds: float):
-        self._row_seconds = row_seconds
+        self._work, self._num_workers, self._row_seconds = work, num_workers, row_seconds
         self._workers: list[_Worker] = []
-        context = multiprocessing.get_context(METHOD)
-        gc.freeze()  # else a worker's collector would touch, and so copy, every page of ours
-        for _ in range(num_workers):
-            # A forked process inherits our ends of its elders' pipes: kept open there, they would outlive us.
-            elders = [worker.pipe for worker in self._workers]
-            self._workers.append(_Worker(context, work, elders))
-        gc.unfreeze()
 
     def map(self, items: Iterable[T]) -> Iterator[R]:
         """The result of every item, in order; an error raised by the work is raised here."""
@@ -94,19 +87,34 @@ class Pool(Generic[T, R]):
         not_given: deque[_Task] = deque()
         stream = iter(items)
         while True:
-            for item in islice(stream, 2 * len(self._workers) - len(under_way)):
+            self._give(not_given)
+            for item in islice(stream, 2 * self._num_workers - len(under_way)):
                 under_way.append(_Task(item))
                 not_given.append(under_way[-1])
+                self._give(not_given)
             if not under_way:
                 return
-            for worker in self._workers:
-                # Only to an idle one: two sides that both write and neither reads would wait for ever.
-                if not_given and worker.task is None:
-                    worker.give(not_given.popleft())
             if not under_way[0].is_done:
                 self._collect()
             while under_way and under_way[0].is_done:
                 yield under_way.popleft().answer()
+
+    def _give(self, tasks: "deque[_Task]") -> None:
+        """Only to idle workers: two sides that both write and neither reads would wait for ever."""
+        while tasks and (worker := self._idle()):
+            worker.give(tasks.popleft())
+
+    def _idle(self) -> "_Worker | None":
+        """A worker that has nothing to do. They are started as they are needed: a small file needs one."""
+        idle = next((worker for worker in self._workers if worker.task is None), None)
+        if idle is None and len(self._workers) < self._num_workers:
+            # A forked process inherits our ends of its elders' pipes: kept open there, they would outlive us.
+            elders = [worker.pipe for worker in self._workers]
+            gc.freeze()  # else a worker's collector would touch, and so copy, every page of ours
+            idle = _Worker(multiprocessing.get_context(METHOD), self._work, elders)
+            gc.unfreeze()
+            self._workers.append(idle)
+        return idle
 
     def _collect(self) -> None:
         """Wait until some worker answers; kill and report one that stalls."""
@@ -119,8 +127,10 @@ class Pool(Generic[T, R]):
                 raise Stalled(worker.task.item if worker.task else None, worker.watch.row)
 
     def stop(self) -> None:
+        for worker in self._workers:  # all at once: an end takes a while
+            worker.kill()
         for worker in self._workers:
-            worker.stop()
+            worker.wait()
 
 
 class _Task:
@@ -172,8 +182,10 @@ class _Worker:
             self._seen = (row, now)
         return now - self._seen[1]
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def wait(self) -> None:
         self._process.join()
         self.pipe.close()
 

@@ -35,13 +35,13 @@ def files(tmp_path):
 
 
 def test_the_files_texts_lose_the_newline_at_their_end_and_no_other(files):
-    assert wording_of(files(prompt_file="Q: {}\n\n", system_prompt_file=" Be\nkind.\n")) == Wording(
+    assert wording_of(files(prompt_file="Q: {}\n\n", system_prompt_file=" Be\nkind.\n"), "a.jsonl") == Wording(
         "Q: {}\n", " Be\nkind."
     )
 
 
 def test_without_files_prompts_stay_as_they_are():
-    assert wording_of(DatasetFields()) == Wording(None, None)
+    assert wording_of(DatasetFields(), "a.jsonl") == Wording(None, None)
     for prompt in ("Hi", (USER,), (SYSTEM, USER)):
         assert Wording().of(prompt) == prompt
 
@@ -49,25 +49,35 @@ def test_without_files_prompts_stay_as_they_are():
 def test_a_prompt_file_without_a_place_for_the_prompt_is_refused(files):
     given = files(prompt_file="Question:\n")
     with pytest.raises(ConfigError) as caught:
-        wording_of(given)
-    assert str(caught.value) == f"prompt_file = {given.prompt_file}: holds no {{}}, the place where the prompt goes."
+        wording_of(given, "a.jsonl")
+    place = f"a.jsonl: prompt_file = {given.prompt_file}"
+    assert str(caught.value) == f"{place}: holds no {{}}, the place where the prompt goes."
+
+
+@pytest.mark.parametrize("text", ["", "\n", " \n\n"])
+def test_a_system_prompt_file_that_says_nothing_is_refused(files, text):
+    given = files(system_prompt_file=text)
+    with pytest.raises(ConfigError) as caught:
+        wording_of(given, "a.jsonl")
+    place = f"a.jsonl: system_prompt_file = {given.system_prompt_file}"
+    assert str(caught.value) == f"{place}: is empty. Write a text into it, or leave it out."
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_file_that_is_missing_is_refused_by_its_key(tmp_path, key):
     file = f"{tmp_path}/no.txt"
     with pytest.raises(ConfigError) as caught:
-        wording_of(DatasetFields(**{key: file}))
-    assert str(caught.value) == f"{key} = {file}: not readable: [Errno 2] No such file or directory: '{file}'."
+        wording_of(DatasetFields(**{key: file}), "a.jsonl")
+    assert str(caught.value) == f"a.jsonl: {key} = {file}: not readable: [Errno 2] No such file or directory: '{file}'."
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
 def test_a_file_that_is_no_utf8_is_refused_by_its_key(files, key):
     given = files(**{key: b"\xff {}"})
     with pytest.raises(ConfigError) as caught:
-        wording_of(given)
+        wording_of(given, "a.jsonl")
     assert str(caught.value) == (
-        f"{key} = {getattr(given, key)}: not readable: "
+        f"a.jsonl: {key} = {getattr(given, key)}: not readable: "
         "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte."
     )
 

@@ -233,13 +233,25 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
     class ReaderStops(Exception):
         pass
 
+    children = set()
+
+    def items():
+        for item in itertools.count():
+            children.update(child.pid for child in multiprocessing.active_children())
+            yield item
+
     with pytest.raises((DataError, Died, Stalled, ReaderStops)):
         with pool(work, 3, row_seconds=0.3) as workers:
-            children = {child.pid for child in multiprocessing.active_children()}
-            assert len(children) == 3
-            for _ in workers.map(itertools.count()):
+            for _ in workers.map(items()):
                 raise ReaderStops
+    assert len(children) == 3
     assert not any(is_there(pid) for pid in children)
+
+
+def test_no_more_processes_are_started_than_there_are_items():
+    with pool(lambda item, watch: item, 3, row_seconds=LONG) as workers:
+        assert list(workers.map([7])) == [7]
+        assert len(multiprocessing.active_children()) == 1
 
 
 # Prints the processes of its two workers, then goes on or waits.
