@@ -271,12 +271,9 @@ def main() -> None:
         raise
     except RuntimeError as error:
         if type(error).__name__ == "OutOfMemoryError":
-            _fail(
-                OutOfMemoryError(
-                    f"{' '.join(str(error).split())} Lower policy.packing.pack_length, "
-                    "policy.packing.packs_per_micro_batch or policy.head_chunk_tokens."
-                )
-            )
+            from tandem.train.memory import WHAT_TO_LOWER
+
+            _fail(OutOfMemoryError(f"{' '.join(str(error).split())} {WHAT_TO_LOWER}"))
         if _is_lost_worker(error):
             _fail(
                 TandemError(

@@ -86,3 +86,15 @@ def test_the_unpacked_path_equals_each_sequence_alone():
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     pack = lay_out(range(2), preferences, length=128, arrangement="separate")
     assert_same(packed(model, pack, weights, packed=False), plain(model, preferences, weights))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_row_of_filler_adds_nothing(architecture, packed):
+    """What a worker computes that has no preference: every parameter takes part, none gets anything."""
+    policy = as_policy(tiny_model(architecture), packed=packed)
+    arrangement = "shared" if packed else "separate"
+    inputs = policy.inputs(lay_out([], [], length=128, arrangement=arrangement), torch.device("cpu"))
+    policy(inputs)[: inputs.num_scored].sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name

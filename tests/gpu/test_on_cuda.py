@@ -1,5 +1,9 @@
 """What only a GPU can show: FlexAttention with our block lists, compiled layers, and no wait inside a step."""
 
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -7,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
-from running import metrics_of, short_run
+from running import SHORT, largest_difference, metrics_of, short_run, weights_of
 
 from tandem.model.load import has_experts
 from tandem.model.parallel import compile_layers, decoder_layers
+from tandem.model.recompute import recompute
 from tandem.packing.layout import lay_out
 
 pytestmark = pytest.mark.gpu
@@ -207,3 +212,74 @@ def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
             short_run(tmp_path / "cut", *saving)
     cut = metrics_of(short_run(tmp_path / "cut", *saving))
     np.testing.assert_allclose([m["loss"] for m in cut], [m["loss"] for m in whole], rtol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_a_worker_without_a_preference_adds_nothing(architecture, compiled):
+    torch._dynamo.reset()
+    policy = as_policy(tiny_model(architecture, **HEADS).to(CUDA), head_chunk=64)
+    policy.flex = True
+    if compiled and has_experts(policy.model.config):
+        pytest.skip("float32 experts are not compiled")
+    if compiled:
+        compile_layers(policy)
+    inputs = policy.inputs(lay_out([], [], length=256), CUDA)
+    policy(inputs)[: inputs.num_scored].sum().backward()
+    for name, gradient in gradients(policy).items():
+        assert not gradient.any(), name
+    assert len(gradients(policy)) == len(list(policy.parameters()))
+
+
+def test_sdpa_trains_as_flex_does(tmp_path):
+    runs = {
+        how: short_run(tmp_path / how, f"policy.attention={how}", "policy.precision=float32")
+        for how in ("flex", "sdpa")
+    }
+    for one, other in zip(*(metrics_of(run) for run in runs.values()), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+def test_less_is_kept_for_the_backward_and_nothing_else_changes():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shape = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4}
+    rng = np.random.default_rng(0)
+    pack = lay_out([0], [random_preference(rng, max_prompt=200, max_completion=150)], length=4096)
+    kept, found = {}, {}
+    for how in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        policy = as_policy(tiny_model("llama", **shape).to(CUDA), head_chunk=64)
+        policy.flex = True
+        if how != "none":
+            recompute(policy, how)
+        compile_layers(policy)
+        inputs = policy.inputs(pack, CUDA)
+        policy(inputs)[: inputs.num_scored].sum().backward()  # compiles
+        policy.zero_grad()
+        before = torch.cuda.memory_allocated()
+        loss = policy(inputs)[: inputs.num_scored].sum()
+        kept[how] = torch.cuda.memory_allocated() - before
+        loss.backward()
+        found[how] = gradients(policy)
+    assert kept["none"] > 1.2 * kept["selective"] > 1.2 * 1.5 * kept["full"], kept
+    for how in ("selective", "full"):
+        for name, gradient in found["none"].items():
+            difference = (found[how][name] - gradient).abs().max() / gradient.abs().max()
+            assert difference.item() < 1e-4, (how, name)
+
+
+def test_a_deterministic_run_is_killed_and_goes_on_bit_for_bit(tmp_path):
+    """In processes of their own: what makes cuBLAS deterministic must be set before it is first used."""
+    settings = [*SHORT, "dpo.max_num_steps=6", "checkpointing.save_period=2", "run.deterministic=true"]
+
+    def run(name, **environment):
+        command = [sys.executable, "-m", "tandem", "train", "-q", *settings, f"run.dir={tmp_path / name}"]
+        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+
+    whole = run("whole")
+    assert whole.returncode == 0, whole.stderr
+    assert run("cut", TANDEM_FAIL_AT="step.done:5").returncode == -signal.SIGKILL
+    cut = run("cut")
+    assert cut.returncode == 0, cut.stderr
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    assert largest_difference(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole")) == 0.0

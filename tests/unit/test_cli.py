@@ -155,7 +155,8 @@ OutOfMemory.__name__ = "OutOfMemoryError"
             OutOfMemory("CUDA out of memory.\n  Tried 2 GiB."),
             6,
             "tandem: error: CUDA out of memory. Tried 2 GiB. Lower policy.packing.pack_length, "
-            "policy.packing.packs_per_micro_batch or policy.head_chunk_tokens.\n",
+            "policy.packing.packs_per_micro_batch or policy.head_chunk_tokens, or set policy.activation_checkpointing=selective "
+            "(or full).\n",
         ),
     ],
     ids=["audit", "disk", "interrupt", "disk full", "out of memory"],

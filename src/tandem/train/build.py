@@ -1,5 +1,6 @@
 """A Setup in; a Training out: weights, reference, audit, optimizer, and the newest checkpoint put back."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from tandem.train.checkpoint import (
     remove_leftovers,
     take_snapshot,
 )
+from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
@@ -56,6 +58,7 @@ class Training:
     saver: Saver
     stopping: Stopping
     tracking: Tracking
+    expected: Forecast | None  # of memory, on a GPU
 
     @property
     def workers(self) -> Workers:
@@ -63,10 +66,15 @@ class Training:
 
     def validate(self) -> list[ValidationReport]:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
+        started = time.perf_counter()
         reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
         for report in reports:
             self.write(report)
             self.track(report.split, report.metrics)
+        if reports:
+            each = {f"{report.split.removeprefix('validation-')}_seconds": report.seconds for report in reports}
+            total = {"seconds": time.perf_counter() - started}
+            self.record({"step": self.progress.step, "split": "timing/validation", **total, **each})
         self.progress = replace(self.progress, owes_validation=False)
         return reports
 
@@ -118,8 +126,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     weights = workers.one_then_all(lambda: weights_fingerprint(setup.source))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     _audit(setup, policy, references, reporter)
-    if setup.compiles:
-        _compile_every_length(setup, policy, reporter, stopping.check)
+    expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
     optimizer = make_optimizer(policy.parameters(), setup.config.policy)
     scheduler = make_scheduler(optimizer, setup.config.policy)
@@ -163,6 +170,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         ),
         stopping,
         _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
+        expected,
     )
 
 
@@ -207,11 +215,15 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
     return policy
 
 
-def _compile_every_length(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
-    """One row of each length, forward and backward, before the first step: later steps then never stop to compile."""
-    packer = setup.train
+def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
+    """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
+
+    On a GPU the first batch's longest rows follow, twice: the second time stands beside gradients, as in most of a step,
+    and tells the memory that a run needs.
+    """
+    packer, on_gpu = setup.train, setup.device.type == "cuda"
     smallest = int(np.argmin(packer.sizes))
-    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]]
+    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
     with reporter.progress("Compiling", len(lengths)) as done:
         for length in lengths:
             rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
@@ -219,6 +231,18 @@ def _compile_every_length(setup: Setup, policy: Policy, reporter: Reporter, chec
             done()
             check()
     policy.zero_grad()
+    if not on_gpu:
+        return None
+    longest = next(packer.micro_batches(setup.batches.epoch(0)[0].preferences, setup.batches.epoch(0)[0].bounds))
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        policy(policy.inputs(longest, setup.device)).sum().backward()
+    expected = forecast(policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=4)
+    policy.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    reporter.say(f"Memory: {expected}")
+    refuse_what_cannot_fit(expected, setup.device)
+    return expected
 
 
 def _references(

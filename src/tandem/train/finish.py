@@ -14,6 +14,7 @@ from tandem.export import export_model
 from tandem.model.load import find_model
 from tandem.model.policy import Policy
 from tandem.train.build import Training, load_sharded
+from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
 from tandem.train.per_pair import PerPairFile
 from tandem.train.validation import ValidationReport, measure, validate
@@ -23,6 +24,7 @@ from tandem.train.verdicts import judge
 def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
     """Validate, save, judge, export; measure what was exported; say where everything is."""
     config = t.setup.config
+    _tell_memory(t)
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
@@ -50,6 +52,16 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
     _tell(t, model, dtype, per_pair)
+
+
+def _tell_memory(t: Training) -> None:
+    """What the steps used of the GPU, beside what was expected. Nothing if none was made."""
+    if t.expected is not None and torch.cuda.max_memory_allocated() > t.expected.weights + t.expected.gradients:
+        used = torch.cuda.max_memory_allocated()
+        t.reporter.say(
+            f"Memory: {used / GIB:.1f} GiB used at most, {t.expected.total / GIB:.1f} GiB expected "
+            f"({t.expected.total / used - 1:+.1%})"
+        )
 
 
 def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:

@@ -1,5 +1,6 @@
 """Validation sets in; the same metrics as in training out, over all pairs, whatever the batch."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,14 +39,16 @@ class ValidationReport:
     split: str
     metrics: dict[str, float]
     num_pairs: int
+    seconds: float = 0.0
 
 
 def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
     """`check` is called between packs, and may end it by raising."""
+    started = time.perf_counter()
     side, packer = validation.side, validation.packer
     table = measure(policy, side, packer, validation.batch_size, validation.max_batches, check)
     metrics = summarise(table, side.dpo, side.precision, packer.store)
-    return ValidationReport(validation.split, metrics, len(table))
+    return ValidationReport(validation.split, metrics, len(table), time.perf_counter() - started)
 
 
 @torch.no_grad()
