@@ -66,7 +66,7 @@ class CachedReference:
 
 
 def cached_reference(
-    policy: Policy,
+    policy: Callable[[], Policy],
     packer: Packer,
     device: torch.device,
     *,
@@ -77,13 +77,13 @@ def cached_reference(
 ) -> CachedReference:
     """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
 
-    `progress` is told how many preferences were done, each time some are.
+    `policy` is called where they must be computed. `progress` is told how many preferences were done, each time some are.
     """
     store = packer.store
     place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)
     if not _is_sound(place):
         with published(place) as aside:
-            _compute(policy, packer, device, aside / "logps.f32", progress)
+            _compute(policy(), packer, device, aside / "logps.f32", progress)
             write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint, precision=precision)
     values = np.memmap(place / "logps.f32", np.float32, mode="r")
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
