@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,17 +166,19 @@ def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(plan.peft_config(), model)
-        found = {name for name, _ in lora_layers(model)}
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        with warnings.catch_warnings(action="ignore"):  # of target names that it reads in its own way: checked below
+            inject_adapter_in_model(plan.peft_config(), model)
     except ValueError as error:
         raise ConfigError(f"policy.lora: peft cannot adapt {source.name}: {' '.join(str(error).split())}") from None
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     wanted = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
-    if found != set(plan.targets) or trained != wanted:
-        odd = sorted(found ^ set(plan.targets)) or sorted(trained ^ wanted)
+    if trained != wanted:
+        # Where experts were linear layers once, peft takes their old names for the experts wherever they stand.
+        odd = wanted - trained or trained - wanted
+        names = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in odd}))
         raise ConfigError(
-            f"policy.lora: peft reads the target names of {source.name} differently, at {odd[0]}. Name other layers in "
-            "policy.lora.target_modules, such as [q_proj,k_proj,v_proj,o_proj]."
+            f"policy.lora: peft takes {names} for parts of the experts of {source.name}, which are no linear layers. Leave them "
+            f"out: policy.lora.exclude_modules=[{names}]."
         )
     for _, layer in lora_layers(model):
         if plan.dropout > 0:

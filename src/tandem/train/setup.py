@@ -76,7 +76,6 @@ class Setup:
         total = sum(self.batches.num_pairs_of(epoch) for epoch in range(dpo.max_num_epochs))
         averaging = {True: "per token", False: "summed"}
         template = "none (raw text)" if self.template.source is None else "chat template"
-        lost = dropouts(self.source.config)
         return [
             ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
@@ -108,11 +107,7 @@ class Setup:
             ("precision", f"{self.precision} computation over {self._weights()}"),
             ("export rounding", c.export.rounding),
             ("reference", f"{c.reference.mode}, {self._compared_with()}" if self.compares else "none"),
-            (
-                "dropout",
-                f"{c.policy.lora.dropout:g}{' of the adapters inputs, in training steps' if c.policy.lora.dropout else ''}"
-                + (f" (the model's own {lost} is switched off)" if lost else ""),
-            ),
+            ("dropout", self._dropout()),
         ]
 
     @property
@@ -135,6 +130,11 @@ class Setup:
             f"({', '.join(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
             + (f"; starting from {lora.start.folder}" if lora.start else "")
         )
+
+    def _dropout(self) -> str:
+        own, lost = self.config.policy.lora.dropout, dropouts(self.source.config)
+        drawn = f"{own:g} of the adapters' inputs, in training steps" if own else "0"
+        return f"{drawn} (the model's own {lost} is switched off)" if lost else drawn
 
     def _weights(self) -> str:
         if self.lora is None:
