@@ -33,7 +33,9 @@ def test_a_setting_of_adapters_that_are_off_is_refused(override, shown):
     )
 
 
-@pytest.mark.parametrize("overrides", [[], ["policy.lora.enabled=true", "policy.lora.dim=8", "export.merge_lora=false"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["policy.lora.enabled=true", "policy.lora.dim=8", "export.merge_lora=false"]]
+)
 def test_a_resolved_configuration_is_read_again(overrides, tmp_path):
     first = load_config(None, overrides)
     (tmp_path / "config.yaml").write_text(first.as_yaml())

@@ -134,7 +134,12 @@ def test_names_that_peft_takes_for_experts_are_refused_with_the_way_out():
         "policy.lora: peft takes down_proj,gate_proj,up_proj for parts of the experts of mixed, which are no linear layers. "
         "Leave them out: policy.lora.exclude_modules=[down_proj,gate_proj,up_proj]."
     )
-    assert plan(mixed, exclude_modules=["down_proj", "gate_proj", "up_proj"]).names == ("k_proj", "o_proj", "q_proj", "v_proj")
+    assert plan(mixed, exclude_modules=["down_proj", "gate_proj", "up_proj"]).names == (
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "v_proj",
+    )
 
 
 def test_a_refusal_comes_before_any_weights_load(tmp_path, monkeypatch):
@@ -274,7 +279,9 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.seen |= {tuple(t.shape) for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)}
+        self.seen |= {
+            tuple(t.shape) for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)
+        }
         return out
 
 
