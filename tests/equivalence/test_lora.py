@@ -244,7 +244,7 @@ def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
     assert weights_of(kept)["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert margin(lost, "validation-default") == learned > 0
     assert margin(kept, "exported-default") == pytest.approx(learned, rel=0.25)
-    assert margin(lost, "exported-default") < 0.6 * learned
+    assert margin(lost, "exported-default") < 0.5 * learned
 
 
 class Killed(Exception):

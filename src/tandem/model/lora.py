@@ -87,6 +87,11 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     if not lora.enabled:
         return None
     _check_quantization(lora, device)
+    if getattr(source.config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{source.key} = {source.name}: its weights are quantised already. Give the model it was made of; "
+            "policy.lora.quantization quantises that one."
+        )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
     targets = _targets(model, source, lora) if start is None else _targets_of(start, model, source, lora)

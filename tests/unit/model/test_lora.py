@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -265,6 +266,24 @@ def test_quantised_weights_are_refused_without_a_gpu_and_without_bitsandbytes(so
     assert str(refused.value) == (
         'policy.lora.quantization = int8: needs the package bitsandbytes: pip install "tandem-dpo[qlora]", or leave it out.'
     )
+
+
+def test_weights_that_are_quantised_already_are_refused(source):
+    config = tiny_config("llama")
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert refusal(ModelSource("small", source.folder, config)) == (
+        "policy.model_name = small: its weights are quantised already. Give the model it was made of; "
+        "policy.lora.quantization quantises that one."
+    )
+
+
+def test_quantised_weights_are_asked_of_transformers_as_the_paper_has_them(source):
+    """nf4 with double quantisation, computing in the run's precision."""
+    four = replace(plan(source), quantization="nf4", precision="bfloat16").quantization_config()
+    assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert four.bnb_4bit_compute_dtype == torch.bfloat16
+    assert replace(plan(source), quantization="int8").quantization_config().load_in_8bit
+    assert plan(source).quantization_config() is None
 
 
 # What is frozen
