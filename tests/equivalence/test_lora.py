@@ -1,7 +1,9 @@
 """Promise 1 with adapters: new ones change nothing, packing changes nothing, a merged model is the adapted one."""
 
 import math
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tandem.cache import read_manifest
 from tandem.config.load import load_config
+from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.lora import load_adapted
 from tandem.model.parallel import decoder_layers, shard, start_workers
@@ -28,6 +31,22 @@ from tandem.train.setup import set_up
 CPU = torch.device("cpu")
 LORA = ["policy.lora.enabled=true", "policy.lora.dim=4"]
 SMALL = [*LORA, "policy.lora.target_modules=[q_proj,v_proj]"]
+FEW = Path(os.environ["TANDEM_CACHE"])
+# A reference of few rows is quickly computed; the settings are those of the embedded default.
+DATA = [
+    f"data.train.data_path={FEW}/few-train.jsonl",
+    f"data.validation.data_path={FEW}/few-validation.jsonl",
+    "policy.max_total_sequence_length=512",
+    "policy.optimizer.kwargs.lr=1e-3",
+    "policy.optimizer.kwargs.weight_decay=0.01",
+]
+for file, num in ((TRAIN, 48), (VALIDATION, 24)):
+    rows = file.read_text(encoding="utf-8").splitlines(keepends=True)[:num]
+    (FEW / f"few-{file.name}").write_text("".join(rows), encoding="utf-8")
+
+
+def run_few(folder, *overrides):
+    return short_run(folder, *DATA, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +56,7 @@ def adapter(tmp_path_factory):
 
 
 def set_up_with(*overrides):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, CPU)
+    return set_up(load_config(None, [*SHORT, *DATA, *overrides]).config, CPU)
 
 
 def cached_values(cache, setup, besides):
@@ -48,7 +67,7 @@ def cached_values(cache, setup, besides):
     return CachedReference(values, np.cumsum(setup.train.store.num_scored_tokens))
 
 
-def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 300)):
+def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 40)):
     """The cache holds what the plain forward of the model gives, one sequence at a time."""
     cached = cached_values(cache, setup, besides)
     with torch.no_grad():
@@ -134,9 +153,9 @@ def trained(tmp_path_factory):
     """A run that saves on the way and writes its adapters alone, with a cache that a full run filled before."""
     folder = tmp_path_factory.mktemp("lora")
     cache = f"reference.cache_dir={folder}/cache"
-    full = short_run(folder / "full", cache, "dpo.max_num_steps=1")
+    full = run_few(folder / "full", cache, "dpo.max_num_steps=1")
     kept = {path.name for path in (folder / "cache").iterdir()}
-    run = short_run(folder / "run", cache, *SMALL, "export.merge_lora=false", "dpo.val_at_end=true")
+    run = run_few(folder / "run", cache, *SMALL, "export.merge_lora=false", "dpo.val_at_end=true")
     assert {path.name for path in (folder / "cache").iterdir()} == kept
     return folder, full, run
 
@@ -208,11 +227,11 @@ def test_adapters_alone_are_loaded_by_peft_with_the_same_logps(trained):
     setup = set_up_with()
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32, attn_implementation="eager")
     by_hand = PeftModel.from_pretrained(plain_model(embedded_model()), run / "model")
-    merged_run = short_run(folder / "merged", f"reference.cache_dir={folder}/cache", *SMALL, "dpo.val_at_end=true")
+    merged_run = run_few(folder / "merged", f"reference.cache_dir={folder}/cache", *SMALL, "dpo.val_at_end=true")
     merged = plain_model(merged_run / "model")
     base = plain_model(embedded_model())
     with torch.no_grad():
-        for index in (0, 7, 300):
+        for index in (0, 7, 40):
             preference = setup.train.store[index]
             adapted = torch.cat(plain_token_logps(model, preference))
             torch.testing.assert_close(torch.cat(plain_token_logps(by_hand, preference)), adapted, atol=0, rtol=0)
@@ -234,8 +253,7 @@ def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
     plain_model(start).to(torch.bfloat16).save_pretrained(start)
     gentle = ["policy.optimizer.kwargs.lr=5e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=6"]
     common = [*LORA, *gentle, "dpo.val_at_end=true", "checkpointing.enabled=false", f"policy.model_name={start}"]
-    common += ["data.train.data_path=embedded", "policy.max_total_sequence_length=512"]
-    kept, lost = (short_run(tmp_path / one, *common, f"export.rounding={one}") for one in ("stochastic", "nearest"))
+    kept, lost = (run_few(tmp_path / one, *common, f"export.rounding={one}") for one in ("stochastic", "nearest"))
 
     def margin(run, split):
         return metrics_of(run, split)[-1]["rewards_margin_mean"]
@@ -253,7 +271,7 @@ class Killed(Exception):
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included(tmp_path, monkeypatch):
     settings = [*SMALL, "policy.lora.dropout=0.2", "checkpointing.save_period=2", "export.merge_lora=false"]
-    whole = short_run(tmp_path / "whole", *settings)
+    whole = run_few(tmp_path / "whole", *settings)
     report = trainer._report
 
     def dying(t, number, *rest):
@@ -264,8 +282,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "_report", dying)
         with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *settings)
-    cut = short_run(tmp_path / "cut", *settings)
+            run_few(tmp_path / "cut", *settings)
+    cut = run_few(tmp_path / "cut", *settings)
     assert metrics_of(cut) == metrics_of(whole)
     files = [load_file(run / "model" / "adapter_model.safetensors") for run in (cut, whole)]
     assert largest_difference(*files) == 0.0
@@ -278,7 +296,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
 def test_a_trained_adapter_is_the_start_and_the_reference(adapter, tmp_path, mode):
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", f"reference.mode={mode}"]
     cache = tmp_path / "cache"
-    run = short_run(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=2")
+    run = run_few(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=2")
     first, second = metrics_of(run)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["accuracy"] == 0.5
@@ -297,7 +315,7 @@ def test_dropout_touches_neither_the_reference_nor_the_audit(adapter, tmp_path):
     """With a trained adapter dropout would show: the reference is still peft's own forward in evaluation."""
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.5"]
     cache = tmp_path / "cache"
-    run = short_run(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
+    run = run_few(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
     assert_cached_is(with_adapter(embedded_model(), adapter).eval(), cache, set_up_with(*settings))
     assert abs(metrics_of(run)[0]["loss"] - math.log(2)) > 1e-4  # the training step itself draws it
 
@@ -320,11 +338,11 @@ def other(tmp_path_factory):
 
 def test_another_model_is_the_reference(other, tmp_path):
     cache = tmp_path / "cache"
-    short_run(tmp_path / "own", f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
+    run_few(tmp_path / "own", f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
     own = {path.name for path in cache.iterdir()}
     settings = [f"reference.model={other}", f"reference.cache_dir={cache}", "dpo.max_num_steps=2"]
-    cached = short_run(tmp_path / "cached", *settings)
-    live = short_run(tmp_path / "live", *settings, "reference.mode=live")
+    cached = run_few(tmp_path / "cached", *settings)
+    live = run_few(tmp_path / "live", *settings, "reference.mode=live")
     setup = set_up_with(f"reference.model={other}")
     assert_cached_is(plain_model(other), cache, setup, besides=own)
     for a, b in zip(metrics_of(cached), metrics_of(live), strict=True):
@@ -344,18 +362,18 @@ def test_another_model_is_the_reference(other, tmp_path):
 def test_the_base_model_can_be_the_reference_of_a_trained_adapter(adapter, tmp_path):
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", f"reference.model={embedded_model()}"]
     cache = tmp_path / "cache"
-    short_run(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
+    run_few(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
     assert_cached_is(plain_model(embedded_model()), cache, set_up_with(*settings))
 
 
 def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, monkeypatch):
     settings = [f"reference.model={other}", f"reference.cache_dir={tmp_path}/cache", "dpo.max_num_steps=1"]
-    short_run(tmp_path / "one", *settings, "checkpointing.enabled=false")
+    run_few(tmp_path / "one", *settings, "checkpointing.enabled=false")
     from tandem.train import build
 
     loaded, load = [], build.load_policy
     monkeypatch.setattr(build, "load_policy", lambda *given: loaded.append(given[0].folder) or load(*given))
-    short_run(tmp_path / "two", *settings, "checkpointing.enabled=false")
+    run_few(tmp_path / "two", *settings, "checkpointing.enabled=false")
     assert loaded == [embedded_model()]
 
 
@@ -370,13 +388,13 @@ def test_a_reference_that_changed_since_is_refused_on_resume(other, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "_report", dying)
         with pytest.raises(Killed):
-            short_run(tmp_path / "run", *settings)
+            run_few(tmp_path / "run", *settings)
     weights = mine / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match="the reference model changed since this checkpoint was saved"):
-        short_run(tmp_path / "run", *settings)
+        run_few(tmp_path / "run", *settings)
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
