@@ -19,8 +19,9 @@ import transformers
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION
-from tandem.model.parallel import compile_layers, decoder_layers, shard, start_workers, stop_workers
+from tandem.model.parallel import compile_layers, decoder_layers, shard
 from tandem.model.policy import Policy, auto_head_chunk
+from tandem.model.workers import start_workers, stop_workers
 from tandem.packing.layout import lay_out
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.failpoints import fail_point
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
@@ -64,30 +65,54 @@ def fingerprint(*parts: Any) -> str:
 def sync_folder(folder: Path) -> None:
     """Flush every file below `folder`, and the folders themselves, to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync_file(aside)
+        fail_point(f"{what}.rename")
+        aside.replace(path)
+        sync_file(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @contextmanager
-def published(folder: Path) -> Iterator[Path]:
+def published(folder: Path, what: str) -> Iterator[Path]:
     """Yield an empty folder beside `folder`; on success it becomes `folder` in one rename.
 
     Killed at any moment, `folder` is either absent or complete. Of two writers of the same content the first wins.
+    `what` names its fail-points.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
+        fail_point(f"{what}.begin")
         yield aside
         aside.chmod(0o755)
+        fail_point(f"{what}.sync")
         sync_folder(aside)
+        fail_point(f"{what}.rename")
         try:
             aside.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
+        sync_file(folder.parent)
+        fail_point(f"{what}.done")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -1,5 +1,6 @@
 """The command `tandem`: parse, call, exit. Nothing heavy is imported before a command needs it."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,15 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.errors import CheckpointError, ConfigError, DiskError, OutOfMemoryError, StoppedError, TandemError
+from tandem.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    OutOfMemoryError,
+    StoppedError,
+    TandemError,
+    ToldError,
+)
 
 app = typer.Typer(
     name="tandem",
@@ -49,17 +58,23 @@ def train(
         if not (Path(resume) / "config.yaml").is_file():
             raise CheckpointError(f"--resume {resume}: holds no config.yaml, so it is no run.")
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
-    loaded = load_config(config, overrides or [])
+    try:
+        loaded = load_config(config, overrides or [])
+    except TandemError as error:  # which all workers meet alike: one of each machine says so
+        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else ToldError(error.exit_code) from None
 
-    from tandem.model.parallel import stop_workers
+    from tandem.model.workers import stop_workers
     from tandem.train.report import Reporter
     from tandem.train.trainer import train as run_training
 
     reporter = Reporter("quiet" if quiet else "verbose" if verbose else "normal")
     try:
         run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
-    finally:
-        stop_workers()
+    except BaseException:
+        if not _among_several():  # which might wait for one that is gone
+            stop_workers()
+        raise
+    stop_workers()
 
 
 @app.command("inspect")
@@ -183,6 +198,16 @@ def show_config(
     print(load_config(config, overrides or []).as_yaml(), end="")
 
 
+@app.command("fail-points")
+def fail_points() -> None:
+    """List the places where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to try what survives it."""
+    from tandem.failpoints import POINTS
+
+    width = max(map(len, POINTS))
+    for point, description in POINTS.items():
+        print(f"{point:<{width}}  {description}")
+
+
 def _version(show: bool) -> None:
     if show:
         print(f"tandem {__version__}")
@@ -200,19 +225,23 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    from tandem.failpoints import read_fail_point
     from tandem.train.stopping import terminated_cleanly
 
     try:
+        read_fail_point()
         with terminated_cleanly():
             app(standalone_mode=True)
     except StoppedError as error:
         print(f"tandem: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
+    except ToldError as error:
+        _leave(error.exit_code)
     except TandemError as error:
         _fail(error)
     except KeyboardInterrupt:
         print("tandem: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _leave(130)
     except OSError as error:
         if error.errno == 28:  # no space left on device
             _fail(DiskError(f"the disk is full: {error}. Checkpoints already there are whole."))
@@ -225,12 +254,38 @@ def main() -> None:
                     "policy.packing.packs_per_micro_batch or policy.head_chunk_tokens."
                 )
             )
+        if _is_lost_worker(error):
+            _fail(
+                TandemError(
+                    "another worker ended, so this one cannot go on. Checkpoints already there are whole; the same command "
+                    "goes on from the newest."
+                )
+            )
         raise
+
+
+def _is_lost_worker(error: RuntimeError) -> bool:
+    """Whether talking to another worker failed. Gloo raises a plain RuntimeError."""
+    return _among_several() and (type(error).__name__.startswith("Dist") or "gloo" in str(error))
+
+
+def _among_several() -> bool:
+    """Whether torchrun started other workers with this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _fail(error: TandemError) -> None:
     print(f"tandem: error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    _leave(error.exit_code)
+
+
+def _leave(exit_code: int) -> None:
+    """End. One of several workers does without tearing down: threads that wait for workers already gone would abort."""
+    if _among_several():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

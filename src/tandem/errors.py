@@ -45,3 +45,11 @@ class AuditError(TandemError):
     """The model, as packed, does not compute what the plain model computes: nothing was trained."""
 
     exit_code = 1
+
+
+class ToldError(TandemError):
+    """Another worker could not go on and says why: this one ends with it, in silence."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("another worker could not go on")
+        self.exit_code = exit_code

@@ -18,6 +18,7 @@ from tandem.data.template import Template
 from tandem.model.adapter_files import write_adapter
 from tandem.model.lora import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
+from tandem.model.workers import Workers
 
 # 16-bit patterns dropped from a float32 when it becomes a bfloat16.
 DROPPED = 1 << 16
@@ -54,6 +55,7 @@ def export_model(
     config: Any,
     template: Template,
     folder: Path,
+    workers: Workers,
     *,
     dtype: torch.dtype,
     rounding: str,
@@ -62,16 +64,21 @@ def export_model(
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
 
-    `config` is the start model's own: what training switched off (dropout) is on again in the export.
+    `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
+    its part of the weights, the first writes them.
     `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
     """
-    tensors = _whole(policy)
-    tensors = merged(policy.model, tensors) if adapted else tensors
+    whole = _whole(policy)
     round_one = _rounding(dtype, rounding, seed)
-    state = {name: round_one(tensors[name]) for name in sorted(tensors)}
-    with published(folder) as aside:
-        _save(policy.model, config, state, aside, dtype)
-        _save_tokenizer(template, aside)
+
+    def write() -> None:
+        tensors = merged(policy.model, whole) if adapted else whole
+        state = {name: round_one(tensors[name]) for name in sorted(tensors)}
+        with published(folder, "model") as aside:
+            _save(policy.model, config, state, aside, dtype)
+            _save_tokenizer(template, aside)
+
+    workers.agreed(write, by=workers.is_first)
 
 
 def export_adapter(
@@ -81,6 +88,7 @@ def export_adapter(
     revision: str | None,
     template: Template,
     folder: Path,
+    workers: Workers,
     *,
     dtype: torch.dtype,
     rounding: str,
@@ -92,9 +100,13 @@ def export_adapter(
         name.removeprefix("model.").removesuffix(f".{ADAPTER}.weight"): round_one(_on_host(parameter))
         for name, parameter in sorted(policy.trained())
     }
-    with published(folder) as aside:
-        write_adapter(aside, lora.peft_config(base, revision), tensors)
-        _save_tokenizer(template, aside)
+
+    def write() -> None:
+        with published(folder, "model") as aside:
+            write_adapter(aside, lora.peft_config(base, revision), tensors)
+            _save_tokenizer(template, aside)
+
+    workers.agreed(write, by=workers.is_first)
 
 
 def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[Tensor], Tensor]:

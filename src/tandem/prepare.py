@@ -124,7 +124,7 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
 
 def _write(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
     """The store and its packs as a folder of their own."""
-    with published(folder) as aside:
+    with published(folder, "tokens") as aside:
         for name in ("tokens.arrow", "rejects.jsonl"):
             shutil.copyfile(store.folder / name, aside / name)
         for packer, bins in packs:

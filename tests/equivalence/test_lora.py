@@ -21,9 +21,10 @@ from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.lora import load_adapted
-from tandem.model.parallel import decoder_layers, shard, start_workers
+from tandem.model.parallel import decoder_layers, shard
 from tandem.model.reference import CachedReference
 from tandem.model.tiny import tiny_model as embedded_model
+from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
 from tandem.train import trainer
 from tandem.train.setup import set_up

@@ -13,8 +13,8 @@ from models import as_policy, plain_token_logps, random_preference, tiny_model
 
 from tandem.config.dpo import Dpo
 from tandem.errors import NonFiniteError
-from tandem.model.parallel import start_workers
 from tandem.model.reference import LiveReference
+from tandem.model.workers import start_workers
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.step import train_step

@@ -18,9 +18,10 @@ from tandem.config.load import load_config
 from tandem.config.policy import Packing
 from tandem.errors import ConfigError, TandemError
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard, start_workers
+from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
 from tandem.model.tiny import tiny_model
+from tandem.model.workers import start_workers
 from tandem.packing import packs as packs_module
 from tandem.packing.packer import make_packer
 from tandem.packing.schedule import GlobalBatch

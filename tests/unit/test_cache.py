@@ -44,7 +44,7 @@ def test_a_fingerprint_of_half_a_character_is_a_fingerprint():
 
 def test_a_published_folder_appears_whole(tmp_path):
     folder = tmp_path / "made" / "here"
-    with published(folder) as aside:
+    with published(folder, "tokens") as aside:
         (aside / "file").write_text("x")
         assert not folder.exists()
     assert (folder / "file").read_text() == "x"
@@ -52,7 +52,7 @@ def test_a_published_folder_appears_whole(tmp_path):
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), published(tmp_path / "folder") as aside:
+    with pytest.raises(RuntimeError), published(tmp_path / "folder", "tokens") as aside:
         (aside / "file").write_text("x")
         raise RuntimeError
     assert names(tmp_path) == []
@@ -60,8 +60,8 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
 
 def test_of_two_writers_the_first_wins_and_the_second_leaves_nothing(tmp_path):
     folder = tmp_path / "folder"
-    with published(folder) as second:
-        with published(folder) as first:
+    with published(folder, "tokens") as second:
+        with published(folder, "tokens") as first:
             (first / "file").write_text("first")
         (second / "file").write_text("second")
     assert (folder / "file").read_text() == "first"
@@ -70,7 +70,7 @@ def test_of_two_writers_the_first_wins_and_the_second_leaves_nothing(tmp_path):
 
 def test_a_file_in_the_way_is_not_passed_over(tmp_path):
     (tmp_path / "folder").write_text("in the way")
-    with pytest.raises(OSError), published(tmp_path / "folder"):
+    with pytest.raises(OSError), published(tmp_path / "folder", "tokens"):
         pass
     assert names(tmp_path) == ["folder"]
 
@@ -79,14 +79,14 @@ def test_a_writer_that_is_killed_leaves_no_folder_and_the_next_one_writes_it(tmp
     folder = tmp_path / "folder"
     script = (
         "import os, signal, sys; from pathlib import Path; from tandem.cache import published\n"
-        "with published(Path(sys.argv[1])) as aside:\n"
+        "with published(Path(sys.argv[1]), 'tokens') as aside:\n"
         "    (aside / 'file').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, str(folder)]).returncode == -9
     assert not folder.exists()
     assert all(name.startswith(".folder.") for name in names(tmp_path))  # what it left is hidden
-    with published(folder) as aside:
+    with published(folder, "tokens") as aside:
         (aside / "file").write_text("whole")
     assert (folder / "file").read_text() == "whole"
 

@@ -106,7 +106,7 @@ def _make(
     max_length = made_of["limits"]["policy.max_total_sequence_length"]
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
-    with published(folder) as aside:
+    with published(folder, "tokens") as aside:
         facts = write_store(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)

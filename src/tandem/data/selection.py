@@ -73,8 +73,11 @@ class Selection:
     @cached_property
     def completion_lengths(self) -> NDArray[np.int64]:
         """Tokens of every completion, one after another."""
-        lengths = [len(completion) for i in range(len(self)) for completion in self[i].completions]
-        return np.array(lengths, np.int64)
+        lengths = np.concatenate([store.completion_lengths for store in self.stores])
+        ends = np.cumsum(np.concatenate([store.num_completions for store in self.stores]))[self.rows]
+        counts = self.num_completions
+        # Rows that end at 2 and 7 with 2 and 3 completions: 0 1 | 4 5 6
+        return lengths[np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())].astype(np.int64)
 
     @cached_property
     def lacks_scores(self) -> NDArray[np.bool_]:

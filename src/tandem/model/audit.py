@@ -38,6 +38,7 @@ def audit(
     `same_start`: the reference is the model the policy starts from, so that their numbers must agree.
     """
     tolerance = TOLERANCE[precision]
+    packer = packer.alone()  # every worker looks at the same, so that all find the same
     _check_calls(policy, packer, device)
     plain_worst = reference_worst = 0.0
     num_completions = num_tokens = 0

@@ -1,48 +1,10 @@
-"""The mesh of workers, and the policy sharded over it. One process is a mesh of one: the same path everywhere."""
-
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TypeVar
+"""The policy sharded over the workers, and its layers compiled. One process is a mesh of one: the same path everywhere."""
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from tandem.model.policy import Policy
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """The processes that train together, and this one's device."""
-
-    mesh: DeviceMesh
-    device: torch.device
-
-    def gather(self, value: T) -> list[T]:
-        """What each worker has, in the order of their ranks; on the host, so it waits for the others."""
-        if self.mesh.size() == 1:
-            return [value]
-        values: list[T] = [value] * self.mesh.size()
-        dist.all_gather_object(values, value, group=self.mesh.get_group())
-        return values
-
-
-def start_workers() -> Workers:
-    """This process as a mesh of one, on its GPU or its CPU."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=30))
-    return Workers(init_device_mesh(device.type, (1,)), device)
-
-
-def stop_workers() -> None:
-    """Leave the group; a process that ends without it is warned about."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+from tandem.model.workers import Workers
 
 
 def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:

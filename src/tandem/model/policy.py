@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tandem.model.attention import PackMask, make_mask, windows_of
@@ -48,7 +49,7 @@ class Policy(nn.Module):
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
         """Bring a pack to the device."""
         num_scored = len(pack.target_ids)
-        padding = -num_scored % SCORED_MULTIPLE
+        padding = -num_scored % SCORED_MULTIPLE if num_scored else SCORED_MULTIPLE
         num_completions = len(pack.completion_lengths)
         completion = np.repeat(np.arange(num_completions), pack.completion_lengths)
 
@@ -57,7 +58,7 @@ class Policy(nn.Module):
             tensor = torch.from_numpy(np.ascontiguousarray(array))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-        mask = make_mask(pack, self.windows, device, flex=self.flex) if self.packed else put(pack.tree != FILLER)
+        mask = make_mask(pack, self.windows, device, flex=self.flex) if self.packed else put(_real(pack))
         return PackInputs(
             token_ids=put(pack.token_ids),
             position_ids=put(pack.position_ids),
@@ -109,6 +110,12 @@ class Policy(nn.Module):
             self.model.set_attn_implementation(own)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+
+
+def _real(pack: Pack) -> NDArray[np.bool_]:
+    """Which positions of plain rows are real. A row of filler counts as real: attention to nothing would give NaN."""
+    real = pack.tree != FILLER
+    return real | ~real.any(axis=1, keepdims=True)
 
 
 def head_rule(model: Any) -> HeadRule:

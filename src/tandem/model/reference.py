@@ -1,6 +1,7 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
+from tandem.failpoints import fail_point
 from tandem.model.policy import PackInputs, Policy
+from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
@@ -68,7 +71,7 @@ class CachedReference:
 def cached_reference(
     policy: Callable[[], Policy],
     packer: Packer,
-    device: torch.device,
+    workers: Workers,
     *,
     folder: Path,
     weights: str,
@@ -81,10 +84,19 @@ def cached_reference(
     """
     store = packer.store
     place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)
-    if not _is_sound(place):
-        with published(place) as aside:
-            _compute(policy(), packer, device, aside / "logps.f32", progress)
-            write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint, precision=precision)
+    # One worker of each machine keeps what all of them compute.
+    lacking = workers.agreed(lambda: not _is_sound(place), by=workers.is_first_here) or False
+    if workers.highest(lacking):
+        with ExitStack() as stack:
+            aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
+            _compute(policy(), packer, workers, aside / "logps.f32" if aside else None, progress)
+
+            def complete() -> None:
+                assert aside is not None
+                write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint, precision=precision)
+                stack.close()
+
+            workers.agreed(complete, by=lacking)
     values = np.memmap(place / "logps.f32", np.float32, mode="r")
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
@@ -104,21 +116,39 @@ def _is_sound(place: Path) -> bool:
 
 
 @torch.no_grad()
-def _compute(policy: Policy, packer: Packer, device: torch.device, path: Path, progress: Callable[[int], None]) -> None:
+def _compute(
+    policy: Policy, packer: Packer, workers: Workers, path: Path | None, progress: Callable[[int], None]
+) -> None:
+    """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
-    out = np.memmap(path, np.float32, mode="w+", shape=(int(ends[-1]),))
-    for start in range(0, len(store), PREFERENCES_AT_ONCE):
-        indices = np.arange(start, min(start + PREFERENCES_AT_ONCE, len(store)))
-        for pack in packer.micro_batches(indices):
-            inputs = policy.inputs(pack, device)
-            values = policy(inputs)[: inputs.num_scored].cpu().numpy()
-            for index, part in zip(pack.preferences.tolist(), _split(values, store, pack), strict=True):
+    out = None if path is None else np.memmap(path, np.float32, mode="w+", shape=(int(ends[-1]),))
+    at_once = PREFERENCES_AT_ONCE * workers.count
+    for start in range(0, len(store), at_once):
+        indices = np.arange(start, min(start + at_once, len(store)))
+        own = [
+            one
+            for pack in packer.micro_batches(indices)
+            for one in zip(pack.preferences.tolist(), _token_logps(policy, workers.device, pack, store), strict=True)
+        ]
+        for index, part in (one for of_worker in workers.gather(own) for one in of_worker):
+            if out is not None:
                 out[ends[index] - len(part) : ends[index]] = part
+        fail_point("reference.chunk")
         progress(len(indices))
-    out.flush()
+    if out is not None:
+        out.flush()
+
+
+def _token_logps(policy: Policy, device: torch.device, pack: Pack, store: Preferences) -> list[NDArray[np.float32]]:
+    """Of every preference of a pack."""
+    inputs = policy.inputs(pack, device)
+    values = policy(inputs)[: inputs.num_scored].cpu().numpy()
+    return _split(values, store, pack)
 
 
 def _split(values: NDArray[np.float32], store: Preferences, pack: Pack) -> list[NDArray[np.float32]]:
     """The scored tokens of a pack, preference by preference."""
+    if not len(pack.preferences):
+        return []
     return np.split(values, np.cumsum(store.num_scored_tokens[pack.preferences])[:-1])

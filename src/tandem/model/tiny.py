@@ -21,7 +21,7 @@ def tiny_model() -> Path:
     """The folder of the embedded model, in the Hugging Face layout."""
     folder = cache_dir() / "models" / f"tiny-{fingerprint(VERSION, sha256_of(TRAIN))[:12]}"
     if not folder.is_dir():
-        with published(folder) as aside:
+        with published(folder, "model") as aside:
             _save_tokenizer(aside)
             _save_model(aside)
     return folder

@@ -25,7 +25,7 @@ def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenS
         "text": {},
     }
     scores = (data.default_chosen_reward, data.default_rejected_reward)
-    with published(folder) as aside:
+    with published(folder, "packs") as aside:
         parts = [rows[start : start + CHUNK_RECORDS] for start in range(0, len(rows), CHUNK_RECORDS)]
         facts = write_prepared((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
         write_manifest(

@@ -60,7 +60,7 @@ def lay_out(
     length: int,
     arrangement: Arrangement = "shared",
 ) -> Pack:
-    """Lay preferences one after another into a row (or, separate, one sequence a row)."""
+    """Lay preferences one after another into a row (or, separate, one sequence a row). Without any: a row of filler."""
     plans = [_rows(preference, length, arrangement) for preference in preferences]
     one_row = arrangement != "separate" and all(len(plan) == 1 for plan in plans)
     writer = _Writer(length, 1 if one_row else sum(len(plan) for plan in plans))
@@ -96,7 +96,7 @@ def lay_out(
         winners=np.array(winners, np.int64),
         losers=np.array(losers, np.int64),
         best=np.array(best, np.int64),
-        owner=np.repeat(np.arange(len(preferences)), [len(p.completions) for p in preferences]),
+        owner=np.repeat(np.arange(len(preferences)), np.array([len(p.completions) for p in preferences], np.int64)),
         preferences=np.array(indices, np.int64),
     )
 

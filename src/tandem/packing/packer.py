@@ -1,7 +1,7 @@
 """The preferences of a batch in; the packs that go through the model, a few at a time, out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +13,7 @@ from tandem.data.store import TokenStore
 from tandem.errors import ConfigError
 from tandem.packing.binning import Bins, pack_into_bins
 from tandem.packing.layout import Arrangement, Pack, join, lay_out
+from tandem.packing.sharing import FloatArray, row_cost, share_out
 
 # FlexAttention works in blocks of this many positions; a row is a whole number of them.
 BLOCK = 128
@@ -27,8 +28,19 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Whose part of every batch: the worker's number, and of how many."""
+
+    worker: int = 0
+    num_workers: int = 1
+
+
+ALONE = Share()
+
+
+@dataclass(frozen=True, slots=True)
 class Packer:
-    """How preferences become packs, and packs micro-batches."""
+    """How preferences become packs, and packs one worker's micro-batches."""
 
     store: Preferences
     sizes: IntArray  # tokens each preference takes in a row
@@ -37,28 +49,34 @@ class Packer:
     packs_per_micro_batch: int
     algorithm: str
     seed: int = 0
+    share: Share = ALONE
+    costs: FloatArray | None = None  # what each preference adds to its row's cost; without it, its tokens
 
     @property
     def length(self) -> int:
         return self.lengths[-1]
 
     def micro_batches(self, preferences: IntArray, bounds: IntArray | None = None) -> Iterator[Pack]:
-        """The packs of a batch, a few at a time, as they go through the model.
+        """This worker's packs of a batch, a few at a time, as they go through the model: as many for every worker.
 
         `bounds` says where one pack ends and the next begins, if that was settled before.
         """
         bins = self.bins(preferences) if bounds is None else Bins(preferences, bounds)
-        # Longest first, so that rows of one length stand together and memory is claimed at the start.
-        in_order = sorted(bins, key=self.row_length, reverse=True)
-        for length, group in groupby(in_order, key=self.row_length):
+        costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
+        rounds = share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=self.share.num_workers)
+        for length, group in groupby(rounds, key=lambda round: round.length):
             waiting: list[Pack] = []
-            for bin in group:
-                waiting.append(self.row(bin.tolist(), length))
+            for round in group:
+                waiting.append(self.row(round.packs[self.share.worker].tolist(), length))
                 if len(waiting) == self.packs_per_micro_batch:
                     yield join(waiting)
                     waiting = []
             if waiting:
                 yield join(waiting)
+
+    def alone(self) -> "Packer":
+        """The same for one worker that computes everything itself."""
+        return replace(self, share=ALONE)
 
     def bins(self, preferences: IntArray) -> Bins:
         """Which preferences share a row. One that is longer than a row has several to itself."""
@@ -104,11 +122,19 @@ def arrangement_of(packing: Packing) -> Arrangement:
 
 
 def make_packer(
-    store: Preferences, packing: Packing, *, usual_auto: int, pairs_per_batch: int | None, seed: int = 0
+    store: Preferences,
+    packing: Packing,
+    *,
+    usual_auto: int,
+    pairs_per_batch: int | None,
+    seed: int = 0,
+    share: Share = ALONE,
+    hidden_size: int | None = None,
 ) -> Packer:
     """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
 
-    In mode dataset it is the longest that the set was prepared for, if it was.
+    In mode dataset it is the longest that the set was prepared for, if it was. `hidden_size` of the model tells what
+    attention costs where work is shared out; without it a row costs its tokens.
     """
     arrangement = arrangement_of(packing)
     sizes = row_sizes(store, arrangement)
@@ -128,11 +154,26 @@ def make_packer(
         wanted = usual_auto
         if pairs_per_batch is not None:
             per_batch = pairs_per_batch * float(sizes.mean()) / float(store.num_pairs.mean())
-            wanted = min(usual_auto, int(per_batch / ROWS_PER_BATCH))
+            # Packed as a whole, a set is cut into batches by its packs: their length may not follow from the workers.
+            rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_workers)
+            wanted = min(usual_auto, int(per_batch / rows))
         length = max(int(sizes.max()), wanted)
     return Packer(
-        store, sizes, row_lengths(length), arrangement, packing.packs_per_micro_batch, packing.algorithm, seed
+        store,
+        sizes,
+        row_lengths(length),
+        arrangement,
+        packing.packs_per_micro_batch,
+        packing.algorithm,
+        seed,
+        share,
+        None if hidden_size is None or share == ALONE else _costs(store, arrangement, hidden_size),
     )
+
+
+def _costs(store: Preferences, arrangement: Arrangement, hidden_size: int) -> FloatArray:
+    lengths = store.num_prompt_tokens, store.completion_lengths.astype(np.int64), store.num_completions
+    return row_cost(*lengths, hidden_size=hidden_size, arrangement=arrangement)
 
 
 def prepared_lengths(store: Preferences) -> set[int]:

@@ -36,7 +36,7 @@ def open_packs(packer: Packer) -> Bins:
         return read_packs(packer.store.folder / file_name(packer.length))  # verified with the rest of its folder
     folder = cache_dir() / "packs" / fingerprint(facts)
     if not folder.is_dir():
-        with published(folder) as aside:
+        with published(folder, "packs") as aside:
             write_packs(packer.bins(np.arange(len(packer.store))), aside / file_name(packer.length))
             write_manifest(aside, **facts)
     try:

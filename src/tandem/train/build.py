@@ -13,9 +13,10 @@ from tandem.cache import cache_dir
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
-from tandem.model.parallel import Workers, compile_layers, shard
+from tandem.model.parallel import compile_layers, shard
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
+from tandem.model.workers import Workers
 from tandem.packing.layout import join
 from tandem.packing.packer import Packer
 from tandem.train.checkpoint import (
@@ -27,7 +28,7 @@ from tandem.train.checkpoint import (
     take_snapshot,
 )
 from tandem.train.optimizer import make_optimizer, make_scheduler
-from tandem.train.report import MetricsFile, Reporter
+from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
@@ -53,6 +54,10 @@ class Training:
     progress: Progress
     saver: Saver
     stopping: Stopping
+
+    @property
+    def workers(self) -> Workers:
+        return self.side.workers
 
     def validate(self) -> list[ValidationReport]:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
@@ -91,6 +96,7 @@ class Training:
             self.fingerprints,
             self.config,
             whole=checkpointing.save_optimizer,
+            worker=self.workers.number,
         )
         self.saver.start(snapshot)
         self.reporter.detail(f"saving step {self.progress.step}")
@@ -101,7 +107,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, workers, setup.lora)
-    weights = start_fingerprint(setup.source, setup.lora)
+    weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     _audit(setup, policy, references, reporter)
     if setup.compiles:
@@ -110,10 +116,12 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     optimizer = make_optimizer((parameter for _, parameter in policy.trained()), setup.config.policy)
     scheduler = make_scheduler(optimizer, setup.config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
-    if setup.reference_source is not None:
-        fingerprints["reference model"] = weights_fingerprint(setup.reference_source)
+    if (other := setup.reference_source) is not None:
+        fingerprints["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = setup.checkpoint_dir(run)
-    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, reporter)
+    # Before it all workers draw alike (new weights must agree), from here on each its own.
+    torch.manual_seed(setup.config.run.seed + workers.number)
+    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     validation_sets = [
         ValidationSet(
@@ -136,11 +144,14 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         fingerprints,
         config,
         reporter,
-        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes),
+        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes)
+        if workers.is_first
+        else NoMetricsFile(),
         progress,
         Saver(
             folder,
             checkpointing.keep_top_k,
+            workers,
             higher_is_better=checkpointing.higher_is_better,
             took=partial(stopping.took, "save"),
         ),
@@ -149,16 +160,22 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
 
 
 def _put_back(
-    folder: Path, policy: Policy, optimizer: Any, scheduler: Any, fingerprints: dict[str, str], reporter: Reporter
+    folder: Path,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    fingerprints: dict[str, str],
+    workers: Workers,
+    reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    remove_leftovers(folder)
-    place, damaged = newest_verified(folder)
+    workers.agreed(lambda: remove_leftovers(folder), by=workers.is_first)
+    place, damaged = workers.from_first(lambda: newest_verified(folder))
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
-    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints)
+    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, workers)
     reporter.say(f"Going on from {place}")
     return progress
 
@@ -206,6 +223,8 @@ def _references(
     load = cache(lambda: load_sharded(setup, source, workers, lora).requires_grad_(False))
     if setup.config.reference.mode == "live":
         return dict.fromkeys(packers, LiveReference(load()))
+    if other is not None:
+        weights = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
@@ -219,9 +238,9 @@ def _references(
                 # Before the first update the policy is the reference, unless that is another model.
                 load if other is not None else lambda: policy,
                 packer,
-                workers.device,
+                workers,
                 folder=folder,
-                weights=weights if other is None else weights_fingerprint(other),
+                weights=weights,
                 precision=setup.precision,
                 progress=advance,
             )

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.cache import published, read_manifest, write_manifest
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ToldError
+from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
+from tandem.model.workers import Workers
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+RANDOM = "random."
 # Said of every save and load by one process, which is what is meant.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
@@ -49,9 +53,12 @@ class Snapshot:
 class Saver:
     """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
 
-    def __init__(self, folder: Path, keep: int, *, higher_is_better: bool, took: Callable[[float], None]):
+    def __init__(
+        self, folder: Path, keep: int, workers: Workers, *, higher_is_better: bool, took: Callable[[float], None]
+    ):
         """`took` is told the seconds of every checkpoint that was written."""
         self.folder, self._keep, self._higher, self._took = folder, keep, higher_is_better, took
+        self._workers = workers.apart()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -75,34 +82,65 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.perf_counter()
-        write_checkpoint(self.folder, snapshot)
+        workers = self._workers
+        write_checkpoint(self.folder, snapshot, workers)
         self._took(time.perf_counter() - started)
-        prune(self.folder, self._keep, higher_is_better=self._higher)
+        workers.agreed(lambda: prune(self.folder, self._keep, higher_is_better=self._higher), by=workers.is_first)
 
 
 def take_snapshot(
-    policy: Policy, optimizer: Any, progress: Progress, fingerprints: dict[str, str], config: str, *, whole: bool
+    policy: Policy,
+    optimizer: Any,
+    progress: Progress,
+    fingerprints: dict[str, str],
+    config: str,
+    *,
+    whole: bool,
+    worker: int = 0,
 ) -> Snapshot:
-    """Copy to the host. Not whole: without the optimizer's states."""
-    tensors = _tensors(policy, optimizer if whole else None)
+    """Copy this worker's part to the host. Not whole: without the optimizer's states."""
+    tensors = _tensors(policy, optimizer if whole else None, worker)
     return Snapshot(BlockingAsyncStager().stage(tensors), progress, fingerprints, config)
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
-    """Write `step_N` aside, sync it, rename it, then point `latest` at it."""
+def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
+    """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
     place = folder / f"step_{snapshot.progress.step}"
-    if not place.is_dir():
-        with published(place) as aside:
-            dcp.save(snapshot.tensors, checkpoint_id=aside / "tensors", no_dist=True)
+    if workers.from_first(place.is_dir):
+        workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
+        return
+    with ExitStack() as stack:
+        aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
+        _save_tensors(snapshot.tensors, aside / "tensors", workers)
+
+        def complete() -> None:
+            fail_point("checkpoint.tensors")
             facts = {"progress": asdict(snapshot.progress), "fingerprints": snapshot.fingerprints}
             (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
             (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
             write_manifest(aside, format_version=FORMAT_VERSION)
-    point(folder / "latest", place)
+            stack.close()
+            point(folder / "latest", place)
+
+        workers.agreed(complete, by=workers.is_first)
+
+
+def _save_tensors(tensors: dict[str, Any], folder: Path, workers: Workers) -> None:
+    try:
+        dcp.save(tensors, checkpoint_id=folder, process_group=workers.host_group, no_dist=workers.count == 1)
+    except dcp.api.CheckpointException as error:
+        # It is raised on every worker when any fails. What failed here says it; elsewhere, another does.
+        own = error.failures.get(workers.number)
+        raise own[0] if own else ToldError(1) from None
 
 
 def load_checkpoint(
-    place: Path, policy: Policy, optimizer: Any, scheduler: Any, fingerprints: dict[str, str]
+    place: Path,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    fingerprints: dict[str, str],
+    workers: Workers,
 ) -> Progress:
     """Put a verified checkpoint back into policy, optimizer, scheduler and random state.
 
@@ -122,15 +160,18 @@ def load_checkpoint(
                 "Put it back as it was, or start anew with --fresh."
             )
     _make_room(policy, optimizer)
-    tensors = _tensors(policy, optimizer)
+    tensors = _tensors(policy, optimizer, workers.number)
     kept = dcp.FileSystemReader(place / "tensors").read_metadata().state_dict_metadata
+    # Among more workers than there were, some have no random state to go on from: theirs is new.
+    tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
     if not tensors.keys() <= kept.keys():
         raise CheckpointError(
             f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
             "it exactly. Start anew with --fresh."
         )
-    dcp.load(tensors, checkpoint_id=place / "tensors", no_dist=True)  # in place
-    _set_random_states(tensors)
+    alone = workers.count == 1
+    dcp.load(tensors, checkpoint_id=place / "tensors", process_group=workers.host_group, no_dist=alone)  # in place
+    _set_random_states(tensors, workers.number)
     progress = Progress(**facts["progress"])
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
         for _ in range(progress.step):
@@ -138,11 +179,11 @@ def load_checkpoint(
     return progress
 
 
-def _tensors(policy: Policy, optimizer: Any | None) -> dict[str, Any]:
-    """Every tensor that a run goes on from, by name: trained weights, optimizer states, random states."""
-    tensors: dict[str, Any] = {"random.cpu": torch.get_rng_state()}
+def _tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
+    """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
+    tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
+        tensors[f"{RANDOM}cuda.{worker}"] = torch.cuda.get_rng_state()
     for name, parameter in policy.trained():
         tensors[f"policy.{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
@@ -150,10 +191,11 @@ def _tensors(policy: Policy, optimizer: Any | None) -> dict[str, Any]:
     return tensors
 
 
-def _set_random_states(tensors: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"])
+def _set_random_states(tensors: dict[str, Any], worker: int) -> None:
+    if (state := tensors.get(f"{RANDOM}cpu.{worker}")) is not None:
+        torch.set_rng_state(state)
+    if (state := tensors.get(f"{RANDOM}cuda.{worker}")) is not None:
+        torch.cuda.set_rng_state(state)
 
 
 def _make_room(policy: Policy, optimizer: Any) -> None:
@@ -190,6 +232,7 @@ def prune(folder: Path, keep: int, *, higher_is_better: bool) -> None:
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
+            fail_point("checkpoint.prune")
             shutil.rmtree(place)
 
 
@@ -209,6 +252,7 @@ def step_of(place: Path) -> int:
 
 def point(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its neighbour `target`, in one rename."""
+    fail_point(f"checkpoint.{link.name}")
     aside = link.with_name(f".{link.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     aside.symlink_to(target.name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.cache import write_whole
 from tandem.config.section import EMBEDDED
 from tandem.data.selection import Preferences
 from tandem.export import export_adapter, export_model
@@ -24,7 +25,8 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     """Validate, save, judge, export; measure what was exported; say where everything is."""
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
-    (t.run / "verdicts.json").write_text(json.dumps([asdict(one) for one in verdicts], indent=2), encoding="utf-8")
+    text = json.dumps([asdict(one) for one in verdicts], indent=2)
+    t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
@@ -52,10 +54,12 @@ def _export(t: Training, folder: Path) -> torch.dtype:
         # A folder is named by its whole path, so that the adapter finds it from anywhere.
         local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
         base = str(setup.source.folder) if local else setup.source.name
-        export_adapter(t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, **how)
+        export_adapter(
+            t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.workers, **how
+        )
     else:
         config, adapted = setup.source.config, setup.lora is not None
-        export_model(t.policy, config, setup.template, folder, adapted=adapted, **how)
+        export_model(t.policy, config, setup.template, folder, t.workers, adapted=adapted, **how)
     return dtype
 
 
@@ -104,7 +108,11 @@ def write_per_pair(t: Training, path: Path) -> None:
         for split, packer in t.setup.packers().items():
             yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
 
-    PerPairFile(path, t.setup.config.dpo).write(tables())
+    if t.workers.is_first:
+        PerPairFile(path, t.setup.config.dpo).write(tables())
+    else:
+        for _ in tables():  # measured together, written by one
+            pass
 
 
 def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
@@ -122,9 +130,9 @@ def _reload(t: Training, model: Path) -> Policy:
     setup = t.setup
     if setup.lora is not None and not setup.config.export.merge_lora:
         lora = replace(setup.lora, start=read_adapter(str(model)))
-        return load_sharded(setup, setup.source, t.side.workers, lora)
+        return load_sharded(setup, setup.source, t.workers, lora)
     config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
-    return load_sharded(t.setup, find_model(config), t.side.workers)
+    return load_sharded(t.setup, find_model(config), t.workers)
 
 
 def _spelled(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference
 from tandem.data.selection import Preferences, by_source
-from tandem.model.parallel import Workers
+from tandem.model.workers import Workers
 from tandem.packing.layout import IntArray, Pack
 from tandem.train.terms import PackOutcome
 

@@ -8,10 +8,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from tandem.cache import sync_file
 from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference, scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import ConfigError
+from tandem.failpoints import fail_point
 from tandem.train.metrics import PairTable
 
 NUMBERS = (
@@ -44,6 +46,8 @@ class PerPairFile:
             with self._aside.open("w", encoding="utf-8") as out:
                 for split, table, store in tables:
                     self._add(out, split, table, store)
+            sync_file(self._aside)
+            fail_point("per_pair.rename")
             self._aside.replace(self.path)
         finally:
             self._aside.unlink(missing_ok=True)

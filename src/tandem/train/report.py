@@ -13,9 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
+from tandem.failpoints import fail_point
 from tandem.train.validation import ValidationReport
 
-Verbosity = Literal["quiet", "normal", "verbose"]
+# silent: not even warnings; of workers other than the first
+Verbosity = Literal["silent", "quiet", "normal", "verbose"]
 
 PLAIN_WIDTH = 120
 MUCH_OVERLAP = 0.3  # of validation's n-grams
@@ -32,8 +34,12 @@ class MetricsFile:
             self._file.truncate(min(keep_bytes, path.stat().st_size))
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        line = json.dumps(record) + "\n"
+        half = len(line) // 2
+        for part in (line[:half], line[half:]):
+            fail_point("metrics.write")
+            self._file.write(part)
+            self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
         """All lines so far, those of the run before it was resumed too."""
@@ -43,6 +49,22 @@ class MetricsFile:
         """Bytes so far, on disk."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
+
+
+class NoMetricsFile(MetricsFile):
+    """Of workers other than the first, which alone keeps metrics."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def records(self) -> list[dict[str, Any]]:
+        return []
+
+    def size(self) -> int:
+        return 0
 
 
 class Reporter:
@@ -55,7 +77,7 @@ class Reporter:
         self.verbosity = verbosity
 
     def say(self, text: str = "") -> None:
-        if self.verbosity != "quiet":
+        if self.verbosity in ("normal", "verbose"):
             self.console.print(escape(text))
 
     def detail(self, text: str) -> None:
@@ -63,7 +85,8 @@ class Reporter:
             self.console.print(escape(text), style="dim")
 
     def warn(self, text: str) -> None:
-        self.console.print(escape(f"warning: {text}"), style="yellow")
+        if self.verbosity != "silent":
+            self.console.print(escape(f"warning: {text}"), style="yellow")
 
     def choices(self, rows: Sequence[tuple[str, str]]) -> None:
         self.say("\nChoices that change what is learned")
@@ -142,7 +165,7 @@ class Reporter:
         self._table("", columns, rows)
 
     def _table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        if self.verbosity == "quiet" or not rows:
+        if self.verbosity not in ("normal", "verbose") or not rows:
             return
         if title:
             self.say(title)
@@ -157,7 +180,7 @@ class Reporter:
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
         """A bar on a terminal; call the yielded function with the number done and, if wanted, a line of words."""
-        if self.verbosity == "quiet" or not self.console.is_terminal:
+        if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, words="": None
             return
         columns = (

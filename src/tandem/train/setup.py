@@ -28,7 +28,7 @@ from tandem.model.load import (
     uses_flex,
 )
 from tandem.model.lora import LoraPlan, plan_lora
-from tandem.packing.packer import USUAL_PACK, Packer, make_packer
+from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.optimizer import check_scheduler, highest_rate
@@ -159,8 +159,8 @@ class Setup:
         return f", about {packs} of {len(pairs):,} packs of {pairs.mean():.1f} pairs on average, filled by whole packs"
 
 
-def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> Setup:
-    """Read, tokenise and check everything that can be told wrong without the weights."""
+def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
+    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's."""
     check_cache_dir()
     check_scheduler(config.policy)
     uses_flex(config.policy, device)
@@ -182,12 +182,11 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar) -> S
         _check_scores(store, config)
     packing = config.policy.packing
     pairs = config.policy.train_global_batch_size
-    train = make_packer(
-        sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, seed=config.run.seed
-    )
+    of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
+    train = make_packer(sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, **of_all)
     # Validation goes in rows of the same lengths, so that nothing more is compiled for it.
     validation = {
-        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, seed=config.run.seed)
+        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
         for name, store in sets.validation.items()
     }
     batches = Batches(

@@ -15,6 +15,7 @@ from tandem.config.dpo import Dpo
 from tandem.config.losses import scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
+from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
@@ -84,13 +85,15 @@ class PendingStep:
         if not (np.isfinite(table.loss).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._blame(table, norm, store))
         metrics = summarise(table, self.side.dpo, self.side.precision, store)
+        of_workers = self.side.workers.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
+        num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
         return StepReport(
             {**metrics, "grad_norm": norm},
             num_pairs=self.batch.num_pairs,
-            num_tokens=self.num_tokens,
-            pack_fill=self.num_tokens / max(1, self.num_positions),
+            num_tokens=sum(num_tokens),
+            pack_fill=sum(num_tokens) / sum(num_positions),
             lr=self.lr,
-            seconds=self.clock.seconds(),
+            seconds=max(seconds),
         )
 
     def _blame(self, table: PairTable, norm: float, store: Preferences) -> str:
@@ -121,7 +124,9 @@ def train_step(
     for outcome in run_packs(policy, side, packs, batch):
         step.add(outcome)
     step.grad_norm = grad_norm(policy)
+    fail_point("step.update")
     _update(optimizer, step, max_grad_norm)
+    fail_point("step.done")
     step.clock.mark("end")
     return step
 
@@ -148,10 +153,11 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
     dpo, packs = side.dpo, list(packs)
     with torch.no_grad():
         terms = [pack_terms(policy, side, pack) for pack in packs]
-    pairs, leaves = joined_pairs(terms, dpo)
-    losses = preference_loss(pairs, dpo)
-    by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, (leaves.chosen, leaves.rejected))
-    start = 0
+    joined = joined_pairs(terms, dpo, side.workers)
+    losses = preference_loss(joined.pairs, dpo)
+    leaves = joined.policy.chosen, joined.policy.rejected
+    by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
+    start = joined.own.start
     for pack in packs:
         now = pack_terms(policy, side, pack)
         part = slice(start, start := start + pack.num_pairs)
@@ -171,7 +177,7 @@ def grad_norm(policy: Policy) -> Tensor:
 def _update(optimizer: Any, step: PendingStep, max_grad_norm: float | None) -> None:
     """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
     norm = step.grad_norm
-    finite = torch.isfinite(norm) & step.ledger.is_finite()
+    finite = step.side.workers.everywhere(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
     optimizer.grad_scale = scale.to(torch.float32)

@@ -4,23 +4,27 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tandem.errors import StoppedError
 
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
-OUT_OF_TIME = 143
+OUT_OF_TIME = ("checkpointing.checkpoint_must_save_by", 143)
+# Why a run stops before its end, and the exit code; workers tell each other the number, from 1.
+REASONS = (*((one.name, code) for one, code in SIGNALS.items()), OUT_OF_TIME)
 
 
 class Stopping:
     """Whether the run should stop, why, and with which exit code."""
 
-    def __init__(self, must_save_by: float | None = None):
+    def __init__(self, must_save_by: float | None = None, highest: Callable[[int], int] = lambda number: number):
+        """`highest` of what all workers give: they stop together, so all ask equally often."""
         self._deadline = None if must_save_by is None else time.monotonic() + must_save_by
         self._longest = {"step": 0.0, "save": 0.0}
         self._reason: tuple[str, int] | None = None
+        self._highest = highest
 
     def request(self, reason: str, exit_code: int) -> None:
         self._reason = self._reason or (reason, exit_code)
@@ -31,8 +35,11 @@ class Stopping:
 
     def is_wanted(self) -> bool:
         if self._deadline is not None and time.monotonic() + 2 * sum(self._longest.values()) > self._deadline:
-            self.request("checkpointing.checkpoint_must_save_by", OUT_OF_TIME)
-        return self._reason is not None
+            self.request(*OUT_OF_TIME)
+        agreed = self._highest(0 if self._reason is None else REASONS.index(self._reason) + 1)
+        if agreed:
+            self._reason = REASONS[agreed - 1]
+        return agreed > 0
 
     def check(self) -> None:
         """StoppedError if the run should stop; called where everything can be saved."""
@@ -42,8 +49,12 @@ class Stopping:
 
 
 @contextmanager
-def stopped_by_signals(stopping: Stopping) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the run to stop; a second one of either ends the process at once."""
+def stopped_by_signals(stopping: Stopping, *, alone: bool = True, says: bool = True) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the run to stop; a second one of either ends the process at once.
+
+    Not among several workers (`alone` is false; one of them `says` it): torchrun passes on what they have heard
+    already, so the second may be the first.
+    """
     if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
         yield
         return
@@ -51,8 +62,10 @@ def stopped_by_signals(stopping: Stopping) -> Iterator[None]:
     def asked(number: int, _: Any) -> None:
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
         for one in SIGNALS:
-            signal.signal(one, signal.SIG_DFL)
-        os.write(2, b"tandem: stopping: the step is finished and saved first. Once more stops at once.\n")
+            signal.signal(one, signal.SIG_DFL if alone else signal.SIG_IGN)
+        if says:
+            again = b" Once more stops at once." if alone else b""
+            os.write(2, b"tandem: stopping: the step is finished and saved first." + again + b"\n")
 
     before = {one: signal.signal(one, asked) for one in SIGNALS}
     try:

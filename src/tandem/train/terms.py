@@ -10,9 +10,9 @@ from tandem.loss.objective import PairLoss, compare, pair_loss
 from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.weighting import pair_sums, wpo_weights
 from tandem.model.logps import CompletionLogps, sum_completions
-from tandem.model.parallel import Workers
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
+from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
 
 
@@ -85,12 +85,24 @@ def pack_outcome(policy: Policy, side: Side, pack: Pack) -> PackOutcome:
     return PackOutcome(pack, terms, loss)
 
 
-def joined_pairs(several: Sequence[PackTerms], dpo: Dpo) -> tuple[Pairs, Sides]:
-    """The pairs of several micro-batches as one, and the policy's numbers in them, by which a loss can be derived."""
+@dataclass(frozen=True, slots=True)
+class JoinedPairs:
+    """The pairs of several micro-batches of all workers as one."""
 
-    def cat(name: str) -> Sides:
-        sides: list[Sides] = [getattr(terms, name) for terms in several]
-        return Sides(torch.cat([one.chosen for one in sides]), torch.cat([one.rejected for one in sides]))
+    pairs: Pairs
+    policy: Sides  # the policy's numbers in them, by which a loss can be derived
+    own: slice  # this worker's
 
-    policy = cat("policy").map(lambda values: values.detach().requires_grad_())
-    return compare(policy, cat("reference"), cat("num_tokens"), dpo, cat("scores")), policy
+
+def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, workers: Workers) -> JoinedPairs:
+    """What a loss that compares over the batch sees."""
+
+    def columns(terms: PackTerms) -> list[torch.Tensor]:
+        sides = (terms.policy, terms.reference, terms.num_tokens, terms.scores)
+        return [values.detach().double() for side in sides for values in (side.chosen, side.rejected)]
+
+    rows = torch.cat([torch.stack(columns(terms), dim=1) for terms in several])
+    joined, own = workers.concatenated(rows)
+    policy, reference, num_tokens, scores = (Sides(*joined[:, i : i + 2].unbind(1)) for i in range(0, 8, 2))
+    policy = policy.map(lambda values: values.requires_grad_())
+    return JoinedPairs(compare(policy, reference, num_tokens, dpo, scores), policy, own)

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.cache import write_whole
 from tandem.config.load import LoadedConfig
-from tandem.errors import CheckpointError, StoppedError
-from tandem.model.parallel import start_workers
+from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
+from tandem.model.workers import Workers, start_workers
 from tandem.packing.loader import load_ahead
+from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
@@ -29,27 +31,35 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
 
     per_pair: a file for the numbers of every pair of every set at the end.
     """
-    if per_pair is not None:
-        check_per_pair(per_pair)
-    run = choose_run_dir(loaded, fresh=fresh)
+    workers = start_workers()
+    if not workers.is_first:
+        reporter = Reporter("silent")
+    try:
+        return _train(loaded, reporter, workers, fresh=fresh, per_pair=per_pair)
+    except (AuditError, NonFiniteError, StoppedError) as error:
+        # All workers meet these alike: one of them says so.
+        raise error if workers.is_first else ToldError(error.exit_code) from None
+
+
+def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh: bool, per_pair: Path | None) -> Path:
+    run = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
     if is_finished(run):
-        refuse_longer(run, loaded)
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
             return run
-    stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by)
-    workers = start_workers()
-    setup = set_up(loaded.config, workers.device, reporter.progress)
+    stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
+    share = Share(workers.number, workers.count)
+    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share))
     kept = setup.checkpoint_dir(run)
-    elsewhere = loaded.config.checkpointing.checkpoint_dir is not None
-    with held(run), held(kept) if elsewhere else nullcontext():
+    with ExitStack() as stack:
+        workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
-        (run / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
-        _gather_rejects(setup, run)
+        if workers.count > 1:
+            reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights())
         reporter.choices(setup.choices())
         _warn_of_short_run(setup, reporter)
-        with stopped_by_signals(stopping):
+        with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
                 with closing(training.saver):
@@ -58,6 +68,25 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
                 reporter.warn(_what_is_kept(kept))
                 raise
     return run
+
+
+def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> Path:
+    """The run's directory, after what can be refused without reading anything."""
+    if per_pair is not None:
+        check_per_pair(per_pair)
+    run = choose_run_dir(loaded, fresh=fresh)
+    if is_finished(run):
+        refuse_longer(run, loaded)
+    return run
+
+
+def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
+    """Hold the run's directory, and that of its checkpoints if it is elsewhere, until the end; write what is known."""
+    stack.enter_context(held(run))
+    if loaded.config.checkpointing.checkpoint_dir is not None:
+        stack.enter_context(held(setup.checkpoint_dir(run)))
+    write_whole(run / "config.yaml", loaded.as_yaml(), "config")
+    _gather_rejects(setup, run)
 
 
 def _run(t: Training, per_pair: Path | None) -> None:
@@ -109,7 +138,7 @@ def _loop(t: Training) -> list[ValidationReport]:
             stopping = t.stopping.is_wanted()
             # A step is read once it is done, at most one step late: reading earlier would make the device wait.
             while unread and (
-                len(unread) > 1 or validating or saving or stopping or step == total or unread[0][1].is_done()
+                len(unread) > 1 or validating or saving or stopping or step == total or _is_done(t, unread[0][1])
             ):
                 _report(t, *unread.pop(0), bar)
             t.progress = replace(t.progress, owes_validation=validating)
@@ -154,6 +183,11 @@ def _remaining(t: Training) -> Iterator[GlobalBatch]:
         batches = t.setup.batches.epoch(epoch)[done : done + left]
         yield from batches
         epoch, done, left = epoch + 1, 0, left - len(batches)
+
+
+def _is_done(t: Training, pending: PendingStep) -> bool:
+    """Whether a step has ended on every worker: they read it together."""
+    return not t.workers.highest(not pending.is_done())
 
 
 def _due(step: int, period: int, total: int) -> bool:

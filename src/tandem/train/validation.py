@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.config.losses import scope_of
+from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
@@ -62,6 +63,7 @@ def measure(
     ledger = PairLedger()
     for outcome in _outcomes(policy, side, packs):
         ledger.add(outcome)
+        fail_point("validation.pack")
         check()
     table, _ = ledger.read(side.workers)
     return table
@@ -75,7 +77,7 @@ def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[Pac
         return
     packs = list(packs)
     terms = [pack_terms(policy, side, pack) for pack in packs]
-    pairs, _ = joined_pairs(terms, dpo)
-    parts = preference_loss(pairs, dpo).split([pack.num_pairs for pack in packs])
+    joined = joined_pairs(terms, dpo, side.workers)
+    parts = preference_loss(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
     for pack, one, part in zip(packs, terms, parts, strict=True):
         yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, of_batch=part))

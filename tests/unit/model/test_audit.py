@@ -107,7 +107,8 @@ def test_the_start_loss_is_put_into_words(nats, words):
 def test_cached_reference_equals_the_live_one(tmp_path):
     """In numbers, not only in what is learned: every token of every preference."""
     from tandem.model.load import load_policy
-    from tandem.model.parallel import shard, start_workers
+    from tandem.model.parallel import shard
+    from tandem.model.workers import start_workers
 
     workers = start_workers()
     setup = set_up(load_config(None, SHORT).config, workers.device)
@@ -115,7 +116,7 @@ def test_cached_reference_equals_the_live_one(tmp_path):
     cached = reference.cached_reference(
         lambda: frozen,
         setup.train,
-        workers.device,
+        workers,
         folder=tmp_path,
         weights="w",
         precision="float32",

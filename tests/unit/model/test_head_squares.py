@@ -9,8 +9,8 @@ from models import as_policy, random_preference, tiny_model
 from tandem.config.dpo import Dpo
 from tandem.data.selection import Selection
 from tandem.model.logps import HeadRule, chunked_logps
-from tandem.model.parallel import start_workers
 from tandem.model.reference import LiveReference
+from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.step import train_step

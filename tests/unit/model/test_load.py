@@ -20,8 +20,8 @@ from tandem.model.load import (
     uses_flex,
     weights_fingerprint,
 )
-from tandem.model.parallel import stop_workers
 from tandem.model.tiny import tiny_model
+from tandem.model.workers import stop_workers
 from tandem.train.setup import set_up
 
 CPU = torch.device("cpu")

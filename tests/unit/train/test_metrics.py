@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tandem.config.dpo import Dpo
 from tandem.config.tracked import METRICS
 from tandem.data.selection import Selection
-from tandem.model.parallel import Workers
+from tandem.model.workers import Workers
 from tandem.train.metrics import PairTable, summarise
 
 NOWHERE = Selection({}, np.arange(0))

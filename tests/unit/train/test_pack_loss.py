@@ -12,7 +12,8 @@ from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard, start_workers
+from tandem.model.parallel import shard
+from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
 from tandem.train.metrics import PairLedger, PairTable, places_of_pairs
 from tandem.train.setup import set_up

@@ -10,8 +10,9 @@ from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
 from tandem.errors import NonFiniteError
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard, start_workers
+from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
+from tandem.model.workers import start_workers
 from tandem.train.optimizer import make_optimizer
 from tandem.train.setup import set_up
 from tandem.train.step import train_step

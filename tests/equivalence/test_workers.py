@@ -1,0 +1,141 @@
+"""Promise 1: two workers = one. Shares of a batch add up to the batch, whatever the loss, the packing and the model."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_config
+from running import SHORT, largest_difference, metrics_of, short_run, weights_of
+from several import run_together
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.model.tiny import tiny_model as embedded_model
+
+WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
+STEPS = 4
+COMMON = [
+    *SHORT,
+    f"dpo.max_num_steps={STEPS}",
+    "dpo.max_num_epochs=4",
+    "policy.optimizer.kwargs.lr=2e-4",
+    "dpo.val_period=2",
+    "dpo.val_batches=2",
+    "dpo.val_at_end=true",
+    "checkpointing.save_period=2",
+]
+
+
+def text(rng):
+    return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def cases(folder):
+    """Runs by name, as overrides."""
+    rng = np.random.default_rng(1)
+    fours = [
+        {"context": text(rng), "completions": [{"rank": rank, "completion": text(rng)} for rank in range(4)]}
+        for _ in range(12)
+    ]
+    (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", vocab_size=2048)).save_pretrained(folder / "experts")
+    AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(folder / "experts")
+    few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
+    return {
+        "packed": ["policy.packing.pack_length=512", "policy.packing.packs_per_micro_batch=2"],
+        # of one preference in a batch, all workers but one have nothing
+        "one pair at a time": ["policy.train_global_batch_size=1", "dpo.val_period=0", "dpo.val_at_end=false"],
+        "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3"],
+        "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3"],
+        "four completions": [*few, "data.pairing=all", "policy.train_global_batch_size=12"],
+        "packed once": [*few, "policy.packing.mode=dataset", "policy.packing.pack_length=256"],
+        "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
+        "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+    }
+
+
+def run_dir(folder, name, count):
+    return folder / f"{name.replace(' ', '_')}-{count}"
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def together(request, folder, cases):
+    """All the runs by several workers; how many, and what each printed."""
+    count = request.param
+    runs = [[*COMMON, *own, f"run.dir={run_dir(folder, name, count)}"] for name, own in cases.items()]
+    return count, run_together(count, runs, folder)
+
+
+def assert_alike(several, one):
+    for split in ("train", "validation-default"):
+        these, those = metrics_of(several, split), metrics_of(one, split)
+        assert [line["step"] for line in these] == [line["step"] for line in those]
+        for this, that in zip(these, those, strict=True):
+            assert this.keys() == that.keys()
+            assert this["num_pairs"] == that["num_pairs"]
+            assert this.get("num_tokens") == that.get("num_tokens")
+            assert this["loss"] == pytest.approx(that["loss"], rel=1e-5)
+            assert this["rewards_margin_mean"] == pytest.approx(that["rewards_margin_mean"], rel=1e-4, abs=1e-6)
+            assert this.get("grad_norm", 0) == pytest.approx(that.get("grad_norm", 0), rel=1e-3)
+    assert largest_difference(weights_of(several), weights_of(one)) < 5e-6
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed",
+        "one pair at a time",
+        "over the batch",
+        "plain",
+        "four completions",
+        "packed once",
+        "adapters",
+        "experts",
+    ],
+)
+def test_several_workers_learn_what_one_learns(name, together, folder, cases):
+    count, _ = together
+    alone = run_dir(folder, name, 1)
+    if not alone.exists():
+        short_run(alone, *COMMON, *cases[name])
+    assert len(metrics_of(alone)) == STEPS
+    assert_alike(run_dir(folder, name, count), alone)
+
+
+def test_one_worker_speaks_for_all(together):
+    _, said = together
+    assert "Workers: " in said[0]
+    assert not any(said[1:])
+
+
+def test_a_run_goes_on_among_another_number_of_workers(together, folder, cases):
+    count, _ = together
+    name = "packed"
+    alone = run_dir(folder, name, 1)
+    if not alone.exists():
+        short_run(alone, *COMMON, *cases[name])
+    overrides = {}
+    for start, then in ((count, 1), (1, count), (count, count)):
+        cut = folder / f"cut-{start}-{then}"
+        shutil.copytree(run_dir(folder, name, start), cut, symlinks=True)
+        shutil.rmtree(cut / "model")
+        shutil.rmtree(cut / f"checkpoints/step_{STEPS}")
+        overrides[cut] = [*COMMON, *cases[name], f"run.dir={cut}"]
+    fewer, more, same = overrides
+    short_run(fewer, *COMMON, *cases[name])
+    said = run_together(count, [overrides[more], overrides[same]], folder)
+    for cut in (more, same):
+        assert f"Going on from {cut}/checkpoints/step_2" in said[0]
+    for cut in overrides:
+        assert_alike(cut, alone)
+    whole = run_dir(folder, name, count)
+    assert metrics_of(same) == metrics_of(whole)
+    assert largest_difference(weights_of(same), weights_of(whole)) == 0.0

@@ -1,0 +1,61 @@
+"""What befalls one of several workers: all end together, one says why, and nothing saved is lost."""
+
+import signal
+import sys
+import time
+
+from running import SHORT
+from several import start
+
+TANDEM = [sys.executable, "-m", "tandem", "train"]
+LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=run"]
+
+
+def ends(workers):
+    """What each worker said at its end on stderr, and its exit code."""
+    return [(worker.communicate(timeout=120)[1], worker.returncode) for worker in workers]
+
+
+def wait_for(path, workers):
+    until = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} never came"
+        assert all(worker.poll() is None for worker in workers)
+        time.sleep(0.05)
+
+
+def test_a_mistake_is_told_once(tmp_path):
+    first, second = ends(start(2, [*TANDEM, "policy.model_nam=x"], tmp_path))
+    assert first[0].startswith("tandem: error: command line: unknown key policy.model_nam.")
+    assert second[0] == ""
+    assert first[1] == second[1] == 2
+
+
+def test_bad_data_is_told_once(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
+    first, second = ends(start(2, [*TANDEM, "data.train.data_path=bad.jsonl"], tmp_path))
+    assert first[0].startswith("tandem: error: bad.jsonl: none of 1 rows can be read:")
+    assert second[0] == ""
+    assert first[1] == second[1] == 3
+
+
+def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_others(tmp_path):
+    workers = start(2, [*TANDEM, *LONG], tmp_path)
+    wait_for(tmp_path / "run/checkpoints/step_2", workers)
+    workers[1].send_signal(signal.SIGTERM)
+    first, second = ends(workers)
+    assert first[0].endswith("tandem: stopped by SIGTERM\n")
+    assert "Traceback" not in first[0] + second[0]
+    assert first[1] == second[1] == 143
+    kept = (tmp_path / "run/checkpoints/latest").resolve().name
+
+    workers = start(2, [*TANDEM, *LONG], tmp_path)
+    wait_for(tmp_path / f"run/checkpoints/step_{int(kept[5:]) // 2 * 2 + 2}", workers)
+    workers[1].kill()
+    first, second = ends(workers)
+    assert second[1] == -signal.SIGKILL
+    assert first == (
+        "tandem: error: another worker ended, so this one cannot go on. Checkpoints already there are whole; the same "
+        "command goes on from the newest.\n",
+        1,
+    )

@@ -1,0 +1,45 @@
+"""Several workers that train together on this machine: started as torchrun would, each with its number in its environment."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.config.load import load_config
+from tandem.model.workers import stop_workers
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """What torchrun gives each worker."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**shared, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)]
+
+
+def start(count: int, command: list[str], folder: Path) -> list[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(command, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+        for environment in environments(count)
+    ]
+
+
+def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
+    """Train several runs, given by their overrides, one after another; what each worker printed."""
+    workers = start(count, [sys.executable, __file__, json.dumps(runs)], folder)
+    said = [worker.communicate(timeout=300) for worker in workers]
+    for worker, (out, err) in zip(workers, said, strict=True):
+        assert worker.returncode == 0, out + err
+    return [out for out, _ in said]
+
+
+if __name__ == "__main__":
+    for overrides in json.loads(sys.argv[1]):
+        train(load_config(None, overrides), Reporter())
+    stop_workers()
