@@ -46,7 +46,10 @@ def train(
         str | None,
         typer.Option(metavar="FILE", help="At the end, write every pair's numbers there, the least margin first."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each record as a line of JSON, and the result as the last one.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings, errors and the end.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
@@ -67,7 +70,8 @@ def train(
     from tandem.train.report import Reporter
     from tandem.train.trainer import train as run_training
 
-    reporter = Reporter("quiet" if quiet else "verbose" if verbose else "normal")
+    silent = quiet or (as_json and not verbose)
+    reporter = Reporter("quiet" if silent else "verbose" if verbose else "normal", as_json=as_json)
     try:
         run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except BaseException:

@@ -95,5 +95,5 @@ def test_own_data_with_own_keys_and_messages(tmp_path):
     command = [sys.executable, "-m", "tandem.cli", "train", "-q", "data.train.data_path=own.jsonl", *keys]
     command += ["policy.train_global_batch_size=3", "policy.scheduler=null"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Done. Everything is in runs/tandem-1\n", "")
     assert len(lines(tmp_path / "runs" / "tandem-1", "train")) == 2

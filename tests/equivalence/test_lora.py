@@ -290,6 +290,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
     assert largest_difference(*files) == 0.0
 
 
+def test_layers_that_compute_again_draw_the_same_dropout(tmp_path):
+    settings = [*SMALL, "policy.lora.dropout=0.2", "dpo.max_num_steps=2", "checkpointing.enabled=false"]
+    kept, again = (
+        metrics_of(run_few(tmp_path / how, *settings, f"policy.activation_checkpointing={how}"))
+        for how in ("none", "full")
+    )
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in kept], rel=1e-6)
+    assert [line["grad_norm"] for line in again] == pytest.approx([line["grad_norm"] for line in kept], rel=1e-5)
+
+
 # A trained adapter as the start, and as the reference
 
 

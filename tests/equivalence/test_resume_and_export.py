@@ -96,6 +96,8 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
         "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
         "Take the old values back, or choose another run.dir for another run."
     )
+    with pytest.raises(CheckpointError, match="run.seed: 42 there, 43 now"):
+        short_run(tmp_path / "cut", *SAVING, "run.seed=43")
 
 
 def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
@@ -239,8 +241,8 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monke
         with pytest.raises(Killed):
             short_run(tmp_path / "cut", *SAVING)
     manifest = tmp_path / "cut/checkpoints/step_2/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 7'))
-    with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 2\."):
+    manifest.write_text(manifest.read_text().replace('"format_version": 3', '"format_version": 7'))
+    with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 3\."):
         short_run(tmp_path / "cut", *SAVING)
 
 

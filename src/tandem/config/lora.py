@@ -18,7 +18,7 @@ class Lora(Section):
     enabled: bool = Field(default=False, description="train LoRA adapters and nothing else (docs/lora.md)")
     dim: Positive = Field(default=16, description="rank of the adapters; by default that of lora.adapter, if given")
     alpha: float = Field(
-        default=32, gt=0, description="adapters count alpha / dim times; by default that of lora.adapter, if given"
+        default=32.0, gt=0, description="adapters count alpha / dim times; by default that of lora.adapter, if given"
     )
     dropout: float = Field(
         default=0.0,

@@ -127,6 +127,10 @@ class Policy(Section):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="clip the global gradient norm; null: no clipping"
     )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="compute activations again in the backward instead of keeping them: every second matrix product's, all",
+    )
     compile: Literal["auto"] | bool = Field(default="auto", description="compile the layers; auto: on CUDA")
     attention: Literal["auto", "flex", "sdpa"] = Field(default="auto", description="auto: flex on CUDA, sdpa elsewhere")
     head_chunk_tokens: Positive | Literal["auto"] = Field(

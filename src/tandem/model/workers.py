@@ -114,6 +114,12 @@ class Workers:
         return replace(self, host_group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
+def compute_deterministically() -> None:
+    """Only kernels that give the same bits every time; to be called before the GPU is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def start_workers() -> Workers:
     """This process alone, or among those that torchrun started with it."""
     local = int(os.environ.get("LOCAL_RANK", 0))

@@ -15,6 +15,7 @@ from tandem.model.load import ModelSource, load_policy, weights_fingerprint
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
 from tandem.model.parallel import compile_layers, shard
 from tandem.model.policy import Policy
+from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
 from tandem.model.workers import Workers
 from tandem.packing.layout import join
@@ -33,6 +34,7 @@ from tandem.train.rundir import is_finished
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
 from tandem.train.terms import Side
+from tandem.train.trackers.tracking import Tracking, start_tracking
 from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 
@@ -54,6 +56,7 @@ class Training:
     progress: Progress
     saver: Saver
     stopping: Stopping
+    tracking: Tracking
 
     @property
     def workers(self) -> Workers:
@@ -70,9 +73,15 @@ class Training:
 
     def write(self, report: ValidationReport) -> None:
         """A validation's line in metrics.jsonl."""
-        self.metrics.write(
+        self.record(
             {"step": self.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
         )
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, told to whoever follows the run."""
+        self.metrics.write(record)
+        self.tracking.log(record)
+        self.reporter.record(record)
 
     def track(self, split: str, metrics: dict[str, float]) -> None:
         """Remember the metric that ranks checkpoints, if this is its split."""
@@ -133,6 +142,8 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         )
         for name, packer in setup.validation.items()
     ]
+    kept = None if is_finished(run) else progress.metrics_bytes
+    metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
     return Training(
         setup,
         run,
@@ -144,9 +155,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         fingerprints,
         config,
         reporter,
-        MetricsFile(run / "metrics.jsonl", None if is_finished(run) else progress.metrics_bytes)
-        if workers.is_first
-        else NoMetricsFile(),
+        metrics,
         progress,
         Saver(
             folder,
@@ -156,7 +165,18 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
             took=partial(stopping.took, "save"),
         ),
         stopping,
+        _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
     )
+
+
+def _tracking(
+    setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
+) -> Tracking:
+    if is_finished(run):  # nothing more will be recorded
+        return Tracking()
+    logger, on_gpu = setup.config.logger, setup.device.type == "cuda"
+    records = metrics.records()
+    return start_tracking(logger, run, config, progress.step, records, reporter.say, reporter.warn, on_gpu=on_gpu)
 
 
 def _put_back(
@@ -186,6 +206,8 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
         if lora is None
         else load_adapted(source, setup.config.policy, workers.device, lora)
     )
+    if (how := setup.config.policy.activation_checkpointing) != "none":
+        recompute(policy, how)
     shard(policy, workers, bfloat16=setup.precision == "bfloat16")
     if setup.compiles:
         compile_layers(policy)

@@ -66,7 +66,7 @@ def _export(t: Training, folder: Path) -> torch.dtype:
 def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:
     """Where everything is, and what could come next."""
     config = t.setup.config
-    t.reporter.say(f"\nDone. Everything is in {t.run}")
+    t.reporter.end(f"Done. Everything is in {t.run}")
     alone = t.setup.lora is not None and not config.export.merge_lora
     what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
     t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}")

@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere."""
+"""What a run says: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere, JSON lines when asked for."""
 
 import json
 import os
@@ -70,11 +70,16 @@ class NoMetricsFile(MetricsFile):
 class Reporter:
     """Speaks to the user. The same words on a terminal and in a file; only the bar needs a terminal."""
 
-    def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
+        """as_json: records and the result are lines on standard output, and whatever else is said goes to standard error."""
+        in_ci = os.environ.get("CI", "") not in ("", "0", "false")
+        self.console = console or Console(
+            highlight=False, soft_wrap=True, stderr=as_json, force_terminal=False if in_ci else None
+        )
         if console is None and not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
+        self.as_json = as_json
 
     def say(self, text: str = "") -> None:
         if self.verbosity in ("normal", "verbose"):
@@ -87,6 +92,25 @@ class Reporter:
     def warn(self, text: str) -> None:
         if self.verbosity != "silent":
             self.console.print(escape(f"warning: {text}"), style="yellow")
+
+    def end(self, text: str) -> None:
+        """Where everything is: said in quiet runs too."""
+        if self.verbosity == "quiet" and not self.as_json:
+            self.console.print(escape(text))
+        else:
+            self.say(f"\n{text}")
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, for a program that reads along."""
+        if self.as_json:
+            print(json.dumps(record), flush=True)
+
+    def result(self, run: Path) -> None:
+        """The last line for such a program: the run's directory, and the last record of every split."""
+        if self.as_json:
+            lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            final = {record["split"]: record for record in map(json.loads, lines)}
+            print(json.dumps({"run_dir": str(run), "final": final}), flush=True)
 
     def choices(self, rows: Sequence[tuple[str, str]]) -> None:
         self.say("\nChoices that change what is learned")
@@ -131,9 +155,19 @@ class Reporter:
         self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
+        """A line a step; on a terminal the bar says as much."""
+        if self.console.is_terminal and self.verbosity != "verbose":
+            return
         self.say(
             f"step {record['step']}/{total}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  "
-            f"margin {round(record['rewards_margin_mean'], 3) + 0.0:.3f}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
+            f"margin {_margin(record)}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
+            f"{record['pairs_per_second']:.1f} pairs/s"
+        )
+
+    def numbers(self, record: dict[str, Any]) -> str:
+        """A step's numbers beside the bar."""
+        return (
+            f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f} margin {_margin(record)} "
             f"{record['pairs_per_second']:.1f} pairs/s"
         )
 
@@ -193,6 +227,10 @@ class Reporter:
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(what, total=total, completed=done, words="")
             yield lambda advance=1, words="": bar.update(task, advance=advance, words=words)
+
+
+def _margin(record: dict[str, Any]) -> str:
+    return f"{round(record['rewards_margin_mean'], 3) + 0.0:.3f}"
 
 
 def _short(metric: str) -> str:

@@ -14,7 +14,9 @@ from tandem.errors import CheckpointError, ConfigError
 
 # Keys that do not change what is learned up to a step: they may differ when a run goes on.
 MAY_CHANGE = (
-    "run.",
+    "run.name",
+    "run.dir",
+    "run.deterministic",
     "dpo.max_num_steps",
     "dpo.val_",
     "data.validation",

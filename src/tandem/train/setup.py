@@ -32,6 +32,7 @@ from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.trackers.feed import check_packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ class Setup:
 def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's."""
     check_cache_dir()
+    check_packages(config.logger)
     check_scheduler(config.policy)
     uses_flex(config.policy, device)
     source = find_model(config.policy)

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.cache import write_whole
 from tandem.config.load import LoadedConfig
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
-from tandem.model.workers import Workers, start_workers
+from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
@@ -31,6 +31,8 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
 
     per_pair: a file for the numbers of every pair of every set at the end.
     """
+    if loaded.config.run.deterministic:
+        compute_deterministically()
     workers = start_workers()
     if not workers.is_first:
         reporter = Reporter("silent")
@@ -46,6 +48,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     if is_finished(run):
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
+            reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
     share = Share(workers.number, workers.count)
@@ -62,11 +65,12 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
-                with closing(training.saver):
+                with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
                 raise
+    reporter.result(run)
     return run
 
 
@@ -215,11 +219,11 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
         "pairs_per_second": report.num_pairs / report.seconds,
         "tokens_per_second": report.num_tokens / report.seconds,
     }
-    t.metrics.write(record)
+    t.record(record)
     t.track("train", report.metrics)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.num_steps)
-    bar(1, f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f}")
+    bar(1, t.reporter.numbers(record))
 
 
 def _gather_rejects(setup: Setup, run: Path) -> None:

@@ -1,0 +1,62 @@
+"""Layers that forget what they computed and compute it again in the backward: everything, or all but the dear half."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tandem.model.parallel import decoder_layers
+from tandem.model.policy import Policy
+
+# It tells of in-place operations, of which a layer has none, at every start.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
+
+aten = torch.ops.aten
+ATTENTION = {
+    torch.ops.higher_order.flex_attention,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+
+
+def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
+    """Selective keeps attention and every second matrix product of a layer; full keeps a layer's input alone.
+
+    Inside a layer's forward, so that compiling a layer sees it: around a compiled one, selective would do nothing.
+    """
+    for layer in decoder_layers(policy):
+        layer.forward = _recomputed(layer.forward, how)
+
+
+def _recomputed(forward: Callable[..., Any], how: Literal["selective", "full"]) -> Callable[..., Any]:
+    contexts: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
+
+    def recomputed(*given: Any, **named: Any) -> Any:
+        return checkpoint(forward, *given, use_reentrant=False, **contexts, **named)
+
+    return recomputed
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_every_second_product())
+
+
+def _every_second_product() -> Callable[..., CheckpointPolicy]:
+    """Forward and recomputation meet the same operations in the same order; each is counted apart."""
+    counts = {False: 0, True: 0}
+
+    def keep(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in PRODUCTS:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return keep

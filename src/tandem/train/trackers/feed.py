@@ -1,0 +1,122 @@
+"""Records of a run in, never waiting; trackers out, fed by one thread through a process of their own."""
+
+import importlib.util
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from tandem.config.logger import Logger
+from tandem.errors import ConfigError
+from tandem.train.trackers.adapters import Metrics, Opening
+from tandem.train.trackers.child import CLOSE_SECONDS
+
+QUEUE_RECORDS = 1000
+# -P: a folder `wandb` in the working directory is not the package.
+CHILD = (sys.executable, "-P", "-m", "tandem.train.trackers.child")
+
+
+def check_packages(logger: Logger) -> None:
+    """Refuse a tracker whose package is not installed."""
+    for name in logger.enabled:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+            raise ConfigError(
+                f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
+                f"or set logger.{name}_enabled=false."
+            )
+
+
+class Feed:
+    """A queue that never blocks, a thread that empties it into the trackers' process, and a count of what was lost."""
+
+    def __init__(
+        self,
+        trackers: Sequence[str],
+        opening: Opening,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ):
+        self._say, self._warn = say, warn
+        self._left = list(trackers)
+        self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._num_put = self._num_delivered = 0
+        self._killed = False
+        log = Path(opening.log_dir) / "trackers.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # A session of its own: Ctrl-C is for the run, which then tells the trackers.
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                CHILD,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        for name in trackers:
+            self._queue.put({"tracker": name, "opening": asdict(opening)})
+        self._thread = threading.Thread(target=self._deliver, name="trackers", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, metrics: Metrics) -> None:
+        """Give a record to the trackers, or count it as lost where they are too far behind."""
+        if not self._left:  # said already
+            return
+        self._num_put += 1
+        if self._queue.qsize() < QUEUE_RECORDS:
+            self._queue.put({"step": step, "metrics": metrics})
+
+    def close(self) -> None:
+        """Wait for what is still under way, but not for long; say what did not arrive."""
+        self._queue.put({"close": True})
+        self._thread.join(CLOSE_SECONDS)
+        names = ", ".join(self._left)
+        if self._thread.is_alive():
+            self._killed = True
+            self._process.kill()
+            self._thread.join(1)
+        lost = self._num_put - self._num_delivered
+        if self._left and lost:
+            self._warn(f"{lost} of {self._num_put} records did not reach {names}; metrics.jsonl has them all.")
+        elif self._killed:
+            self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was cut off.")
+
+    def _deliver(self) -> None:
+        """The thread: one message after another, each answered before the next."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            while self._left:
+                message = self._queue.get()
+                self._ask(message, stdin, stdout)
+                self._num_delivered += "metrics" in message
+                if "close" in message:
+                    break
+        except OSError as error:
+            if not self._killed:
+                self._warn(f"trackers are switched off: their process ended ({error}). The run goes on without them.")
+                self._left = []
+        finally:
+            with suppress(OSError):  # of what could not be written any more
+                stdin.close()
+            self._process.wait()
+
+    def _ask(self, message: dict[str, Any], stdin: IO[str], stdout: IO[str]) -> None:
+        stdin.write(json.dumps(message) + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise OSError(f"exit code {self._process.wait()}")
+        answer = json.loads(line)
+        if answer["place"]:
+            self._say(f"Tracked by {message['tracker']}: {answer['place']}")
+        for name, reason in answer["failed"].items():
+            self._warn(f"{name} is switched off: {reason}. The run goes on; metrics.jsonl has everything.")
+            self._left.remove(name)

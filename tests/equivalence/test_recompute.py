@@ -1,0 +1,62 @@
+"""Promise 1: activations computed again are those that were not kept. What is kept is less."""
+
+import numpy as np
+import pytest
+import torch
+from models import as_policy, random_preference, tiny_model
+from running import largest_difference, metrics_of, short_run, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tandem.model.recompute import ATTENTION, PRODUCTS, recompute
+from tandem.packing.layout import lay_out
+
+HOWS = ("none", "selective", "full")
+
+
+def test_the_run_is_the_same_bit_for_bit(tmp_path):
+    runs = {how: short_run(tmp_path / how, f"policy.activation_checkpointing={how}") for how in HOWS}
+    for how in HOWS[1:]:
+        assert metrics_of(runs[how]) == metrics_of(runs["none"])
+        assert largest_difference(weights_of(runs[how]), weights_of(runs["none"])) == 0.0
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and calls of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"products": 0, "attention": 0}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts["products"] += operation in PRODUCTS
+        self.counts["attention"] += operation in ATTENTION
+        return operation(*args, **(kwargs or {}))
+
+
+def backward(architecture, how):
+    """What the backward computes, and the gradients it gives."""
+    policy = as_policy(tiny_model(architecture).train())
+    if how != "none":
+        recompute(policy, how)
+    rng = np.random.default_rng(0)
+    chosen = [random_preference(rng) for _ in range(3)]
+    logps = policy(policy.inputs(lay_out(range(3), chosen, length=128), torch.device("cpu"))).sum()
+    with Products() as mode:
+        logps.backward()
+    grads = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    return mode.counts, grads
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
+def test_gradients_are_equal_and_half_or_all_products_are_computed_again(architecture):
+    counts, gradients = {}, {}
+    for how in HOWS:
+        counts[how], gradients[how] = backward(architecture, how)
+    for how in HOWS[1:]:
+        assert gradients[how].keys() == gradients["none"].keys()
+        for name, gradient in gradients["none"].items():
+            assert torch.equal(gradients[how][name], gradient), name
+    again = {how: counts[how]["products"] - counts["none"]["products"] for how in HOWS[1:]}
+    assert again["full"] >= 12  # of seven in each of two layers, all but the last, of which nothing is needed
+    assert 0.4 * again["full"] <= again["selective"] <= 0.6 * again["full"]
+    assert counts["selective"]["attention"] == counts["none"]["attention"]

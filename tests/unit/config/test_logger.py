@@ -1,0 +1,35 @@
+"""The section `logger`: what is never read is refused, what is switched off on purpose is kept."""
+
+import pytest
+import yaml
+
+from tandem.config.load import load_config
+from tandem.errors import ConfigError
+
+
+def test_settings_of_a_tracker_that_nobody_switched_on_are_refused():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["logger.wandb.project=mine"])
+    assert str(refused.value) == (
+        "command line: logger.wandb.project = mine is read by nobody: wandb is not enabled. Set "
+        "logger.wandb_enabled=true, or false if you mean it."
+    )
+
+
+@pytest.mark.parametrize("switched", ["true", "false"])
+def test_settings_of_a_tracker_that_was_switched_on_or_off_are_kept(switched):
+    loaded = load_config(None, ["logger.mlflow.tracking_uri=http://x", f"logger.mlflow_enabled={switched}"])
+    assert loaded.config.logger.mlflow.tracking_uri == "http://x"
+    assert loaded.config.logger.enabled == (["mlflow"] if switched == "true" else [])
+
+
+def test_a_resolved_configuration_reads_back_the_same(tmp_path):
+    first = load_config(None, ["logger.wandb.name=x", "logger.wandb_enabled=false"]).as_yaml()
+    (tmp_path / "config.yaml").write_text(first)
+    assert load_config(str(tmp_path / "config.yaml"), []).as_yaml() == first
+    assert yaml.safe_load(first)["logger"]["monitor_gpus"] is True
+
+
+def test_a_summary_shorter_than_the_time_between_two_looks_is_refused():
+    with pytest.raises(ConfigError, match=r"flush_interval = 5 is below collection_interval = 10"):
+        load_config(None, ["logger.gpu_monitoring.flush_interval=5"])

@@ -1,0 +1,75 @@
+"""What a run says on a terminal, in CI, when quiet, and to a program."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tandem.train.report import Reporter
+
+RECORD = {
+    "step": 3,
+    "split": "train",
+    "loss": 0.61234,
+    "accuracy": 0.75,
+    "rewards_margin_mean": -0.0001,
+    "grad_norm": 1.5,
+    "lr": 1e-4,
+    "pairs_per_second": 12.34,
+}
+LINE = "step 3/9  loss 0.6123  accuracy 0.750  margin 0.000  grad 1.50  lr 1.00e-04  12.3 pairs/s\n"
+
+
+def a_step(reporter: Reporter) -> None:
+    with reporter.progress("Training", 9, done=2) as bar:
+        reporter.step(RECORD, 9)
+        bar(1, reporter.numbers(RECORD))
+
+
+def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_no_line_a_step():
+    file = io.StringIO()
+    a_step(Reporter(console=Console(file=file, force_terminal=True, width=140, color_system=None)))
+    shown = file.getvalue()
+    assert "Training" in shown
+    assert "3/9 -:--:-- loss 0.6123 accuracy 0.750 margin 0.000 12.3 pairs/s" in shown
+    assert "step 3/9" not in shown
+
+
+def test_elsewhere_there_is_a_line_a_step_and_no_bar(capsys):
+    a_step(Reporter())
+    assert capsys.readouterr().out == LINE
+
+
+@pytest.mark.parametrize(("ci", "is_terminal"), [("true", False), ("1", False), ("", True), ("false", True)])
+def test_ci_has_plain_lines_even_where_it_claims_to_be_a_terminal(monkeypatch, ci, is_terminal):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take any output for a terminal
+    assert Reporter().console.is_terminal is is_terminal
+
+
+def test_a_quiet_run_says_warnings_and_the_end(capsys):
+    reporter = Reporter("quiet")
+    reporter.say("hello")
+    a_step(reporter)
+    reporter.record(RECORD)
+    reporter.warn("careful")
+    reporter.end("Done.")
+    assert capsys.readouterr().out == "warning: careful\nDone.\n"
+
+
+def test_for_a_program_records_and_the_result_are_lines_of_json_and_warnings_stand_apart(capsys, tmp_path):
+    last = RECORD | {"step": 4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(last) + "\n")
+    reporter = Reporter("quiet", as_json=True)
+    a_step(reporter)
+    reporter.record(RECORD)
+    reporter.warn("careful")
+    reporter.end("Done.")
+    reporter.result(tmp_path)
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == [
+        RECORD,
+        {"run_dir": str(tmp_path), "final": {"train": last}},
+    ]
+    assert said.err == "warning: careful\n"

@@ -1,0 +1,253 @@
+"""Trackers fed behind the run's back: nothing waits, nothing is lost in silence, nothing secret is shown."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+from fake_tracker import put_in_front
+from patience import within
+
+from tandem.config.load import load_config
+from tandem.config.logger import GpuMonitoring, Logger
+from tandem.errors import ConfigError
+from tandem.train.trackers import feed as feeding
+from tandem.train.trackers.adapters import KeptRuns, Opening, flattened, without_password
+from tandem.train.trackers.feed import Feed, check_packages
+from tandem.train.trackers.gpus import GpuMonitor, summed_up
+from tandem.train.trackers.tracking import Tracking, named
+
+FOR_EVER = "time.sleep(1e6)"
+
+
+class Said(list):
+    """Lines that were said, or warnings."""
+
+    def __call__(self, text):
+        self.append(text)
+
+
+def feed_of(folder, warned, said=None):
+    opening = Opening(str(folder), str(folder / "logs"), 0, [], Logger().model_dump(), {"run": {"seed": 1}})
+    return Feed(["wandb"], opening, said if said is not None else Said(), warned)
+
+
+def wait_for(condition):
+    with within(30):
+        while not condition():
+            time.sleep(0.02)
+
+
+# Names
+
+
+def test_names_are_split_and_metric_joined_and_times_stand_apart():
+    record = {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0, "accuracy/train-0": 1.0}
+    assert named(record) == (
+        3,
+        {"train/loss": 0.5, "timing/train/step_seconds": 2.0, "train/accuracy/train-0": 1.0},
+    )
+    assert named({"step": 0, "split": "validation-default", "accuracy": 0.5}) == (
+        0,
+        {"validation-default/accuracy": 0.5},
+    )
+
+
+def test_hyper_parameters_are_flat():
+    assert dict(flattened({"a": {"b": 1, "c": {}}, "d": [2]})) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+# Packages
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
+def test_a_package_that_is_not_there_is_refused_with_what_to_install(monkeypatch, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as refused:
+        check_packages(load_config(None, [f"logger.{name}_enabled=true"]).config.logger)
+    assert str(refused.value) == (
+        f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
+        f"or set logger.{name}_enabled=false."
+    )
+
+
+def test_a_folder_of_that_name_is_not_the_package(monkeypatch, tmp_path):
+    (tmp_path / "mlflow").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="the package mlflow is not installed"):
+        check_packages(Logger(mlflow_enabled=True))
+
+
+def test_packages_of_trackers_that_are_off_are_not_asked_for(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    check_packages(Logger())
+
+
+# Bad trackers
+
+
+def test_a_tracker_that_works_gets_every_record_and_nothing_is_warned_of(monkeypatch, tmp_path):
+    written = tmp_path / "written"
+    put_in_front(monkeypatch, tmp_path / "p", log=f"print(step, metrics, file=open({str(written)!r}, 'a'))")
+    warned, said = Said(), Said()
+    feed = feed_of(tmp_path, warned, said)
+    for step in range(3):
+        feed.put(step, {"a": 0.5})
+    feed.close()
+    assert written.read_text() == "0 {'a': 0.5}\n1 {'a': 0.5}\n2 {'a': 0.5}\n"
+    assert (warned, said) == ([], ["Tracked by wandb: fake://run"])
+
+
+def test_what_a_tracker_prints_goes_to_its_log(monkeypatch, tmp_path, capfd):
+    put_in_front(monkeypatch, tmp_path / "p", log="print('hello from it', flush=True); os.system('echo and its child')")
+    warned = Said()
+    feed = feed_of(tmp_path, warned)
+    feed.put(1, {"a": 0.5})
+    feed.close()
+    assert (tmp_path / "logs/trackers.log").read_text() == "hello from it\nand its child\n"
+    assert (warned, capfd.readouterr()) == ([], ("", ""))
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monkeypatch, tmp_path, where):
+    put_in_front(monkeypatch, tmp_path / "p", **{where: FOR_EVER})
+    warned = Said()
+    monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
+    feed = feed_of(tmp_path, warned)
+    start = time.monotonic()
+    with within(20):
+        for step in range(5000):
+            feed.put(step, {"a": 0.5})
+    assert time.monotonic() - start < 1
+    start = time.monotonic()
+    feed.close()
+    assert time.monotonic() - start < 4
+    assert feed._process.poll() is not None
+    assert warned == ["5000 of 5000 records did not reach wandb; metrics.jsonl has them all."]
+
+
+def test_one_that_hangs_over_its_end_alone_is_said_to_be_cut_off(monkeypatch, tmp_path):
+    put_in_front(monkeypatch, tmp_path / "p", finish=FOR_EVER)
+    warned = Said()
+    monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
+    feed = feed_of(tmp_path, warned)
+    feed.put(1, {"a": 0.5})
+    wait_for(lambda: feed._num_delivered == 1)
+    feed.close()
+    assert warned == ["wandb did not finish within 1.5 seconds of the run's end and was cut off."]
+
+
+def test_records_beyond_the_queue_are_dropped_and_counted(monkeypatch, tmp_path):
+    go_on = tmp_path / "go on"
+    put_in_front(monkeypatch, tmp_path / "p", init=f"while not os.path.exists({str(go_on)!r}): time.sleep(0.02)")
+    monkeypatch.setattr(feeding, "QUEUE_RECORDS", 3)
+    warned = Said()
+    feed = feed_of(tmp_path, warned)
+    wait_for(lambda: feed._queue.empty())  # the opening is under way
+    for step in range(10):
+        feed.put(step, {"a": 0.5})
+    go_on.touch()
+    feed.close()
+    assert warned == ["7 of 10 records did not reach wandb; metrics.jsonl has them all."]
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit"])
+def test_a_tracker_that_raises_is_tried_again_then_switched_off_with_one_warning(monkeypatch, tmp_path, error):
+    tried = tmp_path / "tried"
+    raising = f"print(step, file=open({str(tried)!r}, 'a')); raise {error}('no way\\nto http://me:secret@host/')"
+    put_in_front(monkeypatch, tmp_path / "p", log=raising)
+    warned = Said()
+    feed = feed_of(tmp_path, warned)
+    for step in range(3):
+        feed.put(step, {"a": 0.5})
+    wait_for(lambda: warned)
+    feed.put(4, {"a": 0.5})
+    assert feed._num_put == 3
+    feed.close()
+    assert tried.read_text() == "0\n0\n0\n"
+    assert warned == [
+        f"wandb is switched off: {error}: no way to http://host/. The run goes on; metrics.jsonl has everything."
+    ]
+
+
+def test_a_tracker_that_takes_its_process_down_is_warned_of_once(monkeypatch, tmp_path):
+    put_in_front(monkeypatch, tmp_path / "p", log="os._exit(3)")
+    warned = Said()
+    feed = feed_of(tmp_path, warned)
+    for step in range(3):
+        feed.put(step, {"a": 0.5})
+    wait_for(lambda: warned)
+    feed.close()
+    assert warned == ["trackers are switched off: their process ended (exit code 3). The run goes on without them."]
+
+
+def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tmp_path):
+    put_in_front(monkeypatch, tmp_path / "p", init=FOR_EVER)
+    code = "from tandem.train.trackers import child; child.CLOSE_SECONDS = 0.2; child.main()"
+    orphan = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    opening = Opening(str(tmp_path), str(tmp_path / "logs"), 0, [], Logger().model_dump(), {})
+    orphan.communicate(json.dumps({"tracker": "wandb", "opening": asdict(opening)}) + "\n", timeout=20)
+    assert orphan.returncode == 1
+
+
+# The run that a tracker has
+
+
+def test_an_address_is_known_again_and_never_written(tmp_path):
+    kept = KeptRuns(str(tmp_path))
+    assert kept.find("mlflow", "http://me:secret@host") is None
+    kept.keep("wandb", "me/project", "w1")
+    kept.keep("mlflow", "http://me:secret@host", "m1")
+    assert kept.find("mlflow", "http://me:secret@host") == "m1"
+    assert kept.find("wandb", "me/project") == "w1"
+    assert kept.find("mlflow", "http://other") is None
+    assert "secret" not in (tmp_path / "trackers.json").read_text()
+    assert without_password("to http://me:secret@host/a and sqlite:///a") == "to http://host/a and sqlite:///a"
+
+
+# GPUs
+
+
+def test_a_summary_has_mean_utilisation_and_peak_memory():
+    seen = [{"gpu.0.util": 50.0, "gpu.0.mem_gb": 1.0}, {"gpu.0.util": 100.0, "gpu.0.mem_gb": 3.0}]
+    assert summed_up(seen) == {"gpu.0.util": 75.0, "gpu.0.mem_gb": 3.0}
+    assert summed_up([]) == {}
+
+
+def test_gpus_are_written_down_and_their_newest_summary_is_tracked_once(tmp_path):
+    path, warned = tmp_path / "logs/gpu.jsonl", Said()
+    intervals = GpuMonitoring(collection_interval=0.01, flush_interval=0.05)
+    monitor = GpuMonitor(path, intervals, warned, lambda: {"gpu.0.util": 40.0, "gpu.0.mem_gb": 7.0})
+    wait_for(lambda: path.exists() and path.read_text())
+    monitor.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {key: value for key, value in lines[0].items() if key != "time"} == {"gpu.0.util": 40.0, "gpu.0.mem_gb": 7.0}
+
+    class Put(list):
+        def put(self, *record):
+            self.append(record)
+
+    put = Put()
+    tracking = Tracking(put, monitor)  # type: ignore[arg-type]
+    for step in (1, 2):
+        tracking.log({"step": step, "split": "train", "loss": 0.5})
+    assert put == [
+        (1, {"train/loss": 0.5, "hardware/gpu.0.util": 40.0, "hardware/gpu.0.mem_gb": 7.0}),
+        (2, {"train/loss": 0.5}),
+    ]
+    assert warned == []
+
+
+def test_gpus_that_cannot_be_read_are_warned_of_once(tmp_path):
+    warned = Said()
+
+    def failing():
+        raise RuntimeError("no driver")
+
+    monitor = GpuMonitor(tmp_path / "gpu.jsonl", GpuMonitoring(collection_interval=0.01), warned, failing)
+    wait_for(lambda: warned)
+    monitor.close()
+    assert (warned, monitor.take()) == (["GPUs are not monitored: RuntimeError: no driver"], {})
