@@ -1,15 +1,22 @@
-"""A trained policy in; a model folder in the Hugging Face layout out, in the model's dtype by stochastic rounding."""
+"""A trained policy in; a model folder in the Hugging Face layout (or an adapter's, as peft lays it out) out.
+
+In the model's dtype, by stochastic rounding.
+"""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from tandem.cache import published
 from tandem.data.template import Template
+from tandem.model.adapter_files import write_adapter
+from tandem.model.lora import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
 
@@ -53,30 +60,83 @@ def export_model(
     dtype: torch.dtype,
     rounding: str,
     seed: int,
+    adapted: bool = False,
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
 
     `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
     its part of the weights, the first writes them.
+    `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
     """
-    whole = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    generator = torch.Generator().manual_seed(seed)
-
-    def as_exported(tensor: Any) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return round_stochastically(tensor, dtype, generator) if rounding == "stochastic" else tensor.to(dtype)
+    whole = _whole(policy)
+    round_one = _rounding(dtype, rounding, seed)
 
     def write() -> None:
-        # A tied weight stands here once, so both its uses are rounded alike.
-        held = [*policy.named_parameters(), *policy.named_buffers()]
-        names = sorted(name for name, _ in held if name in whole)
-        state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
+        tensors = merged(policy.model, whole) if adapted else whole
+        state = {name: round_one(tensors[name]) for name in sorted(tensors)}
         with published(folder, "model") as aside:
             _save(policy.model, config, state, aside, dtype)
             _save_tokenizer(template, aside)
 
     workers.agreed(write, by=workers.is_first)
+
+
+def export_adapter(
+    policy: Policy,
+    lora: LoraPlan,
+    base: str,
+    revision: str | None,
+    template: Template,
+    folder: Path,
+    workers: Workers,
+    *,
+    dtype: torch.dtype,
+    rounding: str,
+    seed: int,
+) -> None:
+    """Write `folder`, which peft loads on top of the model `base`: the adapters alone, and the tokenizer."""
+    round_one = _rounding(dtype, rounding, seed)
+    tensors = {
+        name.removeprefix("model.").removesuffix(f".{ADAPTER}.weight"): round_one(_on_host(parameter))
+        for name, parameter in sorted(policy.trained())
+    }
+
+    def write() -> None:
+        with published(folder, "model") as aside:
+            write_adapter(aside, lora.peft_config(base, revision), tensors)
+            _save_tokenizer(template, aside)
+
+    workers.agreed(write, by=workers.is_first)
+
+
+def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def round_one(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return round_stochastically(tensor, dtype, generator) if rounding == "stochastic" else tensor.to(dtype)
+
+    return round_one
+
+
+def _whole(policy: Policy) -> dict[str, Tensor]:
+    """Every tensor of the model on the host, by its name there; a tied weight once, so both its uses are rounded alike."""
+    held = dict([*policy.named_parameters(), *policy.named_buffers()])
+    if all(parameter.is_floating_point() for parameter in policy.parameters()):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: dict[str, Any] = get_model_state_dict(policy, options=options)
+        return {name.removeprefix("model."): whole[name] for name in held if name in whole}
+    # A quantised model's state holds its quantisation too; wanted are the weights that it computes with.
+    saved = policy.state_dict().keys()
+    quantised = dequantised(policy.model)
+    names = (name.removeprefix("model.") for name in held if name in saved)
+    return {name: quantised[name] if name in quantised else _on_host(held[f"model.{name}"]) for name in names}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:

@@ -57,6 +57,7 @@ def cases(folder):
         "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3"],
         "four completions": [*few, "data.pairing=all", "policy.train_global_batch_size=12"],
         "packed once": [*few, "policy.packing.mode=dataset", "policy.packing.pack_length=256"],
+        "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
     }
 
@@ -89,7 +90,16 @@ def assert_alike(several, one):
 
 @pytest.mark.parametrize(
     "name",
-    ["packed", "one pair at a time", "over the batch", "plain", "four completions", "packed once", "experts"],
+    [
+        "packed",
+        "one pair at a time",
+        "over the batch",
+        "plain",
+        "four completions",
+        "packed once",
+        "adapters",
+        "experts",
+    ],
 )
 def test_several_workers_learn_what_one_learns(name, together, folder, cases):
     count, _ = together

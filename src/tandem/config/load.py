@@ -25,7 +25,7 @@ COMMAND_LINE = "command line"
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
 UNION_BRANCH = re.compile(
-    r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|one|several|int|float|bool)\Z"
+    r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
 
 # Names other trainers use for what the schema knows under another.
@@ -46,6 +46,12 @@ KNOWN_ELSEWHERE = {
     "seed": "run.seed",
     "model": "policy.model_name",
     "data_path": "data.train.data_path",
+    "lora_r": "policy.lora.dim",
+    "lora_rank": "policy.lora.dim",
+    "lora_alpha": "policy.lora.alpha",
+    "use_lora": "policy.lora.enabled",
+    "use_peft": "policy.lora.enabled",
+    "ref_model": "reference.model",
 }
 
 

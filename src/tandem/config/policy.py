@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tandem.config.lora import Lora
 from tandem.config.section import EMBEDDED, Positive, Section
 
 
@@ -136,6 +137,7 @@ class Policy(Section):
         default="auto", description="scored tokens per chunk of the head"
     )
     packing: Packing = Field(default=Packing(), description="packing")
+    lora: Lora = Field(default=Lora(), description="adapters on a frozen model")
 
     @field_validator("scheduler")
     @classmethod

@@ -8,7 +8,7 @@ from tandem.config.checkpointing import Checkpointing
 from tandem.config.datasets import Data
 from tandem.config.dpo import Dpo
 from tandem.config.logger import Logger
-from tandem.config.losses import needs_reference, spelled
+from tandem.config.losses import needs_reference, scope_of, spelled
 from tandem.config.policy import Policy
 from tandem.config.section import Section
 
@@ -30,12 +30,15 @@ class Run(Section):
 
 
 class Reference(Section):
-    """The frozen model the policy is compared with: the policy's own start."""
+    """The frozen model the policy is compared with: by itself the policy's own start."""
 
     mode: Literal["cached", "live", "none"] = Field(
         default="cached",
         description="cached: its log-probabilities are computed once and kept on disk; live: a frozen copy; "
         "none: what losses without a reference always have",
+    )
+    model: str | None = Field(
+        default=None, description="path or hub name of another model as the reference; null: the policy as it starts"
     )
     cache_dir: str | None = Field(
         default=None, description="null: reference/ in $TANDEM_CACHE or the user's cache directory"
@@ -50,6 +53,9 @@ class Export(Section):
     )
     rounding: Literal["stochastic", "nearest"] = Field(
         default="stochastic", description="to a smaller dtype; nearest loses most of what DPO learned"
+    )
+    merge_lora: bool = Field(
+        default=True, description="add adapters to the weights; false: write the adapters alone, in float32 by default"
     )
 
 
@@ -77,6 +83,29 @@ class Config(Section):
             raise ValueError(
                 f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference; "
                 "use cached or live, or a loss without one (simpo, orpo, cpo)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _another_reference_is_read(self) -> "Config":
+        if self.reference.model is not None and not needs_reference(self.dpo.preference_loss):
+            raise ValueError(
+                f"reference.model = {self.reference.model} is not read by dpo.preference_loss "
+                f"{spelled(self.dpo.preference_loss)}, which compares with no reference: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> "Config":
+        lora, loss = self.policy.lora, self.dpo.preference_loss
+        if not self.export.merge_lora and not lora.enabled:
+            raise ValueError(
+                "export.merge_lora=false is not read while policy.lora.enabled is false: there is no adapter to write alone"
+            )
+        if lora.dropout > 0 and scope_of(loss) == "batch":
+            raise ValueError(
+                f"policy.lora.dropout = {lora.dropout:g} contradicts dpo.preference_loss {spelled(loss)}, which computes a "
+                "batch twice: the two would draw different dropout. Set policy.lora.dropout=0"
             )
         return self
 

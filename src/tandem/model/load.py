@@ -31,6 +31,7 @@ class ModelSource:
     name: str
     folder: Path
     config: Any
+    key: str = "policy.model_name"  # that names it in the configuration
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,30 +45,37 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
-    """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own."""
+    return find_source("policy.model_name", policy.model_name, policy.revision)
+
+
+def find_source(key: str, name: str, revision: str | None) -> ModelSource:
+    """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own.
+
+    `key` is the one that names it in the configuration.
+    """
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = _folder(policy.model_name, policy.revision)
+    folder = _folder(key, name, revision)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"policy.model_name = {policy.model_name}: {folder} holds no config.json, so it is no model.")
-    described = _read_json(folder / "config.json")
+        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.")
+    described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
         raise ConfigError(
-            f"policy.model_name = {policy.model_name}: this model needs Python code from its own repository, "
+            f"{key} = {name}: this model needs Python code from its own repository, "
             "which tandem does not run. Use a model type that transformers knows."
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"policy.model_name = {policy.model_name}: {_one_line(error)}") from None
+        raise ConfigError(f"{key} = {name}: {_one_line(error)}") from None
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"policy.model_name = {policy.model_name}: {folder} holds no .safetensors weights. "
+            f"{key} = {name}: {folder} holds no .safetensors weights. "
             "Pickled weights are not read; convert them with transformers' save_pretrained."
         )
-    return ModelSource(policy.model_name, folder, config)
+    return ModelSource(name, folder, config, key)
 
 
 def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
@@ -81,21 +89,28 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     if mixing or _stateful(source.config):
         kinds = ", ".join(sorted(mixing)) or config.model_type
         raise ConfigError(
-            f"policy.model_name = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
+            f"{source.key} = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
             "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
         )
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
     if rope.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
         raise ConfigError(
-            f"policy.model_name = {source.name}: its {rope['rope_type']} position scaling depends on the longest "
+            f"{source.key} = {source.name}: its {rope['rope_type']} position scaling depends on the longest "
             f"sequence in a row beyond {original} tokens. Set policy.max_total_sequence_length={original} or less, or "
             "policy.packing.mode=none."
         )
 
 
-def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device) -> Policy:
-    """The model with float32 weights, loaded straight to its device, dropout off."""
+def load_policy(
+    source: ModelSource,
+    policy: PolicyConfig,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantization: Any = None,
+) -> Policy:
+    """The model, loaded straight to its device, dropout off. What is trained is float32; what is frozen may be less."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +119,8 @@ def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device)
         model = AutoModelForCausalLM.from_pretrained(
             str(source.folder),
             config=without_dropout(source.config),
-            dtype=torch.float32,
+            dtype=dtype,
+            quantization_config=quantization,
             device_map=device,
             attn_implementation=IMPLEMENTATION if packed else _plain_attention(source.config),
             trust_remote_code=False,
@@ -112,13 +128,21 @@ def load_policy(source: ModelSource, policy: PolicyConfig, device: torch.device)
         )
     except SafetensorError as error:
         raise ConfigError(
-            f"policy.model_name = {source.name}: its weights are not readable as safetensors ({_one_line(error)}). "
+            f"{source.key} = {source.name}: its weights are not readable as safetensors ({_one_line(error)}). "
             "Is the download whole?"
         ) from None
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
     return Policy(model.train(), packed=packed, flex=packed and uses_flex(policy, device), head_chunk=chunk)
+
+
+def empty_model(source: ModelSource) -> Any:
+    """The model without weights, to look at its layers."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
 
 
 def uses_flex(policy: PolicyConfig, device: torch.device) -> bool:
@@ -154,7 +178,7 @@ def weights_fingerprint(source: ModelSource) -> str:
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(content_of, files))
     names = [file.name for file in files]
-    return fingerprint(dict(zip(names, digests, strict=True)), _read_json(source.folder / "config.json"))
+    return fingerprint(dict(zip(names, digests, strict=True)), read_json(source.folder / "config.json"))
 
 
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
@@ -165,18 +189,18 @@ def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
     path = Path(name)
     if path.exists() or path.suffix == ".model":
         return path
-    return _fetched("policy.tokenizer.name", name, None, TOKENIZER_FILES)
+    return fetched("policy.tokenizer.name", name, None, TOKENIZER_FILES)
 
 
-def _folder(name: str, revision: str | None) -> Path:
+def _folder(key: str, name: str, revision: str | None) -> Path:
     if name == EMBEDDED:
         return tiny_model()
     if Path(name).is_dir():
         return Path(name).resolve()
-    return _fetched("policy.model_name", name, revision, [*TOKENIZER_FILES, "*.safetensors"])
+    return fetched(key, name, revision, [*TOKENIZER_FILES, "*.safetensors"])
 
 
-def _fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
+def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
     """Files of a repository of the hub."""
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"{key} = {name}: no such directory.")
@@ -214,7 +238,7 @@ def _known(model_type: str | None) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

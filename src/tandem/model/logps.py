@@ -63,7 +63,7 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits, capped = _logits(hidden[part], weight, bias, ctx.rule)

@@ -14,11 +14,13 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
         if bfloat16
         else MixedPrecisionPolicy()
     )
+    # Quantised weights, which are integers, are frozen: every worker holds them whole.
+    whole = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=workers.mesh, mp_policy=precision)
+        fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
     # a forward without one (validation, reference) `parameters()` would not be what the optimizer updates.
-    fully_shard(policy, mesh=workers.mesh, mp_policy=precision, reshard_after_forward=True)
+    fully_shard(policy, mesh=workers.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the pairs of the whole global batch: workers add up, nothing more.

@@ -1,5 +1,6 @@
 """The one module that is trained: trunk and head of a causal language model. A pack in, token log-probabilities out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,10 @@ class Policy(nn.Module):
             input_ids=inputs.token_ids, position_ids=inputs.position_ids, use_cache=False, **arguments
         )
         return out.last_hidden_state
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are updated, by name: all of them, or the adapters alone."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes

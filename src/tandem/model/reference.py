@@ -69,7 +69,7 @@ class CachedReference:
 
 
 def cached_reference(
-    policy: Policy,
+    policy: Callable[[], Policy],
     packer: Packer,
     workers: Workers,
     *,
@@ -80,7 +80,7 @@ def cached_reference(
 ) -> CachedReference:
     """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
 
-    `progress` is told how many preferences were done, each time some are.
+    `policy` is called where they must be computed. `progress` is told how many preferences were done, each time some are.
     """
     store = packer.store
     place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)
@@ -89,7 +89,7 @@ def cached_reference(
     if workers.highest(lacking):
         with ExitStack() as stack:
             aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
-            _compute(policy, packer, workers, aside / "logps.f32" if aside else None, progress)
+            _compute(policy(), packer, workers, aside / "logps.f32" if aside else None, progress)
 
             def complete() -> None:
                 assert aside is not None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from tandem.cache import cache_dir
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
+from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
 from tandem.model.parallel import compile_layers, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
@@ -122,15 +123,17 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
-    policy = load_sharded(setup, setup.source, workers)
-    weights = workers.one_then_all(lambda: weights_fingerprint(setup.source))
+    policy = load_sharded(setup, setup.source, workers, setup.lora)
+    weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     _audit(setup, policy, references, reporter)
     expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
-    optimizer = make_optimizer(policy.parameters(), setup.config.policy)
+    optimizer = make_optimizer((parameter for _, parameter in policy.trained()), setup.config.policy)
     scheduler = make_scheduler(optimizer, setup.config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
+    if (other := setup.reference_source) is not None:
+        fingerprints["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = setup.checkpoint_dir(run)
     # Before it all workers draw alike (new weights must agree), from here on each its own.
     torch.manual_seed(setup.config.run.seed + workers.number)
@@ -205,8 +208,12 @@ def _put_back(
     return progress
 
 
-def load_sharded(setup: Setup, source: ModelSource, workers: Workers) -> Policy:
-    policy = load_policy(source, setup.config.policy, workers.device)
+def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:
+    policy = (
+        load_policy(source, setup.config.policy, workers.device)
+        if lora is None
+        else load_adapted(source, setup.config.policy, workers.device, lora)
+    )
     if (how := setup.config.policy.activation_checkpointing) != "none":
         recompute(policy, how)
     shard(policy, workers, bfloat16=setup.precision == "bfloat16")
@@ -257,9 +264,13 @@ def _references(
     packers = setup.packers()
     if not setup.compares:
         return dict.fromkeys(packers, NoReference())
+    other = setup.reference_source
+    source, lora = (setup.source, setup.lora) if other is None else (other, None)
+    load = cache(lambda: load_sharded(setup, source, workers, lora).requires_grad_(False))
     if setup.config.reference.mode == "live":
-        frozen = load_sharded(setup, setup.source, workers).requires_grad_(False)
-        return dict.fromkeys(packers, LiveReference(frozen))
+        return dict.fromkeys(packers, LiveReference(load()))
+    if other is not None:
+        weights = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
@@ -270,7 +281,8 @@ def _references(
                 check()
 
             references[name] = cached_reference(
-                policy,
+                # Before the first update the policy is the reference, unless that is another model.
+                load if other is not None else lambda: policy,
                 packer,
                 workers,
                 folder=folder,
@@ -282,23 +294,27 @@ def _references(
 
 
 def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
-    same = setup.compares
+    same = setup.compares and setup.reference_source is None
     found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
-        + (f", policy = reference to {found.reference_difference:.1e}" if same else "; the loss has no reference")
+        + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")
     )
     reporter.say("Start model on the chosen completions")
     packers = setup.packers()
     for split, reference in references.items():
-        # Read from the cache over the whole set; a live reference knows only what the audit looked at.
-        if isinstance(reference, CachedReference):
+        # Read from the start's cache over the whole set; without it there is only what the audit looked at.
+        if same and isinstance(reference, CachedReference):
             nats = _chosen_nats(packers[split], reference)
         elif split == "train":
             nats = found.chosen_nats
         else:
             continue
         reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
+
+
+def _why_not(setup: Setup) -> str:
+    return "the reference is another model" if setup.compares else "the loss has no reference"
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:

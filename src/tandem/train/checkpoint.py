@@ -180,11 +180,11 @@ def load_checkpoint(
 
 
 def _tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
-    """Every tensor that a run goes on from, by name: weights, optimizer states, this worker's random states."""
+    """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
     tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[f"{RANDOM}cuda.{worker}"] = torch.cuda.get_rng_state()
-    for name, parameter in policy.named_parameters():
+    for name, parameter in policy.trained():
         tensors[f"policy.{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
             tensors[f"optimizer.{name}.{key}"] = value
@@ -200,7 +200,7 @@ def _set_random_states(tensors: dict[str, Any], worker: int) -> None:
 
 def _make_room(policy: Policy, optimizer: Any) -> None:
     """AdamW's states, which it would otherwise make at its first step."""
-    for parameter in policy.parameters():
+    for _, parameter in policy.trained():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

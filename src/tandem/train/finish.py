@@ -10,7 +10,8 @@ import torch
 from tandem.cache import write_whole
 from tandem.config.section import EMBEDDED
 from tandem.data.selection import Preferences
-from tandem.export import export_model
+from tandem.export import export_adapter, export_model
+from tandem.model.adapter_files import read_adapter
 from tandem.model.load import find_model
 from tandem.model.policy import Policy
 from tandem.train.build import Training, load_sharded
@@ -23,7 +24,6 @@ from tandem.train.verdicts import judge
 
 def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
     """Validate, save, judge, export; measure what was exported; say where everything is."""
-    config = t.setup.config
     _tell_memory(t)
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
@@ -32,17 +32,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
-    dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
-    export_model(
-        t.policy,
-        t.setup.source.config,
-        t.setup.template,
-        model,
-        t.workers,
-        dtype=dtype,
-        rounding=config.export.rounding,
-        seed=config.run.seed,
-    )
+    dtype = _export(t, model)
     if before:
         t.reporter.change("\nValidation", ("before", "after"), before, after)
     else:
@@ -64,11 +54,34 @@ def _tell_memory(t: Training) -> None:
         )
 
 
+def _export(t: Training, folder: Path) -> torch.dtype:
+    """Write the model, or the adapters alone; the dtype they are in."""
+    setup, export = t.setup, t.setup.config.export
+    alone = setup.lora is not None and not export.merge_lora
+    own = torch.float32 if alone else setup.source.dtype
+    dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
+    how = {"dtype": dtype, "rounding": export.rounding, "seed": setup.config.run.seed}
+    if alone:
+        assert setup.lora is not None
+        # A folder is named by its whole path, so that the adapter finds it from anywhere.
+        local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
+        base = str(setup.source.folder) if local else setup.source.name
+        export_adapter(
+            t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.workers, **how
+        )
+    else:
+        config, adapted = setup.source.config, setup.lora is not None
+        export_model(t.policy, config, setup.template, folder, t.workers, adapted=adapted, **how)
+    return dtype
+
+
 def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:
     """Where everything is, and what could come next."""
     config = t.setup.config
     t.reporter.end(f"Done. Everything is in {t.run}")
-    t.reporter.say(f"  {model}  the aligned model ({str(dtype).removeprefix('torch.')}), in the Hugging Face layout")
+    alone = t.setup.lora is not None and not config.export.merge_lora
+    what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
+    t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
         t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
@@ -122,10 +135,17 @@ def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[Va
     reports = [validate(exported, validation) for validation in t.validation_sets]
     for report in reports:
         t.write(replace(report, split=report.split.replace("validation-", "exported-")))
-    name = str(dtype).removeprefix("torch.")
-    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({name})"), after, reports)
+    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({_spelled(dtype)})"), after, reports)
 
 
 def _reload(t: Training, model: Path) -> Policy:
+    setup = t.setup
+    if setup.lora is not None and not setup.config.export.merge_lora:
+        lora = replace(setup.lora, start=read_adapter(str(model)))
+        return load_sharded(setup, setup.source, t.workers, lora)
     config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
     return load_sharded(t.setup, find_model(config), t.workers)
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,17 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import ModelSource, check_packable, dropouts, find_model, find_tokenizer, has_experts, uses_flex
+from tandem.model.load import (
+    ModelSource,
+    check_packable,
+    dropouts,
+    find_model,
+    find_source,
+    find_tokenizer,
+    has_experts,
+    uses_flex,
+)
+from tandem.model.lora import LoraPlan, plan_lora
 from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
@@ -33,6 +44,8 @@ class Setup:
     precision: str
     compiles: bool
     source: ModelSource
+    lora: LoraPlan | None
+    reference_source: ModelSource | None  # another model as the reference
     template: Template
     sets: Sets
     train: Packer
@@ -64,7 +77,6 @@ class Setup:
         total = sum(self.batches.num_pairs_of(epoch) for epoch in range(dpo.max_num_epochs))
         averaging = {True: "per token", False: "summed"}
         template = "none (raw text)" if self.template.source is None else "chat template"
-        lost = dropouts(self.source.config)
         return [
             ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
@@ -92,16 +104,44 @@ class Setup:
                 f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g} (at most {self.highest_rate:g} is reached), "
                 f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
-            ("precision", f"{self.precision} computation over float32 weights, 16 bytes a parameter"),
+            *([("adapters", self._adapters())] if self.lora else []),
+            ("precision", f"{self.precision} computation over {self._weights()}"),
             ("export rounding", c.export.rounding),
-            ("reference", "none" if not self.compares else f"{c.reference.mode}, the model as it starts"),
-            ("dropout", f"0 (the model's own {lost} is switched off)" if lost else "0"),
+            ("reference", f"{c.reference.mode}, {self._compared_with()}" if self.compares else "none"),
+            ("dropout", self._dropout()),
         ]
 
     @property
     def compares(self) -> bool:
         """Whether the loss compares the policy with a reference."""
         return needs_reference(self.config.dpo.preference_loss)
+
+    def _compared_with(self) -> str:
+        if self.reference_source is not None:
+            return _named(self.reference_source.name, self.reference_source.folder)
+        if self.lora is None:
+            return "the model as it starts"
+        return "the base model" if self.lora.start is None else "the base model with the adapter it starts from"
+
+    def _adapters(self) -> str:
+        assert self.lora is not None
+        lora = self.lora
+        return (
+            f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
+            f"({', '.join(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
+            + (f"; starting from {lora.start.folder}" if lora.start else "")
+        )
+
+    def _dropout(self) -> str:
+        own, lost = self.config.policy.lora.dropout, dropouts(self.source.config)
+        drawn = f"{own:g} of the adapters' inputs, in training steps" if own else "0"
+        return f"{drawn} (the model's own {lost} is switched off)" if lost else drawn
+
+    def _weights(self) -> str:
+        if self.lora is None:
+            return "float32 weights, 16 bytes a parameter"
+        frozen = self.lora.quantization or str(self.lora.dtype).removeprefix("torch.")
+        return f"frozen {frozen} weights; adapters in float32, 16 bytes a trained parameter"
 
     def _loss_settings(self) -> str:
         """What of the losses' own settings is not as it would be by itself."""
@@ -128,10 +168,15 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     uses_flex(config.policy, device)
     source = find_model(config.policy)
     check_packable(source, config.policy)
+    precision = config.policy.precision
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    lora = plan_lora(source, config.policy.lora, device, precision)
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
     check_export(tokenizer, named, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
+    reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     tracked_metric(config.checkpointing.metric_name, list(sets.validation))
     for store in (sets.train, *sets.validation.values()):
@@ -157,9 +202,6 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     )
     _check_packs(batches)
     num_steps, num_pairs = _length(batches, config)
-    precision = config.policy.precision
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" else "float32"
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(
@@ -168,6 +210,8 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         precision,
         compiles,
         source,
+        lora,
+        reference_source,
         template,
         sets,
         train,
@@ -177,6 +221,29 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         num_pairs,
         highest,
     )
+
+
+def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
+    """The model named as the reference; refused where it would read the policy's token ids as other tokens."""
+    name = config.reference.model
+    if name is None:
+        return None
+    other = find_source("reference.model", name, None)
+    check_packable(other, config.policy)
+    if other.vocabulary != source.vocabulary:
+        raise ConfigError(
+            f"reference.model = {name}: it knows {other.vocabulary} tokens, {source.name} {source.vocabulary}; a reference reads "
+            "the policy's tokens. Choose one with the same vocabulary."
+        )
+    if (other.folder / "tokenizer.json").is_file() and hasattr(tokenizer, "get_vocab"):
+        theirs = {number: token for token, number in load_tokenizer(other.folder).get_vocab().items()}
+        for token, number in tokenizer.get_vocab().items():
+            if theirs.get(number, token) != token:
+                raise ConfigError(
+                    f"reference.model = {name}: its tokenizer calls token {number} {theirs[number]!r}, the policy's {token!r}; a "
+                    "reference reads the policy's tokens. Choose one with the same vocabulary."
+                )
+    return other
 
 
 def _named(name: str, folder: Path) -> str:

@@ -560,7 +560,7 @@ def test_every_section_of_the_schema_is_frozen_and_closed():
             inner = type(field.default) if field.default is not None else None
             if isinstance(inner, type) and issubclass(inner, type(Config()).__mro__[1]):
                 found.append(inner)
-    assert len(found) == 20
+    assert len(found) == 21
     assert all(s.model_config.get("frozen") and s.model_config.get("extra") == "forbid" for s in found)
 
 

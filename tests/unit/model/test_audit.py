@@ -114,7 +114,7 @@ def test_cached_reference_equals_the_live_one(tmp_path):
     setup = set_up(load_config(None, SHORT).config, workers.device)
     frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
     cached = reference.cached_reference(
-        frozen,
+        lambda: frozen,
         setup.train,
         workers,
         folder=tmp_path,

@@ -1,0 +1,48 @@
+"""Adapters where layers are compiled and weights are frozen in bfloat16 or quantised."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from running import metrics_of, short_run
+from transformers import AutoModelForCausalLM
+
+from tandem.model.tiny import tiny_model
+
+pytestmark = pytest.mark.gpu
+LORA = ["policy.lora.enabled=true", "dpo.val_at_end=true", "policy.max_total_sequence_length=512"]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """The embedded model as published ones are: in bfloat16."""
+    folder = shutil.copytree(tiny_model(), tmp_path / "start")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    return [f"policy.model_name={folder}", "data.train.data_path=embedded", "policy.optimizer.kwargs.lr=1e-3"]
+
+
+def margins(run):
+    return [metrics_of(run, f"{split}-default")[-1]["rewards_margin_mean"] for split in ("validation", "exported")]
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("merged", ["true", "false"])
+def test_a_run_starts_at_the_base_model_learns_and_exports_what_it_learned(published, tmp_path, compiled, merged):
+    settings = [f"policy.compile={compiled}", f"export.merge_lora={merged}", "policy.lora.dropout=0.05"]
+    run = short_run(tmp_path / "run", *LORA, *published, *settings)
+    assert abs(metrics_of(run)[0]["loss"] - math.log(2)) < 2e-3
+    learned, exported = margins(run)
+    assert learned > 0.02
+    assert exported == pytest.approx(learned, rel=0.25)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_run_over_quantised_weights_learns_and_exports_what_it_learned(published, tmp_path, quantization):
+    pytest.importorskip("bitsandbytes")
+    run = short_run(tmp_path / "run", *LORA, *published, f"policy.lora.quantization={quantization}")
+    assert abs(metrics_of(run)[0]["loss"] - math.log(2)) < 2e-3
+    learned, exported = margins(run)
+    assert learned > 0.02
+    # int8 layers round their inputs too, which a merged model does not.
+    assert exported == pytest.approx(learned, rel=0.5)
