@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-}  # fmt: skip
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHAPES = {"tiny": (64, 128, 2, 4, 2), "0.5b": (896, 4864, 24, 14, 2), "1.5b": (1536, 8960, 28, 12, 2)}
 
 
 def make_model(shape: str, tokenizer: str, folder: Path) -> Path:
@@ -22,7 +19,8 @@ def make_model(shape: str, tokenizer: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     own = AutoTokenizer.from_pretrained(tokenizer)
-    config = AutoConfig.for_model("qwen2", vocab_size=152_064, tie_word_embeddings=True, **SHAPES[shape])
+    sizes = dict(zip(NAMES, SHAPES[shape], strict=True))
+    config = AutoConfig.for_model("qwen2", vocab_size=152_064, tie_word_embeddings=True, **sizes)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -39,9 +39,11 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-memory"))
+    parser.add_argument("--cases", type=int, nargs="+", choices=range(len(CASES)), default=list(range(len(CASES))))
     options = parser.parse_args()
     found = {}
-    for number, (name, (shape, own)) in enumerate(CASES.items()):
+    for number in options.cases:
+        name, (shape, own) = list(CASES.items())[number]
         model = make_model(shape, options.tokenizer, options.folder / shape)
         given = [f"policy.model_name={model}", f"data.train.data_path={options.data}", *SETTINGS, *own]
         out, _ = run(given, options.folder / f"run-{number}")

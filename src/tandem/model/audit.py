@@ -1,6 +1,7 @@
 """Before the first update: is what is about to be trained what the plain model computes? Few preferences, exact answers."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,15 @@ from tandem.errors import AuditError
 from tandem.model.attention import counted_calls
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
+from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
-# Mean absolute difference per token that rounding can make (docs/exactness.md).
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+# Mean absolute difference per token that rounding makes at least (docs/exactness.md).
+LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+# Large models round more. How much is seen where the plain forward differs from itself with filler behind the sequence;
+# packing differed by up to 1.5 times that where this was measured (docs/exactness.md).
+TIMES_ROUNDING = 4
+FILLER = 100
 NUM_PREFERENCES = 4
 # The eager forward keeps a matrix of length x length per head: longer preferences are left out.
 MAX_AUDIT_TOKENS = 4096
@@ -37,37 +43,68 @@ def audit(
 
     `same_start`: the reference is the model the policy starts from, so that their numbers must agree.
     """
-    tolerance = TOLERANCE[precision]
     packer = packer.alone()  # every worker looks at the same, so that all find the same
     _check_calls(policy, packer, device)
-    plain_worst = reference_worst = 0.0
-    num_completions = num_tokens = 0
-    nats = 0.0
-    for pack in packer.micro_batches(_sample(packer.store)):
-        inputs = policy.inputs(pack, device)
-        with torch.no_grad():
-            packed = policy(inputs)[: inputs.num_scored]
-        against = reference.token_logps(pack, inputs)[: inputs.num_scored].to(packed)
-        lengths = pack.completion_lengths.tolist()
-        ours, theirs = packed.split(lengths), against.split(lengths)
-        sequences = [
-            (index, number, preference)
-            for index in pack.preferences.tolist()
-            for preference in (packer.store[index],)
-            for number in range(len(preference.completions))
-        ]
-        for (index, number, preference), own, other in zip(sequences, ours, theirs, strict=True):
-            place = f"{packer.store.place(index)} (completion {number})"
-            whole = policy.plain_logps(_ids(preference.prompt, device), _ids(preference.completions[number], device))
-            plain = whole[_ids(preference.scored(number), device)]
-            plain_worst = max(plain_worst, _compare_plain(own, plain, tolerance, place))
-            if same_start:
-                reference_worst = max(reference_worst, _compare_reference(own, other, tolerance, place))
-            num_completions += 1
-        for best in pack.best.tolist():
-            nats -= float(ours[best].double().sum())
-            num_tokens += lengths[best]
-    return Audit(plain_worst, reference_worst if same_start else None, num_completions, nats / num_tokens)
+    compared = [
+        one
+        for pack in packer.micro_batches(_sample(packer.store))
+        for one in _compare(policy, reference, packer.store, pack, device)
+    ]
+    rounding = float(np.mean([one.rounding for one in compared]))
+    tolerance = max(LEAST_TOLERANCE[precision], TIMES_ROUNDING * rounding)
+    for one in compared:
+        _check_plain(one, tolerance)
+        if same_start:
+            _check_reference(one, tolerance)
+    best = [one for one in compared if one.is_best]
+    return Audit(
+        plain_difference=max(one.plain for one in compared),
+        reference_difference=max(one.reference for one in compared) if same_start else None,
+        num_completions=len(compared),
+        chosen_nats=sum(one.nats for one in best) / sum(one.num_tokens for one in best),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A completion's mean absolute differences per token, and its loss under the policy."""
+
+    place: str
+    plain: float  # of the pack to the plain forward
+    reference: float  # of the pack to the reference
+    rounding: float  # of the plain forward to itself with filler behind
+    nats: float
+    num_tokens: int
+    is_best: bool
+
+
+def _compare(
+    policy: Policy, reference: Reference, store: Preferences, pack: Pack, device: torch.device
+) -> Iterator[_Compared]:
+    """Every completion of a pack."""
+    inputs = policy.inputs(pack, device)
+    with torch.no_grad():
+        packed = policy(inputs)[: inputs.num_scored]
+    against = reference.token_logps(pack, inputs)[: inputs.num_scored].to(packed)
+    lengths, best = pack.completion_lengths.tolist(), set(pack.best.tolist())
+    sequences = [
+        (index, number) for index in pack.preferences.tolist() for number in range(len(store[index].completions))
+    ]
+    parts = zip(sequences, packed.split(lengths), against.split(lengths), strict=True)
+    for at, ((index, number), own, other) in enumerate(parts):
+        preference = store[index]
+        ids = _ids(preference.prompt, device), _ids(preference.completions[number], device)
+        scored = _ids(preference.scored(number), device)
+        plain = policy.plain_logps(*ids)[scored]
+        yield _Compared(
+            f"{store.place(index)} (completion {number})",
+            plain=_mean_difference(own, plain),
+            reference=_mean_difference(own, other),
+            rounding=_mean_difference(plain, policy.plain_logps(*ids, filler=FILLER)[scored]),
+            nats=-float(own.double().sum()),
+            num_tokens=len(own),
+            is_best=at in best,
+        )
 
 
 def _sample(store: Preferences) -> np.ndarray:
@@ -78,26 +115,22 @@ def _sample(store: Preferences) -> np.ndarray:
     return np.unique([*fitting[: NUM_PREFERENCES - 1].tolist(), int(longest)])
 
 
-def _compare_plain(own: torch.Tensor, plain: torch.Tensor, tolerance: float, place: str) -> float:
-    difference = _mean_difference(own, plain)
-    if not difference <= tolerance:
+def _check_plain(one: _Compared, tolerance: float) -> None:
+    if not one.plain <= tolerance:
         raise AuditError(
-            f"audit: {place}: packed log-probabilities differ from the model's plain forward by {difference:.2g} nats a "
-            f"token (rounding explains {tolerance:g}), so training would not be exact. Nothing was trained. "
+            f"audit: {one.place}: packed log-probabilities differ from the model's plain forward by {one.plain:.2g} nats a "
+            f"token (rounding explains {tolerance:.2g}), so training would not be exact. Nothing was trained. "
             "Train this model with policy.packing.mode=none, and report it."
         )
-    return difference
 
 
-def _compare_reference(own: torch.Tensor, other: torch.Tensor, tolerance: float, place: str) -> float:
-    difference = _mean_difference(own, other)
-    if not difference <= tolerance:
+def _check_reference(one: _Compared, tolerance: float) -> None:
+    if not one.reference <= tolerance:
         raise AuditError(
-            f"audit: {place}: the reference differs from the model it was made of by {difference:.2g} nats a token "
-            f"(rounding explains {tolerance:g}). Nothing was trained. Remove the cached reference "
+            f"audit: {one.place}: the reference differs from the model it was made of by {one.reference:.2g} nats a token "
+            f"(rounding explains {tolerance:.2g}). Nothing was trained. Remove the cached reference "
             "(reference.cache_dir) and start again."
         )
-    return difference
 
 
 def _mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -99,13 +99,17 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes
-    def plain_logps(self, prompt: Tensor, completion: Tensor) -> Tensor:
-        """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick."""
+    def plain_logps(self, prompt: Tensor, completion: Tensor, filler: int = 0) -> Tensor:
+        """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick.
+
+        `filler` tokens behind the sequence change nothing but the rounding, since no position sees a later one.
+        """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
         try:
-            ids = torch.cat([prompt, completion])[None]
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
+            end = len(prompt) + len(completion) - 1
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
         finally:
             self.model.set_attn_implementation(own)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
