@@ -25,7 +25,7 @@ class Run(Section):
     )
     seed: int = Field(default=42, ge=0, lt=2**32, description="all randomness")
     deterministic: bool = Field(
-        default=False, description="bit for bit the same on a GPU too, at the cost docs/exactness.md states"
+        default=False, description="bit for bit the same on a GPU too; slower there"
     )
 
 

@@ -58,7 +58,8 @@ def state_of(tokenizer: Any) -> str:
     if isinstance(tokenizer, SentencePiece):
         return hashlib.sha256(tokenizer.model).hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def fast_backend(tokenizer: Any) -> Any | None:
