@@ -1,6 +1,8 @@
 """A trained policy in; a model folder in the Hugging Face layout out, in the model's dtype by stochastic rounding."""
 
 import copy
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,13 @@ def export_model(
     dtype: torch.dtype,
     rounding: str,
     seed: int,
+    measure: Callable[[Path], None],
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
 
     `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
-    its part of the weights, the first writes them.
+    its part of the weights, the first writes them. All `measure` what was written before it gets its name, which is a
+    run's last act.
     """
     whole = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     generator = torch.Generator().manual_seed(seed)
@@ -67,16 +71,19 @@ def export_model(
             return tensor
         return round_stochastically(tensor, dtype, generator) if rounding == "stochastic" else tensor.to(dtype)
 
-    def write() -> None:
+    def write(aside: Path) -> None:
         # A tied weight stands here once, so both its uses are rounded alike.
         held = [*policy.named_parameters(), *policy.named_buffers()]
         names = sorted(name for name, _ in held if name in whole)
         state = {name.removeprefix("model."): as_exported(whole[name]) for name in names}
-        with published(folder, "model") as aside:
-            _save(policy.model, config, state, aside, dtype)
-            _save_tokenizer(template, aside)
+        _save(policy.model, config, state, aside, dtype)
+        _save_tokenizer(template, aside)
 
-    workers.agreed(write, by=workers.is_first)
+    with ExitStack() as stack:
+        aside = workers.from_first(lambda: stack.enter_context(published(folder, "model")))
+        workers.agreed(lambda: write(aside), by=workers.is_first)
+        measure(aside)
+        workers.agreed(stack.close, by=workers.is_first)
 
 
 def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from tandem.train.verdicts import judge
 
 
 def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
-    """Validate, save, judge, export; measure what was exported; say where everything is."""
+    """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
     config = t.setup.config
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
@@ -30,6 +30,10 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
+    if before:
+        t.reporter.change("\nValidation", ("before", "after"), before, after)
+    else:
+        t.reporter.validations("\nValidation after training", after)
     dtype = t.setup.source.dtype if config.export.dtype == "auto" else getattr(torch, config.export.dtype)
     export_model(
         t.policy,
@@ -40,12 +44,8 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
         dtype=dtype,
         rounding=config.export.rounding,
         seed=config.run.seed,
+        measure=lambda folder: _measure_export(t, folder, dtype, after),
     )
-    if before:
-        t.reporter.change("\nValidation", ("before", "after"), before, after)
-    else:
-        t.reporter.validations("\nValidation after training", after)
-    _measure_export(t, model, dtype, after)
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
