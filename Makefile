@@ -30,6 +30,10 @@ test: $(READY)  ## set up, then run the tests
 test-slow: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
+.PHONY: faults
+faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
+	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults
+
 .PHONY: test-gpu
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
 	$(PYTHON) -m pytest -m gpu

@@ -15,6 +15,7 @@ from tandem.failpoints import fail_point
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
+OWN = "fingerprint_of_manifest"
 
 
 def cache_dir() -> Path:
@@ -117,14 +118,27 @@ def published(folder: Path, what: str) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """What a killed process was still writing under these names: hidden, never read, perhaps large.
+
+    Only where no other process may be writing now: in a folder that this one holds.
+    """
+    for path in (path for name in names for path in folder.glob(f".{name}.*")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def write_manifest(folder: Path, **facts: Any) -> None:
-    """Write `manifest.json`: the facts, and the SHA-256 of every other file in the folder."""
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own."""
     files = {
         str(path.relative_to(folder)): sha256_of(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "manifest.json"
     }
-    text = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
+    manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read
+    text = json.dumps({**manifest, OWN: fingerprint(manifest)}, indent=1, sort_keys=True)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -135,6 +149,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         files = manifest["files"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
+    own = manifest.pop(OWN, None)  # manifests were written without it once
+    if own is not None and own != fingerprint(manifest):
+        raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
     for name, digest in files:
         path = folder / name
         if not path.is_file():

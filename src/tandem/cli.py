@@ -17,6 +17,7 @@ from tandem.errors import (
     StoppedError,
     TandemError,
     ToldError,
+    full_disk,
 )
 
 
@@ -265,11 +266,9 @@ def main() -> None:
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"tandem: interrupted{error}", file=sys.stderr)
         _leave(130)
-    except OSError as error:
-        if error.errno == 28:  # no space left on device
-            _fail(DiskError(f"the disk is full: {error}. Checkpoints already there are whole."))
-        raise
-    except RuntimeError as error:
+    except Exception as error:
+        if full := full_disk(error):
+            _fail(DiskError(f"the disk is full: {full}. Checkpoints already there are whole."))
         if type(error).__name__ == "OutOfMemoryError":
             from tandem.train.memory import WHAT_TO_LOWER
 
@@ -284,9 +283,13 @@ def main() -> None:
         raise
 
 
-def _is_lost_worker(error: RuntimeError) -> bool:
+def _is_lost_worker(error: Exception) -> bool:
     """Whether talking to another worker failed. Gloo raises a plain RuntimeError."""
-    return _among_several() and (type(error).__name__.startswith("Dist") or "gloo" in str(error))
+    return (
+        _among_several()
+        and isinstance(error, RuntimeError)
+        and (type(error).__name__.startswith("Dist") or "gloo" in str(error))
+    )
 
 
 def _among_several() -> bool:

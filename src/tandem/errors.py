@@ -1,5 +1,8 @@
 """What can go wrong by a user's hand, and the exit code each kind ends with (docs/keys.md, Exit codes)."""
 
+import errno
+import os
+
 
 class TandemError(Exception):
     """Shown to the user as one message, without a traceback."""
@@ -29,6 +32,18 @@ class OutOfMemoryError(TandemError):
 
 class DiskError(TandemError):
     exit_code = 7
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The full disk behind an error, if there is one: torch raises its own while it deals with the system's, and
+    safetensors only quotes it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return error
+        if f"os error {errno.ENOSPC}" in str(error):
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class StoppedError(TandemError):

@@ -5,6 +5,7 @@ In the model's dtype, by stochastic rounding.
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,25 @@ def export_model(
     dtype: torch.dtype,
     rounding: str,
     seed: int,
+    measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
 
     `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
-    its part of the weights, the first writes them.
-    `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
+    its part of the weights, the first writes them. All `measure` what was written before it gets its name, which is a
+    run's last act. `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
     """
     whole = _whole(policy)
     round_one = _rounding(dtype, rounding, seed)
 
-    def write() -> None:
+    def write(aside: Path) -> None:
         tensors = merged(policy.model, whole) if adapted else whole
         state = {name: round_one(tensors[name]) for name in sorted(tensors)}
-        with published(folder, "model") as aside:
-            _save(policy.model, config, state, aside, dtype)
-            _save_tokenizer(template, aside)
+        _save(policy.model, config, state, aside, dtype)
+        _save_tokenizer(template, aside)
 
-    workers.agreed(write, by=workers.is_first)
+    _publish(folder, write, measure, workers)
 
 
 def export_adapter(
@@ -93,6 +94,7 @@ def export_adapter(
     dtype: torch.dtype,
     rounding: str,
     seed: int,
+    measure: Callable[[Path], None],
 ) -> None:
     """Write `folder`, which peft loads on top of the model `base`: the adapters alone, and the tokenizer."""
     round_one = _rounding(dtype, rounding, seed)
@@ -101,12 +103,20 @@ def export_adapter(
         for name, parameter in sorted(policy.trained())
     }
 
-    def write() -> None:
-        with published(folder, "model") as aside:
-            write_adapter(aside, lora.peft_config(base, revision), tensors)
-            _save_tokenizer(template, aside)
+    def write(aside: Path) -> None:
+        write_adapter(aside, lora.peft_config(base, revision), tensors)
+        _save_tokenizer(template, aside)
 
-    workers.agreed(write, by=workers.is_first)
+    _publish(folder, write, measure, workers)
+
+
+def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], workers: Workers) -> None:
+    """The first worker writes, all measure what it wrote, and then it gets its name."""
+    with ExitStack() as stack:
+        aside = workers.from_first(lambda: stack.enter_context(published(folder, "model")))
+        workers.agreed(lambda: write(aside), by=workers.is_first)
+        measure(aside)
+        workers.agreed(stack.close, by=workers.is_first)
 
 
 def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ import torch
 from running import largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
 from tandem.export import round_stochastically
 from tandem.train import checkpoint, trainer
@@ -240,8 +241,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monke
         killed_after(patch, 3)
         with pytest.raises(Killed):
             short_run(tmp_path / "cut", *SAVING)
-    manifest = tmp_path / "cut/checkpoints/step_2/manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 3', '"format_version": 7'))
+    write_manifest(tmp_path / "cut/checkpoints/step_2", format_version=7)
     with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 3\."):
         short_run(tmp_path / "cut", *SAVING)
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cache import cache_dir, fingerprint, published, read_manifest, sha256_of, write_manifest
+from tandem.cache import (
+    cache_dir,
+    fingerprint,
+    published,
+    read_manifest,
+    remove_leftovers,
+    sha256_of,
+    write_manifest,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -147,3 +155,40 @@ def test_a_missing_manifest_is_named(tmp_path):
 def test_a_damaged_manifest_is_named(tmp_path, text, reason):
     (tmp_path / "manifest.json").write_text(text)
     assert refusal(tmp_path) == f"{tmp_path}/manifest.json is missing or damaged ({reason})"
+
+
+def test_any_byte_changed_in_a_manifest_is_refused_or_changes_no_fact(folder):
+    file = folder / "manifest.json"
+    whole, facts = file.read_bytes(), read_manifest(folder)
+    accepted = 0
+    for at in range(len(whole)):
+        for bit in range(8):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            try:
+                # The one key that may be absent may also be misspelled: nothing else is then.
+                assert facts.items() <= read_manifest(folder).items()
+                accepted += 1
+            except ValueError as error:
+                assert str(error).startswith(f"{folder}/")
+    assert accepted < 8 * len("fingerprint_of_manifest") + 32  # and one white space for another
+
+
+def test_facts_are_read_as_they_are_written(tmp_path):
+    write_manifest(tmp_path, longer_than={128: 3, 64: 4, 9: 5}, share=0.1, text="ä\ud800", pairs=(1, 2))
+    assert read_manifest(tmp_path) == {
+        "longer_than": {"128": 3, "64": 4, "9": 5},
+        "share": 0.1,
+        "text": "ä\ud800",
+        "pairs": [1, 2],
+        "files": {},
+    }
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    (tmp_path / ".model.abc").mkdir()
+    (tmp_path / ".model.abc" / "half").touch()
+    (tmp_path / ".latest.12").symlink_to("step_1")
+    for name in ("model", ".other.1", ".modeling"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path, "model", "latest")
+    assert sorted(names(tmp_path)) == [".modeling", ".other.1", "model"]

@@ -24,9 +24,7 @@ class Run(Section):
         description="run directory; null: runs/{name}-{n}, an unfinished one with the same configuration is resumed",
     )
     seed: int = Field(default=42, ge=0, lt=2**32, description="all randomness")
-    deterministic: bool = Field(
-        default=False, description="bit for bit the same on a GPU too; slower there"
-    )
+    deterministic: bool = Field(default=False, description="bit for bit the same on a GPU too; slower there")
 
 
 class Reference(Section):

@@ -1,7 +1,8 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -110,8 +111,8 @@ def _is_sound(place: Path) -> bool:
         return True
     except ValueError:
         aside = place.with_name(place.name + ".damaged")
-        if not aside.exists():
-            place.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        place.rename(aside)
         return False
 
 
@@ -122,22 +123,26 @@ def _compute(
     """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
-    out = None if path is None else np.memmap(path, np.float32, mode="w+", shape=(int(ends[-1]),))
     at_once = PREFERENCES_AT_ONCE * workers.count
-    for start in range(0, len(store), at_once):
-        indices = np.arange(start, min(start + at_once, len(store)))
-        own = [
-            one
-            for pack in packer.micro_batches(indices)
-            for one in zip(pack.preferences.tolist(), _token_logps(policy, workers.device, pack, store), strict=True)
-        ]
-        for index, part in (one for of_worker in workers.gather(own) for one in of_worker):
+    # Not by a memory map: on a full disk that ends the process without a word.
+    with nullcontext() if path is None else path.open("wb") as out:
+        for start in range(0, len(store), at_once):
+            indices = np.arange(start, min(start + at_once, len(store)))
+            own = [
+                one
+                for pack in packer.micro_batches(indices)
+                for one in zip(
+                    pack.preferences.tolist(), _token_logps(policy, workers.device, pack, store), strict=True
+                )
+            ]
+            before = int(ends[start - 1]) if start else 0
+            values = np.zeros(int(ends[indices[-1]]) - before, np.float32)
+            for index, part in (one for of_worker in workers.gather(own) for one in of_worker):
+                values[ends[index] - before - len(part) : ends[index] - before] = part
             if out is not None:
-                out[ends[index] - len(part) : ends[index]] = part
-        fail_point("reference.chunk")
-        progress(len(indices))
-    if out is not None:
-        out.flush()
+                out.write(values.tobytes())
+            fail_point("reference.chunk")
+            progress(len(indices))
 
 
 def _token_logps(policy: Policy, device: torch.device, pack: Pack, store: Preferences) -> list[NDArray[np.float32]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.cache import cache_dir
+from tandem.cache import cache_dir, remove_leftovers
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
@@ -26,7 +26,7 @@ from tandem.train.checkpoint import (
     Saver,
     load_checkpoint,
     newest_verified,
-    remove_leftovers,
+    set_newer_aside,
     take_snapshot,
 )
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
@@ -197,13 +197,14 @@ def _put_back(
     reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    workers.agreed(lambda: remove_leftovers(folder), by=workers.is_first)
+    workers.agreed(lambda: remove_leftovers(folder, "step_*", "latest", "best"), by=workers.is_first)
     place, damaged = workers.from_first(lambda: newest_verified(folder))
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
     progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, workers)
+    workers.agreed(lambda: set_newer_aside(place), by=workers.is_first)
     reporter.say(f"Going on from {place}")
     return progress
 

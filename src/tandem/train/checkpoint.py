@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.cache import published, read_manifest, write_manifest
-from tandem.errors import CheckpointError, ToldError
+from tandem.errors import CheckpointError, ToldError, full_disk
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
@@ -131,7 +131,7 @@ def _save_tensors(tensors: dict[str, Any], folder: Path, workers: Workers) -> No
     except dcp.api.CheckpointException as error:
         # It is raised on every worker when any fails. What failed here says it; elsewhere, another does.
         own = error.failures.get(workers.number)
-        raise own[0] if own else ToldError(1) from None
+        raise (full_disk(own[0]) or own[0]) if own else ToldError(1) from None
 
 
 def load_checkpoint(
@@ -236,10 +236,13 @@ def prune(folder: Path, keep: int, *, higher_is_better: bool) -> None:
             shutil.rmtree(place)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Folders that a killed process was still writing: hidden, never read, and as large as a checkpoint."""
-    for path in folder.glob(".step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+def set_newer_aside(place: Path) -> None:
+    """Rename checkpoints newer than the one gone on from, which are damaged: their steps are done and saved anew."""
+    for newer in checkpoints(place.parent):
+        if step_of(newer) > step_of(place):
+            aside = newer.with_name(f"{newer.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            newer.rename(aside)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -260,7 +263,10 @@ def point(link: Path, target: Path) -> None:
 
 
 def _rank(place: Path, *, higher_is_better: bool) -> tuple[bool, float, int]:
-    """Lower is better; a checkpoint from before the metric was measured comes last."""
-    facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
-    value = facts["progress"]["tracked"]
+    """Lower is better; a checkpoint from before the metric was measured comes last, and so does a damaged one."""
+    try:
+        facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        value = facts["progress"]["tracked"]
+    except (OSError, ValueError, KeyError, TypeError):
+        value = None
     return value is None, (-1 if higher_is_better else 1) * (value or 0.0), -step_of(place)

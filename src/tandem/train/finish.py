@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from tandem.train.verdicts import judge
 
 
 def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
-    """Validate, save, judge, export; measure what was exported; say where everything is."""
+    """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
     _tell_memory(t)
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records())
@@ -32,12 +33,11 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
-    dtype = _export(t, model)
     if before:
         t.reporter.change("\nValidation", ("before", "after"), before, after)
     else:
         t.reporter.validations("\nValidation after training", after)
-    _measure_export(t, model, dtype, after)
+    dtype = _export(t, model, after)
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
@@ -54,13 +54,14 @@ def _tell_memory(t: Training) -> None:
         )
 
 
-def _export(t: Training, folder: Path) -> torch.dtype:
+def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.dtype:
     """Write the model, or the adapters alone; the dtype they are in."""
     setup, export = t.setup, t.setup.config.export
     alone = setup.lora is not None and not export.merge_lora
     own = torch.float32 if alone else setup.source.dtype
     dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
-    how = {"dtype": dtype, "rounding": export.rounding, "seed": setup.config.run.seed}
+    how: dict[str, Any] = {"dtype": dtype, "rounding": export.rounding, "seed": setup.config.run.seed}
+    how["measure"] = lambda written: _measure_export(t, written, dtype, after)
     if alone:
         assert setup.lora is not None
         # A folder is named by its whole path, so that the adapter finds it from anywhere.

@@ -36,7 +36,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         given = Path(run.dir)
         if (given / "config.yaml").is_file():
             refuse_other_config(given, loaded)
-        elif given.is_dir() and any(given.iterdir()):
+        elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
             raise ConfigError(f"run.dir = {given}: not empty and not a run. Choose another directory.")
         return given
     parent, stem = (Path(run.dir).parent, Path(run.dir).name) if run.dir else (Path("runs"), run.name)
@@ -57,7 +57,13 @@ def is_finished(run: Path) -> bool:
 
 def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
     """Refuse to go on with a run under settings that would change what is learned; the difference is shown."""
-    old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
+    stored = _stored_config(run)
+    if stored is None:
+        raise CheckpointError(
+            f"{run}/config.yaml is damaged: it cannot be read as a configuration. Every checkpoint of the run holds a copy: "
+            "put it back from there, or choose another run.dir."
+        )
+    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
     differences = [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
@@ -106,9 +112,10 @@ def held(run: Path) -> Iterator[None]:
 
 def _stored_config(run: Path) -> dict[str, Any] | None:
     try:
-        return yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return None
+    return stored if isinstance(stored, dict) else None
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.cache import write_whole
+from tandem.cache import remove_leftovers, write_whole
 from tandem.config.load import LoadedConfig
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
 from tandem.model.workers import Workers, compute_deterministically, start_workers
@@ -89,6 +89,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     stack.enter_context(held(run))
     if loaded.config.checkpointing.checkpoint_dir is not None:
         stack.enter_context(held(setup.checkpoint_dir(run)))
+    remove_leftovers(run, "config.yaml", "verdicts.json", "model")
     write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 

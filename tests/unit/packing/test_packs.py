@@ -1,6 +1,5 @@
 """The packs of a whole set: made once, found again by what decides them, refused when damaged, never half there."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.cache import read_manifest
 from tandem.data.store import TokenStore
 from tandem.errors import DataError
 from tandem.packing import packs
@@ -116,7 +116,7 @@ def test_another_way_of_packing_gives_them_another_place(kept, cache, monkeypatc
 
 def test_the_manifest_says_what_the_packs_are_of(kept):
     assert sorted(path.name for path in kept.iterdir()) == ["manifest.json", "packs-128.arrow"]
-    facts = json.loads((kept / "manifest.json").read_text())
+    facts = read_manifest(kept)
     assert list(facts.pop("files")) == ["packs-128.arrow"]
     assert facts == {
         "version": packs.PACKS_VERSION,

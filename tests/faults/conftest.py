@@ -1,0 +1,18 @@
+"""One small model and set for all, and the run on them that nothing interrupted."""
+
+import pytest
+from killing import Small
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    return Small(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def whole(small):
+    """The run of `SETTINGS` that nothing interrupted; its cache is beside it."""
+    folder = small.folder / "whole"
+    ended = small.run(folder / "run", folder / "cache")
+    assert ended.code == 0, ended
+    return folder / "run"

@@ -1,0 +1,156 @@
+"""The comparison can fail: leave out any one thing that a run goes on from, and its end is another."""
+
+import pytest
+import torch
+from running import metrics_of, short_run, weights_of
+
+from tandem.train import build, checkpoint, trainer
+from tandem.train.checkpoint import Progress
+
+MORE = [
+    "checkpointing.keep_top_k=9",
+    "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 4}}",
+]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture
+def random_steps(monkeypatch):
+    """Training that draws random numbers, as dropout does."""
+    real = trainer.train_step
+
+    def drawing(policy, side, packs, batch, optimizer, max_grad_norm):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.to_local().mul_(1 + 0.01 * torch.rand(()))
+        return real(policy, side, packs, batch, optimizer, max_grad_norm)
+
+    monkeypatch.setattr(trainer, "train_step", drawing)
+
+
+def trained(small, run, *more):
+    return short_run(run, *small.overrides(run, *MORE, *more))
+
+
+def cut_and_resumed(small, run, monkeypatch, *, without=None):
+    """A run that dies after its third step was reported, and goes on from step 2 or 3 without something."""
+    report = trainer._report
+
+    def dying(t, number, *rest):
+        report(t, number, *rest)
+        if number == 3:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_report", dying)
+        with pytest.raises(Killed):
+            trained(small, run)
+    with monkeypatch.context() as patch:
+        if without is not None:
+            without(patch)
+        return trained(small, run)
+
+
+def ends(run):
+    """What a run's end is compared by."""
+    weights = {name: tensor.numpy().tobytes() for name, tensor in weights_of(run).items()}
+    return weights, [metrics_of(run, split) for split in ("train", "validation-default", "exported-default")]
+
+
+def no_first_moment(patch):
+    """One parameter's exp_avg is zeros."""
+    real = build.load_checkpoint
+
+    def loaded(place, policy, optimizer, *rest):
+        progress = real(place, policy, optimizer, *rest)
+        next(iter(optimizer.state.values()))["exp_avg"].zero_()
+        return progress
+
+    patch.setattr(build, "load_checkpoint", loaded)
+
+
+def no_place_in_the_epoch(patch):
+    """One batch off."""
+
+    def off(**facts):
+        return Progress(**{**facts, "batch": facts["batch"] - 1})
+
+    patch.setattr(checkpoint, "Progress", off)
+
+
+def no_random_state(patch):
+    patch.setattr(checkpoint, "_set_random_states", lambda *_: None)
+
+
+def no_place_in_the_schedule(patch):
+    """The scheduler starts anew."""
+    real = build.load_checkpoint
+
+    class Still:
+        def step(self):
+            pass
+
+    patch.setattr(build, "load_checkpoint", lambda a, b, c, scheduler, *rest: real(a, b, c, Still(), *rest))
+
+
+def no_weight(patch):
+    """One parameter is as it started."""
+    real = checkpoint._tensors
+
+    def loaded(policy, *rest):
+        tensors = real(policy, *rest)
+        name = next(name for name in tensors if name.startswith("policy."))
+        return {**tensors, name: tensors[name].clone()}
+
+    patch.setattr(checkpoint, "_tensors", loaded)
+
+
+def no_cut_of_the_metrics(patch):
+    """Lines of steps that are done anew stay."""
+    real = build.MetricsFile
+    patch.setattr(build, "MetricsFile", lambda path, keep: real(path, None))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small):
+    """By whether steps draw random numbers."""
+    return {}
+
+
+def whole_of(small, uninterrupted, drawing):
+    if drawing not in uninterrupted:
+        uninterrupted[drawing] = ends(trained(small, small.folder / f"controls-{drawing}"))
+    return uninterrupted[drawing]
+
+
+def test_with_everything_put_back_the_end_is_the_same(small, uninterrupted, tmp_path, monkeypatch, random_steps):
+    cut = cut_and_resumed(small, tmp_path / "run", monkeypatch)
+    assert ends(cut) == whole_of(small, uninterrupted, True)
+
+
+def test_without_the_random_state_the_end_is_another(small, uninterrupted, tmp_path, monkeypatch, random_steps):
+    cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=no_random_state)
+    weights, metrics = ends(cut)
+    whole_weights, whole_metrics = whole_of(small, uninterrupted, True)
+    assert weights != whole_weights
+    assert metrics != whole_metrics
+
+
+@pytest.mark.parametrize("without", [no_first_moment, no_place_in_the_epoch, no_place_in_the_schedule, no_weight])
+def test_without_one_thing_put_back_the_end_is_another(small, uninterrupted, tmp_path, monkeypatch, without):
+    cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=without)
+    weights, metrics = ends(cut)
+    whole_weights, whole_metrics = whole_of(small, uninterrupted, False)
+    assert weights != whole_weights
+    assert metrics != whole_metrics
+
+
+def test_without_the_cut_of_the_metrics_lines_stand_twice(small, uninterrupted, tmp_path, monkeypatch):
+    cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=no_cut_of_the_metrics)
+    weights, metrics = ends(cut)
+    whole_weights, whole_metrics = whole_of(small, uninterrupted, False)
+    assert weights == whole_weights
+    assert metrics != whole_metrics

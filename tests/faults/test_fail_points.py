@@ -1,0 +1,114 @@
+"""Killed, or the disk full, at every named place: the same command goes on to the same end, bit for bit."""
+
+import pytest
+from killing import assert_same, assert_whole, outcome
+
+from tandem.failpoints import POINTS
+from tandem.train.checkpoint import checkpoints
+
+# The so-many-th time it is passed, where the first would be too early to have anything to lose.
+COUNTS = {
+    **dict.fromkeys(("checkpoint.begin", "checkpoint.tensors", "checkpoint.sync", "checkpoint.rename"), 3),
+    **dict.fromkeys(("checkpoint.done", "checkpoint.latest", "checkpoint.best"), 3),
+    "metrics.write": 8,  # between the halves of the third step's line
+    "tokens.sync": 2,  # the validation set, when the training set is there
+    "reference.chunk": 2,
+    "step.update": 3,
+    "step.done": 3,
+    "validation.pack": 3,
+}
+WRITES = [point for point in POINTS if point.split(".")[1] not in ("done", "prune", "chunk", "update", "pack")]
+# Of these, one of each kind; the others are tried by `make faults`.
+QUICK = {"tokens.sync", "reference.rename", "checkpoint.tensors", "model.sync", "config.rename", "metrics.write"}
+
+
+def at(point):
+    return f"{point}:{COUNTS.get(point, 1)}"
+
+
+def folders(run, cache):
+    """Where folders get their names last."""
+    return [run / "checkpoints", *(cache / kind for kind in ("tokens", "packs", "reference"))]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_fail_point_it_goes_on_to_the_same_end(small, whole, tmp_path, point):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    small.killed(run, cache, at=at(point))
+    assert_whole(*folders(run, cache))
+    assert (run / "model").exists() == (point == "model.done")
+    assert run.with_name("pairs.jsonl").exists() == (point.split(".")[0] == "model")
+    ended = small.run(run, cache)
+    assert (ended.code, ended.err) == (0, "")
+    assert_same(run, whole)
+    assert_whole(*folders(run, cache))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["model.begin", "model.sync", "model.rename", "model.done"])
+def test_killed_while_the_embedded_model_is_made_it_is_made_anew(small, tmp_path, point):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    embedded = "policy.model_name=embedded"
+    small.killed(run, cache, embedded, at=point)
+    assert len(list(cache.glob("models/tiny-*"))) == (point == "model.done")
+    assert small.run(run, cache, embedded).code == 0
+    assert small.run(tmp_path / "other/run", tmp_path / "other/cache", embedded).code == 0
+    assert_same(run, tmp_path / "other/run")
+
+
+@pytest.mark.parametrize(
+    "point", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in WRITES]
+)
+def test_a_full_disk_ends_in_one_line_and_what_was_there_goes_on_to_the_same_end(small, whole, tmp_path, point):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    ended = small.run(run, cache, fail_at=f"{at(point)}=disk_full")
+    assert ended.code == 7
+    assert ended.err == (
+        "tandem: error: the disk is full: [Errno 28] No space left on device: "
+        f"'(TANDEM_FAIL_AT={point})'. Checkpoints already there are whole.\n"
+    )
+    assert_whole(*folders(run, cache))
+    if point.startswith("checkpoint."):
+        assert checkpoints(run / "checkpoints")
+    # What could be removed was: a full disk is no place for leftovers.
+    assert [path for path in tmp_path.rglob(".*") if path.name != ".metadata"] == []
+    assert small.run(run, cache).code == 0
+    assert_same(run, whole)
+
+
+def test_resumed_from_a_resume_of_a_resume(small, whole, tmp_path):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    small.killed(run, cache, at="step.done:2")
+    for point in ("step.done:2", "checkpoint.latest:1", "verdicts.rename", "model.rename"):
+        small.killed(run, cache, at=point)
+    assert small.run(run, cache).code == 0
+    assert_same(run, whole)
+
+
+def test_an_unknown_fail_point_is_refused(small, tmp_path):
+    ended = small.run(tmp_path / "run", tmp_path / "cache", fail_at="checkpoint.renam")
+    assert (ended.code, ended.err) == (
+        2,
+        "tandem: error: TANDEM_FAIL_AT=checkpoint.renam: write POINT, POINT:COUNT or POINT:COUNT=disk_full; "
+        "`tandem fail-points` lists the points.\n",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_run_to_compare_with_holds_what_is_compared(whole):
+    """Otherwise the comparisons would say nothing."""
+    found = outcome(whole)
+    assert [(line["step"], line["split"]) for line in found["metrics"]] == [
+        (0, "validation-default"),
+        (1, "train"),
+        (2, "train"),
+        (2, "validation-default"),
+        (3, "train"),
+        (4, "train"),
+        (4, "validation-default"),
+        (4, "exported-default"),
+    ]
+    losses = [line["loss"] for line in found["metrics"] if line["split"] == "train"]
+    assert len(set(losses)) == 4
+    assert len(found["pairs"].splitlines()) == 36
+    assert found["latest"] == "step_4"

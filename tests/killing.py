@@ -1,0 +1,166 @@
+"""Runs of `tandem train` in processes of their own, which may die: forked from a server that has imported everything."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from running import VARYING, weights_of
+
+from tandem.cache import read_manifest
+from tandem.train.checkpoint import checkpoints
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "tandem.cli",
+        "tandem.train.trainer",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+# A run of about a second that passes every fail-point: four steps of eight pairs, each saved, every second validated.
+SETTINGS = [
+    *("dpo.max_num_steps=4", "dpo.val_period=2", "dpo.val_at_start=true", "dpo.val_at_end=true"),
+    *("checkpointing.save_period=1", "checkpointing.keep_top_k=1"),
+    *("policy.train_global_batch_size=8", "policy.max_total_sequence_length=128", "data.max_filtered_share=0.2"),
+    *(
+        "policy.packing.mode=dataset",
+        "policy.packing.pack_length=128",
+        "policy.optimizer.kwargs.lr=1e-3",
+        "policy.scheduler=null",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended and what it said."""
+
+    code: int  # negative: the signal it died by
+    out: str
+    err: str
+
+
+@dataclass(slots=True)
+class Child:
+    process: Any
+    folder: Path
+
+    def ended(self, seconds: float = 120) -> Ended:
+        """Wait for its end."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(f"still running after {seconds} seconds:\n{self._said('out')}{self._said('err')}")
+        return Ended(self.process.exitcode, self._said("out"), self._said("err"))
+
+    def _said(self, stream: str) -> str:
+        return (self.folder / f"{self.process.pid}.{stream}").read_text(errors="replace")
+
+
+def start(said: Path, arguments: list[str], **environment: str) -> Child:
+    """Begin `tandem` with these arguments; what it says goes to files in the folder `said`."""
+    said.mkdir(parents=True, exist_ok=True)
+    process = SERVER.Process(target=_live, args=(said, arguments, environment))
+    process.start()
+    return Child(process, said)
+
+
+def _live(said: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    from tandem import cli
+
+    os.environ.update(environment)
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(said / f"{os.getpid()}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv = ["tandem", *arguments]
+    cli.main()
+
+
+class Small:
+    """A model of one layer and a few pairs on disk, and runs on them."""
+
+    def __init__(self, folder: Path):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from tandem.model.tiny import tiny_model
+
+        self.folder = folder
+        shutil.copytree(tiny_model(), folder / "start")
+        config = LlamaConfig.from_pretrained(folder / "start")
+        config.update({"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8})
+        config.update({"num_attention_heads": 2, "num_key_value_heads": 1})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).save_pretrained(folder / "start")
+        rows = [{"prompt": f"Say {n}", "chosen": f"{n} it is", "rejected": f"No {n}"} for n in range(36)]
+        same = {"prompt": "Say", "chosen": "as", "rejected": "as"}  # so that rejects.jsonl is not empty
+        for name, part in (("train", [*rows[:32], same]), ("validation", [*rows[32:], same])):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+    def overrides(self, run: Path, *more: str) -> list[str]:
+        return [
+            *SETTINGS,
+            f"policy.model_name={self.folder}/start",
+            f"data.train.data_path={self.folder}/train.jsonl",
+            f"data.validation.data_path={self.folder}/validation.jsonl",
+            f"run.dir={run}",
+            *more,
+        ]
+
+    def start(self, run: Path, cache: Path, *more: str, fail_at: str = "") -> Child:
+        """Begin a run, or go on with it, with every pair at the end, in a cache of its own."""
+        run.parent.mkdir(parents=True, exist_ok=True)
+        given = [f"--per-pair={run.with_name('pairs.jsonl')}", "--quiet", *self.overrides(run, *more)]
+        said = self.folder / "said"  # elsewhere than the run, whose disk may be full
+        return start(said, ["train", *given], TANDEM_CACHE=str(cache), TANDEM_FAIL_AT=fail_at)
+
+    def run(self, run: Path, cache: Path, *more: str, fail_at: str = "") -> Ended:
+        return self.start(run, cache, *more, fail_at=fail_at).ended()
+
+    def killed(self, run: Path, cache: Path, *more: str, at: str) -> None:
+        """A run that dies at a fail-point; that it did is checked."""
+        ended = self.run(run, cache, *more, fail_at=at)
+        assert ended.code == -signal.SIGKILL, f"{at} was never reached: {ended}"
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Everything a run leaves that must not depend on how often it was interrupted."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = run / "checkpoints"
+    return {
+        "metrics": [{k: v for k, v in line.items() if k not in VARYING} for line in lines],
+        "weights": {name: tensor.numpy().tobytes() for name, tensor in weights_of(run).items()},
+        "verdicts": (run / "verdicts.json").read_bytes(),
+        "pairs": run.with_name("pairs.jsonl").read_bytes(),
+        "checkpoints": sorted(path.name for path in checkpoints(kept)),
+        "latest": (kept / "latest").readlink().name,
+        "best": (kept / "best").readlink().name,
+        "names": sorted(path.name for path in run.iterdir()),
+    }
+
+
+def assert_same(cut: Path, whole: Path) -> None:
+    """Bit for bit; what differs is named."""
+    one, other = outcome(cut), outcome(whole)
+    assert one["metrics"] == other["metrics"], (one["metrics"], other["metrics"])
+    differing = {name: (one[name], other[name]) for name in one if one[name] != other[name] and name != "weights"}
+    assert not differing, differing
+    assert one["weights"] == other["weights"], "the weights differ"
+
+
+def assert_whole(*folders: Path) -> None:
+    """Every folder in these that has its name, and so would be read, is what its manifest says."""
+    for folder in folders:
+        for place in folder.glob("*/"):
+            if not place.is_symlink() and not place.name.startswith("."):
+                read_manifest(place)
