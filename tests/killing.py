@@ -138,7 +138,11 @@ def outcome(run: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = run / "checkpoints"
     return {
-        "metrics": [{k: v for k, v in line.items() if k not in VARYING} for line in lines],
+        "metrics": [
+            {k: v for k, v in line.items() if k not in VARYING}
+            for line in lines
+            if line["split"] != "timing/validation"
+        ],
         "weights": {name: tensor.numpy().tobytes() for name, tensor in weights_of(run).items()},
         "verdicts": (run / "verdicts.json").read_bytes(),
         "pairs": run.with_name("pairs.jsonl").read_bytes(),

@@ -187,7 +187,7 @@ def test_json_prints_every_record_and_the_result_and_nothing_else(tmp_path, monk
         written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert records == (written if number == 1 else [])
         assert result["run_dir"] == str(run)
-        assert list(result["final"]) == ["train", "validation-default", "exported-default"]
+        assert list(result["final"]) == ["train", "validation-default", "timing/validation", "exported-default"]
         assert result["final"]["train"] == next(record for record in written[::-1] if record["split"] == "train")
         warning = "warning: in 5 steps the learning rate never rises above" if number == 1 else ""
         assert said.err.startswith(warning)
