@@ -178,13 +178,13 @@ def test_a_configuration_that_is_none_is_refused_with_what_to_do(small, kept_all
 def test_a_changed_value_in_a_runs_configuration_is_refused_with_the_difference(small, copied):
     run, cache = copied
     file = run / "config.yaml"
-    right, wrong = "reference_policy_kl_penalty: 0.05\n", "reference_policy_kl_penalty: 0.45\n"
+    right, wrong = "reference_policy_kl_penalty: 0.1\n", "reference_policy_kl_penalty: 0.5\n"
     assert right in file.read_text()
     file.write_text(file.read_text().replace(right, wrong))
     ended = small.run(run, cache, KEEPING)
     assert (ended.code, ended.err) == (
         4,
         f"tandem: error: {run} holds a run with another configuration:\n"
-        "  dpo.reference_policy_kl_penalty: 0.45 there, 0.05 now\n"
+        "  dpo.reference_policy_kl_penalty: 0.5 there, 0.1 now\n"
         "Take the old values back, or choose another run.dir for another run.\n",
     )
