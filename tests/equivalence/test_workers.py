@@ -50,7 +50,10 @@ def cases(folder):
     AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(folder / "experts")
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
     return {
-        "packed": ["policy.packing.pack_length=512", "policy.packing.packs_per_micro_batch=2"],
+        "packed": [
+            *("policy.packing.pack_length=512", "policy.packing.packs_per_micro_batch=2"),
+            "logger.num_val_samples_to_print=1",
+        ],
         # of one preference in a batch, all workers but one have nothing
         "one pair at a time": ["policy.train_global_batch_size=1", "dpo.val_period=0", "dpo.val_at_end=false"],
         "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3"],
@@ -108,6 +111,16 @@ def test_several_workers_learn_what_one_learns(name, together, folder, cases):
         short_run(alone, *COMMON, *cases[name])
     assert len(metrics_of(alone)) == STEPS
     assert_alike(run_dir(folder, name, count), alone)
+
+
+def test_several_workers_answer_as_one(together, folder, cases):
+    count, _ = together
+    alone = run_dir(folder, "packed", 1)
+    if not alone.exists():
+        short_run(alone, *COMMON, *cases["packed"])
+    for step in (2, STEPS):
+        answers = [(run_dir(folder, "packed", n) / f"samples/step_{step}.jsonl").read_text() for n in (1, count)]
+        assert answers[0] == answers[1]
 
 
 def test_one_worker_speaks_for_all(together):

@@ -1,6 +1,6 @@
 """The section `logger`: trackers beside metrics.jsonl, and what is measured of the GPUs."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,11 @@ class Logger(Section):
     wandb: Wandb = Field(default=Wandb(), description="W&B")
     tensorboard: Tensorboard = Field(default=Tensorboard(), description="TensorBoard")
     mlflow: Mlflow = Field(default=Mlflow(), description="MLflow")
+    num_val_samples_to_print: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="prompts of the first validation set whose answers are shown at every validation, the policy's beside "
+        "the reference's",
+    )
     monitor_gpus: bool = Field(
         default=True,
         description="GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; on a CPU nothing",

@@ -26,7 +26,8 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
             # The loss is already divided by the pairs of the whole global batch: workers add up, nothing more.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(policy, "plain_logps")
+    for method in ("plain_logps", "answer"):
+        register_fsdp_forward_method(policy, method)
     return policy
 
 

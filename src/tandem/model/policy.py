@@ -98,6 +98,23 @@ class Policy(nn.Module):
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
+    def answer(self, prompt: Tensor, *, most: int, end: int) -> Tensor:
+        """The likeliest continuation, token by token, of at most so many tokens, by the model's own forward."""
+        from transformers import GenerationConfig
+
+        own = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        settings = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=end, pad_token_id=end)
+        try:
+            ids = self.model.generate(
+                prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=settings
+            )
+        finally:
+            self.model.set_attn_implementation(own)
+        return ids[0, len(prompt) :]
+
+    @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes
     def plain_logps(self, prompt: Tensor, completion: Tensor, filler: int = 0) -> Tensor:
         """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick.

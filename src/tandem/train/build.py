@@ -33,6 +33,7 @@ from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
+from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
 from tandem.train.terms import Side
@@ -60,6 +61,7 @@ class Training:
     stopping: Stopping
     tracking: Tracking
     expected: Forecast | None  # of memory, on a GPU
+    samples: Samples | None
 
     @property
     def workers(self) -> Workers:
@@ -76,8 +78,17 @@ class Training:
             each = {f"{report.split.removeprefix('validation-')}_seconds": report.seconds for report in reports}
             total = {"seconds": time.perf_counter() - started}
             self.record({"step": self.progress.step, "split": "timing/validation", **total, **each})
+        if self.samples is not None:
+            self.show_samples(self.samples)
         self.progress = replace(self.progress, owes_validation=False)
         return reports
+
+    def show_samples(self, samples: Samples) -> None:
+        """What policy and reference answer now, printed and kept in samples/step_N.jsonl."""
+        taken = samples.take(self.policy, self.workers.device)
+        step = self.progress.step
+        self.workers.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.workers.is_first)
+        self.reporter.samples(step, taken)
 
     def write(self, report: ValidationReport) -> None:
         """A validation's line in metrics.jsonl."""
@@ -126,6 +137,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     policy = load_sharded(setup, setup.source, workers, setup.lora)
     weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
+    samples = _samples(setup, policy, references, workers)
     _audit(setup, policy, references, reporter)
     expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
@@ -174,6 +186,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         stopping,
         _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
         expected,
+        samples,
     )
 
 
@@ -292,6 +305,22 @@ def _references(
                 progress=advance,
             )
     return references
+
+
+def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers) -> Samples | None:
+    """The prompts to show answers to, and the reference's answers: before the first update they are the policy's own."""
+    count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
+    if not count:
+        return None
+    name = next(iter(setup.validation))
+    prompts = prompts_of(setup.validation[name].store, tokenizer, count)
+    if not setup.compares:
+        return Samples(tokenizer, prompts, None)
+    asked, other = references["train"], setup.reference_source
+    model = asked.policy if isinstance(asked, LiveReference) else policy
+    if other is not None and not isinstance(asked, LiveReference):
+        model = load_sharded(setup, other, workers).requires_grad_(False)
+    return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))
 
 
 def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:

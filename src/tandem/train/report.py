@@ -14,12 +14,14 @@ from rich.table import Table
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
 from tandem.failpoints import fail_point
+from tandem.train.samples import Sample
 from tandem.train.validation import ValidationReport
 
 # silent: not even warnings; of workers other than the first
 Verbosity = Literal["silent", "quiet", "normal", "verbose"]
 
 PLAIN_WIDTH = 120
+LINE = 300  # characters of an answer
 MUCH_OVERLAP = 0.3  # of validation's n-grams
 
 
@@ -177,6 +179,15 @@ class Reporter:
         rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
         self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
 
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Answers to the same prompts, the policy's below the reference's."""
+        self.say(f"\nAnswers after step {step}" if step else "\nAnswers before training")
+        for sample in samples:
+            self.say(f"  {sample.place}: {_one_line(sample.prompt)}")
+            if sample.reference is not None:
+                self.say(f"    reference: {_one_line(sample.reference)}")
+            self.say(f"    policy:    {_one_line(sample.policy)}")
+
     def change(
         self,
         title: str,
@@ -231,6 +242,12 @@ class Reporter:
 
 def _margin(record: dict[str, Any]) -> str:
     return f"{round(record['rewards_margin_mean'], 3) + 0.0:.3f}"
+
+
+def _one_line(text: str) -> str:
+    """On one line of a screen, its end cut off if need be."""
+    line = " ".join(text.split())
+    return line if len(line) <= LINE else line[: LINE - 1] + "…"
 
 
 def _short(metric: str) -> str:

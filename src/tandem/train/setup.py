@@ -179,6 +179,11 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     tracked_metric(config.checkpointing.metric_name, list(sets.validation))
+    if config.logger.num_val_samples_to_print and not sets.validation:
+        raise ConfigError(
+            f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
+            "take prompts from. Give data.validation, or set it to 0."
+        )
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
         _check_scores(store, config)
