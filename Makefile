@@ -24,15 +24,15 @@ train: $(READY)  ## set up, then train the embedded default: a tiny model on bun
 
 .PHONY: test
 test: $(READY)  ## set up, then run the tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: test-slow
 test-slow: $(READY)  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
 
 .PHONY: faults
 faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
-	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" tests/faults
 
 .PHONY: test-gpu
 test-gpu:  ## the tests that need a CUDA device, with the python at hand

@@ -131,3 +131,32 @@ def test_cached_reference_equals_the_live_one(tmp_path):
             atol=2e-5,
             rtol=0,
         )
+
+
+def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
+    """A plain forward that differs from itself by 0.02 with filler behind explains 0.08 to a pack; less explains 0.01."""
+
+    def found(plain, rounding):
+        one = audit._Compared(
+            "here", plain=plain, reference=0.0, rounding=rounding, nats=8.0, num_tokens=4, is_best=True
+        )
+        monkeypatch.setattr(audit, "_compare", lambda *_: [one])
+        monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
+        monkeypatch.setattr(audit, "_sample", lambda store: store)
+        return audit.audit(None, None, OnePack(), None, precision="bfloat16", same_start=True)
+
+    class OnePack:
+        store = None
+
+        def alone(self):
+            return self
+
+        def micro_batches(self, _):
+            return [None]
+
+    assert found(0.079, 0.02).plain_difference == 0.079
+    assert found(0.009, 0.0001).chosen_nats == 2.0
+    with pytest.raises(AuditError, match=r"by 0\.081 nats a token \(rounding explains 0\.08\)"):
+        found(0.081, 0.02)
+    with pytest.raises(AuditError, match=r"by 0\.011 nats a token \(rounding explains 0\.01\)"):
+        found(0.011, 0.0001)
