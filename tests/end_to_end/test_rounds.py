@@ -22,6 +22,7 @@ def last(run, split):
     return [line for line in lines if line["split"] == split][-1]
 
 
+@pytest.mark.slow
 def test_a_second_round_starts_from_the_first_and_is_held_to_its_reference(tmp_path):
     said = tandem(tmp_path, "policy.lora.enabled=true", "run.dir=one", "dpo.val_at_start=false")
     assert "reference          cached, the base model" in said

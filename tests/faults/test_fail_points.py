@@ -22,6 +22,10 @@ WRITES = [point for point in POINTS if point.split(".")[1] not in ("done", "prun
 QUICK = {"tokens.sync", "reference.rename", "checkpoint.tensors", "model.sync", "config.rename", "metrics.write"}
 
 
+def is_quick(point):
+    return point in QUICK or point in ("step.done", "model.rename", "checkpoint.rename", "checkpoint.latest")
+
+
 def at(point):
     return f"{point}:{COUNTS.get(point, 1)}"
 
@@ -31,7 +35,9 @@ def folders(run, cache):
     return [run / "checkpoints", *(cache / kind for kind in ("tokens", "packs", "reference"))]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point", [one if is_quick(one) else pytest.param(one, marks=pytest.mark.slow) for one in POINTS]
+)
 def test_killed_at_a_fail_point_it_goes_on_to_the_same_end(small, whole, tmp_path, point):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at=at(point))

@@ -77,6 +77,7 @@ def test_a_package_that_is_not_there_is_refused_with_what_to_install(monkeypatch
 def test_a_folder_of_that_name_is_not_the_package(monkeypatch, tmp_path):
     (tmp_path / "mlflow").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)  # another test may have imported it
     with pytest.raises(ConfigError, match="the package mlflow is not installed"):
         check_packages(Logger(mlflow_enabled=True))
 
