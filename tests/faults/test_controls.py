@@ -139,7 +139,14 @@ def test_without_the_random_state_the_end_is_another(small, uninterrupted, tmp_p
     assert metrics != whole_metrics
 
 
-@pytest.mark.parametrize("without", [no_first_moment, no_place_in_the_epoch, no_place_in_the_schedule, no_weight])
+@pytest.mark.parametrize(
+    "without",
+    [
+        no_first_moment,
+        no_place_in_the_epoch,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (no_place_in_the_schedule, no_weight)),
+    ],
+)
 def test_without_one_thing_put_back_the_end_is_another(small, uninterrupted, tmp_path, monkeypatch, without):
     cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=without)
     weights, metrics = ends(cut)
