@@ -254,7 +254,8 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     policy.zero_grad()
     if not on_gpu:
         return None
-    longest = next(packer.micro_batches(setup.batches.epoch(0)[0].preferences, setup.batches.epoch(0)[0].bounds))
+    first = setup.batches.epoch(0)[0]
+    longest = next(packer.micro_batches(first.preferences, first.bounds))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         policy(policy.inputs(longest, setup.device)).sum().backward()
