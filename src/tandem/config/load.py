@@ -254,21 +254,31 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     except ValidationError as error:
         # A default that follows another key is not made when that key's section has errors: no error of its own.
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        raise ConfigError("\n".join(dict.fromkeys(_explain(e, origins, hidden) for e in own))) from None
+        raise ConfigError(_together([_explain(e, origins, hidden) for e in own])) from None
 
 
-def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> str:
+def _together(explained: list[tuple[str, str | None]]) -> str:
+    """A line for each mistake; a value that could have been one of several things has a reason from each."""
+    reasons: dict[str, list[str]] = {}
+    for mistake, reason in explained:
+        known = reasons.setdefault(mistake, [])
+        if reason and reason not in known:
+            known.append(reason)
+    return "\n".join(f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items())
+
+
+def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
+    """The mistake, and why it is one where that is not said already."""
     loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
     key = ".".join(loc)
     place = _origin(key, origins)
     if error["type"] == "extra_forbidden":
-        return f"{place}: {_unknown(key)}"
+        return f"{place}: {_unknown(key)}", None
     if error["type"] == "value_error":
-        return f"{place}: {error['ctx']['error']}."
+        return f"{place}: {error['ctx']['error']}.", None
     # What came out of the environment may be a secret: it is shown as it was written.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
-    value = json.dumps(shown, default=str)
-    return f"{place}: {key} = {value}: {error['msg'][0].lower()}{error['msg'][1:]}."
+    return f"{place}: {key} = {json.dumps(shown, default=str)}", error["msg"][0].lower() + error["msg"][1:]
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

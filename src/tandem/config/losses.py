@@ -117,7 +117,7 @@ def misnamed(chosen: Any) -> str | None:
         )
     for name in [chosen] if isinstance(chosen, str) else chosen:
         if name not in LOSS_FACTS:
-            near = difflib.get_close_matches(str(name), LOSS_FACTS, 1)
+            near = difflib.get_close_matches(str(name).lower(), LOSS_FACTS, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             return f"dpo.preference_loss: there is no loss {name!r}.{hint} Known are {_listed(LOSS_FACTS, 'and')}"
     if chosen == {}:

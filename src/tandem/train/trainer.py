@@ -110,8 +110,9 @@ def _run(t: Training, per_pair: Path | None) -> None:
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
     wanted = setup.config.policy.optimizer.kwargs.lr
     if setup.highest_rate < 0.99 * wanted:
+        steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
         reporter.warn(
-            f"in {setup.num_steps} steps the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
+            f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
             "More epochs, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
 

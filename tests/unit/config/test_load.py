@@ -403,8 +403,7 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_with_key_and_value(overri
 
 def test_a_key_of_two_types_names_both_and_nothing_internal():
     assert refusal(None, "policy.packing.pack_length=0") == (
-        "command line: policy.packing.pack_length = 0: input should be greater than 0.\n"
-        "command line: policy.packing.pack_length = 0: input should be 'auto'."
+        "command line: policy.packing.pack_length = 0: input should be greater than 0, or input should be 'auto'."
     )
 
 

@@ -45,6 +45,7 @@ def test_several_losses_are_given_with_weights():
     ("given", "reason"),
     [
         ("dpo2", f"dpo.preference_loss: there is no loss 'dpo2'. Did you mean dpo? Known are {ALL}."),
+        ("DPO", f"dpo.preference_loss: there is no loss 'DPO'. Did you mean dpo? Known are {ALL}."),
         ("zz", f"dpo.preference_loss: there is no loss 'zz'. Known are {ALL}."),
         ("{dpo: 1, ip: 1}", f"dpo.preference_loss: there is no loss 'ip'. Did you mean ipo? Known are {ALL}."),
         ("{dpo: 0}", "dpo.preference_loss.dpo = 0: a weight is a number above 0."),
