@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A file of tests stays in one process, so that what its tests share is made once; the long ones come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 
@@ -24,15 +26,15 @@ train: $(READY)  ## set up, then train the embedded default: a tiny model on bun
 
 .PHONY: test
 test: $(READY)  ## set up, then run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(PYTEST)
 
 .PHONY: test-slow
 test-slow: $(READY)  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 .PHONY: faults
 faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" tests/faults
+	$(PYTEST) -m "not gpu" tests/faults
 
 .PHONY: test-gpu
 test-gpu:  ## the tests that need a CUDA device, with the python at hand

@@ -9,9 +9,6 @@ import pytest
 
 from tandem.config.tracked import METRICS
 
-# Its run is made once, for all tests.
-pytestmark = pytest.mark.xdist_group("default run")
-
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory):

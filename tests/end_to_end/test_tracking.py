@@ -15,8 +15,6 @@ from tandem.train import trainer
 from tandem.train.trackers import feed
 from tandem.train.trackers.tracking import TIMING, named
 
-# Its run is made once, for all tests.
-pytestmark = pytest.mark.xdist_group("tracking")
 # Five steps, and three validations of a single batch.
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "checkpointing.save_period=2"),

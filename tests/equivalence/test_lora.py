@@ -29,8 +29,6 @@ from tandem.packing.layout import lay_out
 from tandem.train import trainer
 from tandem.train.setup import set_up
 
-# Its run is made once, for all tests.
-pytestmark = pytest.mark.xdist_group("adapters")
 CPU = torch.device("cpu")
 LORA = ["policy.lora.enabled=true", "policy.lora.dim=4"]
 SMALL = [*LORA, "policy.lora.target_modules=[q_proj,v_proj]"]

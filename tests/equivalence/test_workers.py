@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.model.tiny import tiny_model as embedded_model
 
-# All runs by several workers are made once, for all tests: by one process of the test run.
-pytestmark = pytest.mark.xdist_group("workers")
 WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
 STEPS = 4
 COMMON = [

@@ -256,7 +256,8 @@ def test_no_more_processes_are_started_than_there_are_items():
 
 # Prints the processes of its two workers, then goes on or waits.
 PARENT = """
-import itertools, os, sys, time
+import itertools, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where the tests run in the background
 from tandem.data.workers import pool
 
 def work(item, watch):
