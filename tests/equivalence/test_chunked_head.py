@@ -25,12 +25,14 @@ def tensors(seed, bias):
     seed=st.integers(0, 10**6),
     chunk=st.integers(1, 20),
     bias=st.booleans(),
+    frozen=st.booleans(),
     scale=st.sampled_from([1.0, 0.25]),
     softcap=st.sampled_from([None, 2.0]),
 )
-def test_any_chunk_size_equals_the_full_log_softmax(seed, chunk, bias, scale, softcap):
+def test_any_chunk_size_equals_the_full_log_softmax(seed, chunk, bias, frozen, scale, softcap):
     hidden, weight, offset, targets, outer = tensors(seed, bias)
-    inputs = [t for t in (hidden, weight, offset) if t is not None]
+    head = [part.requires_grad_(not frozen) for part in (weight, offset) if part is not None]
+    inputs = [hidden] if frozen else [hidden, *head]
 
     logits = torch.nn.functional.linear(hidden, weight, offset) * scale
     if softcap is not None:

@@ -383,7 +383,9 @@ def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, mon
     from tandem.train import build
 
     loaded, load = [], build.load_policy
-    monkeypatch.setattr(build, "load_policy", lambda *given: loaded.append(given[0].folder) or load(*given))
+    monkeypatch.setattr(
+        build, "load_policy", lambda *given, **how: loaded.append(given[0].folder) or load(*given, **how)
+    )
     run_few(tmp_path / "two", *settings, "checkpointing.enabled=false")
     assert loaded == [embedded_model()]
 

@@ -312,7 +312,7 @@ def by_hand(setup, batches):
         return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
 
     policy, side = load(), Side(LiveReference(load()), setup.config.dpo, workers, "float32")
-    optimizer = make_optimizer(policy.parameters(), setup.config.policy)
+    optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     lines = []
     for number, batch in enumerate(batches, start=1):
         unbound = GlobalBatch(batch.epoch, batch.preferences, batch.num_pairs)

@@ -36,14 +36,18 @@ def killed_after(monkeypatch, step):
     monkeypatch.setattr(trainer, "_report", dying)
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path, monkeypatch):
-    whole = short_run(tmp_path / "whole", *SAVING)
+FEW_BITS = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"]
+
+
+@pytest.mark.parametrize("kept", [[], FEW_BITS], ids=["float32", "few bits"])
+def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path, monkeypatch):
+    whole = short_run(tmp_path / "whole", *SAVING, *kept)
     for step in (3, 5):
         with monkeypatch.context() as patch:
             killed_after(patch, step)
             with pytest.raises(Killed):
-                short_run(tmp_path / "cut", *SAVING)
-    cut = short_run(tmp_path / "cut", *SAVING)
+                short_run(tmp_path / "cut", *SAVING, *kept)
+    cut = short_run(tmp_path / "cut", *SAVING, *kept)
     assert metrics_of(cut) == metrics_of(whole)
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0

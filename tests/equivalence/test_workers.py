@@ -25,6 +25,10 @@ COMMON = [
     "dpo.val_at_end=true",
     "checkpointing.save_period=2",
 ]
+FEW_BITS = [
+    *("policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"),
+    "dpo.val_at_end=false",
+]
 
 
 def text(rng):
@@ -62,6 +66,7 @@ def cases(folder):
         "packed once": [*few, "policy.packing.mode=dataset", "policy.packing.pack_length=256"],
         "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
+        "few bits": FEW_BITS,
     }
 
 
@@ -111,6 +116,16 @@ def test_several_workers_learn_what_one_learns(name, together, folder, cases):
         short_run(alone, *COMMON, *cases[name])
     assert len(metrics_of(alone)) == STEPS
     assert_alike(run_dir(folder, name, count), alone)
+
+
+def test_several_workers_learn_in_few_bits_what_one_learns(together, folder, cases):
+    """A sum in another order is another sum in bfloat16, and may fall to the other side of a chance: alike, not equal."""
+    count, _ = together
+    alone = short_run(run_dir(folder, "few bits", 1), *COMMON, *cases["few bits"])
+    several = run_dir(folder, "few bits", count)
+    for this, that in zip(metrics_of(several), metrics_of(alone), strict=True):
+        assert this["loss"] == pytest.approx(that["loss"], rel=0.02)
+    assert largest_difference(weights_of(several), weights_of(alone)) < 0.01
 
 
 def test_several_workers_answer_as_one(together, folder, cases):

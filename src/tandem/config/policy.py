@@ -37,6 +37,10 @@ class Optimizer(Section):
 
     name: Literal["torch.optim.AdamW"] = Field(default="torch.optim.AdamW", description="the optimizer")
     kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="its arguments")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="of its two moments: 8, 4 or 2 bytes a parameter; below float32 they are rounded stochastically",
+    )
 
 
 SchedulerName = Literal[
@@ -117,7 +121,11 @@ class Policy(Section):
     )
     max_total_sequence_length: Positive = Field(default=2048, description="tokens of prompt + one completion")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="of computation; auto: bfloat16 on CUDA, else float32; master weights are float32"
+        default="auto", description="of computation; auto: bfloat16 on CUDA, else float32; weights have their own key"
+    )
+    weights: Literal["float32", "bfloat16_stochastic", "bfloat16_nearest"] = Field(
+        default="float32",
+        description="what the optimizer updates, and how it is rounded; nearest hardly learns at preference learning rates",
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="optimizer")
     scheduler: list[Scheduler | Milestones] | Scheduler | None = Field(

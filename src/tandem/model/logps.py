@@ -44,14 +44,23 @@ class _ChunkedLogps(torch.autograd.Function):
         logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         normalisers = torch.empty_like(logps)
         log_squares = torch.empty_like(logps) if squares else logps.new_empty(0)
+        # Under a frozen head the gradient of a token is its own grad times what is known here already.
+        ctx.frozen = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        slopes = torch.empty_like(hidden) if ctx.frozen else None
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits, _ = _logits(hidden[part], weight, bias, rule)
-            normalisers[part] = logits.logsumexp(-1)
-            logps[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalisers[part]
-            if squares:  # log sum p^2 = log sum exp(2 logits) - 2 log sum exp(logits)
-                log_squares[part] = logits.mul_(2).logsumexp(-1) - 2 * normalisers[part]
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logps[part], normalisers[part], of_squares = _score(logits, targets[part], rule, squares=squares)
+            if of_squares is not None:
+                log_squares[part] = of_squares
+            if slopes is not None:
+                slopes[part] = (
+                    _slope(logits, targets[part], normalisers[part], torch.ones_like(logps[part]), rule) @ weight
+                )
+        if ctx.frozen:
+            ctx.save_for_backward(slopes)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         ctx.rule, ctx.chunk = rule, chunk
         ctx.mark_non_differentiable(log_squares)
         return logps, log_squares
@@ -59,6 +68,9 @@ class _ChunkedLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.frozen:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grad[:, None]).to(slopes.dtype), *[None] * 6
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
@@ -66,19 +78,65 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits, capped = _logits(hidden[part], weight, bias, ctx.rule)
-            # d logp / d logits = onehot(target) - softmax(logits)
-            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad[part, None])
-            grad_logits.scatter_add_(-1, targets[part, None], grad[part, None])
-            if capped is not None:
-                grad_logits.mul_(1 - capped.square_())
-            grad_logits = grad_logits.mul_(ctx.rule.scale).to(weight.dtype)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            grad_logits = _slope(logits, targets[part], normalisers[part], grad[part], ctx.rule)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[part]
+                _add_product(grad_weight, grad_logits.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None
+
+
+def _score(logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probability of each row's target, the row's log-sum-exp and, asked for, its log sum p^2."""
+    if _has_kernels(logits):
+        from tandem.model.head_kernels import score_rows
+
+        return score_rows(logits, targets, rule.scale, rule.softcap, squares=squares)
+    ruled, _ = _ruled(logits, rule)
+    normalisers = ruled.logsumexp(-1)
+    logps = ruled.gather(-1, targets[:, None]).squeeze(-1) - normalisers
+    # log sum p^2 = log sum exp(2 logits) - 2 log sum exp(logits)
+    return logps, normalisers, ruled.mul(2).logsumexp(-1) - 2 * normalisers if squares else None
+
+
+def _slope(logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule) -> Tensor:
+    """The gradient that reaches logits from `grad` of the log-probabilities. It may take their memory."""
+    if _has_kernels(logits):
+        from tandem.model.head_kernels import slope_rows
+
+        return slope_rows(logits, targets, normalisers, grad, rule.scale, rule.softcap)
+    ruled, capped = _ruled(logits, rule)
+    # d logp / d logits = onehot(target) - softmax(logits)
+    slope = (ruled - normalisers[:, None]).exp_().mul_(-grad[:, None])
+    slope.scatter_add_(-1, targets[:, None], grad[:, None])
+    if capped is not None:
+        slope.mul_(1 - capped.square())
+    return slope.mul_(rule.scale).to(logits.dtype)
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64
+
+
+def _ruled(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
+    """Logits in float32 by the model's own rule and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
+    logits = logits.to(_wide(logits))
+    if rule.scale != 1.0:
+        logits = logits * rule.scale
+    if rule.softcap is None:
+        return logits, None
+    capped = torch.tanh(logits / rule.softcap)
+    return capped * rule.softcap, capped
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where total may be wider than they are."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def chunked_logps(
@@ -97,17 +155,6 @@ def chunked_logps(
     """
     logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
     return torch.stack([logps, log_squares]) if squares else logps
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
-    """Logits in float32 and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_wide(hidden))
-    if rule.scale != 1.0:
-        logits = logits * rule.scale
-    if rule.softcap is None:
-        return logits, None
-    capped = torch.tanh(logits / rule.softcap)
-    return capped * rule.softcap, capped
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

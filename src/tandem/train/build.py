@@ -14,13 +14,14 @@ from tandem.cache import cache_dir, remove_leftovers
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import ModelSource, load_policy, weights_fingerprint
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
-from tandem.model.parallel import compile_layers, shard
+from tandem.model.parallel import compile_layers, in_turn, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
 from tandem.model.workers import Workers
 from tandem.packing.layout import join
 from tandem.packing.packer import Packer
+from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
     Saver,
@@ -139,9 +140,11 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     samples = _samples(setup, policy, references, workers)
     _audit(setup, policy, references, reporter)
-    expected = _rehearse(setup, policy, reporter, stopping.check)
+    expected = _rehearse(setup, policy, workers, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
-    optimizer = make_optimizer((parameter for _, parameter in policy.trained()), setup.config.policy)
+    optimizer = make_optimizer(
+        (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
+    )
     scheduler = make_scheduler(optimizer, setup.config.policy)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
@@ -224,7 +227,7 @@ def _put_back(
 
 def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:
     policy = (
-        load_policy(source, setup.config.policy, workers.device)
+        load_policy(source, setup.config.policy, workers.device, dtype=setup.weights_dtype)
         if lora is None
         else load_adapted(source, setup.config.policy, workers.device, lora)
     )
@@ -236,7 +239,9 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
     return policy
 
 
-def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
+def _rehearse(
+    setup: Setup, policy: Policy, workers: Workers, reporter: Reporter, check: Callable[[], None]
+) -> Forecast | None:
     """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
 
     On a GPU the first batch's longest rows follow, twice: the second time stands beside gradients, as in most of a step,
@@ -256,10 +261,13 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
         return None
     first = setup.batches.epoch(0)[0]
     longest = next(packer.micro_batches(first.preferences, first.bounds))
+    kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        policy(policy.inputs(longest, setup.device)).sum().backward()
-    expected = forecast(policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=4)
+    for again in in_turn(policy, [longest, longest], workers):
+        policy(policy.inputs(again, setup.device)).sum().backward()
+    expected = forecast(
+        policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=state_bytes(kept)
+    )
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")

@@ -21,6 +21,7 @@ from tandem.errors import CheckpointError, ToldError, full_disk
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
+from tandem.train.optimizer import make_states
 
 FORMAT_VERSION = 3
 RANDOM = "random."
@@ -159,7 +160,7 @@ def load_checkpoint(
                 f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
                 "Put it back as it was, or start anew with --fresh."
             )
-    _make_room(policy, optimizer)
+    make_states(optimizer)
     tensors = _tensors(policy, optimizer, workers.number)
     kept = dcp.FileSystemReader(place / "tensors").read_metadata().state_dict_metadata
     # Among more workers than there were, some have no random state to go on from: theirs is new.
@@ -196,16 +197,6 @@ def _set_random_states(tensors: dict[str, Any], worker: int) -> None:
         torch.set_rng_state(state)
     if (state := tensors.get(f"{RANDOM}cuda.{worker}")) is not None:
         torch.cuda.set_rng_state(state)
-
-
-def _make_room(policy: Policy, optimizer: Any) -> None:
-    """AdamW's states, which it would otherwise make at its first step."""
-    for _, parameter in policy.trained():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:

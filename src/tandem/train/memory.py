@@ -35,7 +35,7 @@ class Forecast:
         )
 
 
-def forecast(policy: Policy, peak: int, length: int, *, state_bytes: int) -> Forecast:
+def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
     """From the peak of forward and backward beside gradients that are there already; the optimizer's states come later.
 
     `state_bytes`: of each number of a moment.
@@ -43,7 +43,7 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: int) -> For
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
     gradients = sum(_bytes(parameter) for parameter in trained)
-    states = sum(MOMENTS * state_bytes * _local(parameter).numel() for parameter in trained)
+    states = int(sum(MOMENTS * state_bytes * _local(parameter).numel() for parameter in trained))
     return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
 
 

@@ -31,6 +31,7 @@ from tandem.model.lora import LoraPlan, plan_lora
 from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
+from tandem.train.adamw import state_bytes
 from tandem.train.optimizer import check_scheduler, highest_rate
 from tandem.train.trackers.feed import check_packages
 
@@ -112,6 +113,11 @@ class Setup:
         ]
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights that are trained."""
+        return torch.float32 if self.config.policy.weights == "float32" else torch.bfloat16
+
+    @property
     def compares(self) -> bool:
         """Whether the loss compares the policy with a reference."""
         return needs_reference(self.config.dpo.preference_loss)
@@ -138,10 +144,15 @@ class Setup:
         return f"{drawn} (the model's own {lost} is switched off)" if lost else drawn
 
     def _weights(self) -> str:
+        policy = self.config.policy
+        # Weights and gradients are of one dtype.
+        size = 2 * self.weights_dtype.itemsize + 2 * state_bytes(policy.optimizer.state_dtype)
+        states = f"{policy.optimizer.state_dtype} optimizer states, {size:.0f} bytes"
         if self.lora is None:
-            return "float32 weights, 16 bytes a parameter"
+            rounded = "" if policy.weights == "float32" else f", rounded {policy.weights.removeprefix('bfloat16_')}"
+            return f"{str(self.weights_dtype).removeprefix('torch.')} weights{rounded}, {states} a parameter"
         frozen = self.lora.quantization or str(self.lora.dtype).removeprefix("torch.")
-        return f"frozen {frozen} weights; adapters in float32, 16 bytes a trained parameter"
+        return f"frozen {frozen} weights; adapters in float32, {states} a trained parameter"
 
     def _loss_settings(self) -> str:
         """What of the losses' own settings is not as it would be by itself."""
@@ -171,6 +182,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
+    _check_weights(config, precision)
     lora = plan_lora(source, config.policy.lora, device, precision)
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
@@ -249,6 +261,22 @@ def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mod
                     "reference reads the policy's tokens. Choose one with the same vocabulary."
                 )
     return other
+
+
+def _check_weights(config: Config, precision: str) -> None:
+    weights = config.policy.weights
+    if weights == "float32":
+        return
+    if config.policy.lora.enabled:
+        raise ConfigError(
+            f"policy.weights = {weights}: with adapters the model's own weights are frozen, and the few that are trained are "
+            "float32. Leave it out."
+        )
+    if precision != "bfloat16":
+        raise ConfigError(
+            f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
+            "policy.precision=bfloat16, or leave policy.weights out."
+        )
 
 
 def _named(name: str, folder: Path) -> str:

@@ -17,6 +17,7 @@ from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
+from tandem.model.parallel import in_turn
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.schedule import GlobalBatch
@@ -138,7 +139,7 @@ def _is_of_pairs(dpo: Dpo) -> bool:
 def _pair_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
     """Backward of every pack as it comes."""
     dpo = side.dpo
-    for pack in packs:
+    for pack in in_turn(policy, packs, side.workers):
         outcome = pack_outcome(policy, side, pack)
         # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
         preference = outcome.loss.preference.sum() / batch.num_pairs
@@ -158,7 +159,7 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
     leaves = joined.policy.chosen, joined.policy.rejected
     by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
     start = joined.own.start
-    for pack in packs:
+    for pack in in_turn(policy, packs, side.workers):
         now = pack_terms(policy, side, pack)
         part = slice(start, start := start + pack.num_pairs)
         preference = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()

@@ -61,6 +61,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights())
         reporter.choices(setup.choices())
+        _warn_of_lost_updates(setup, reporter)
         _warn_of_short_run(setup, reporter)
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):
             try:
@@ -105,6 +106,14 @@ def _run(t: Training, per_pair: Path | None) -> None:
     elif per_pair is not None:
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
+
+
+def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
+    if setup.config.policy.weights == "bfloat16_nearest":
+        reporter.warn(
+            "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
+            "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
+        )
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:

@@ -346,7 +346,8 @@ def test_what_is_in_force_is_said(tmp_path, adapter):
     )
     assert said["reference"] == "cached, the base model"
     assert said["precision"] == (
-        "float32 computation over frozen float32 weights; adapters in float32, 16 bytes a trained parameter"
+        "float32 computation over frozen float32 weights; adapters in float32, float32 optimizer states, 16 bytes a trained "
+        "parameter"
     )
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.1"]
     said = dict(set_up(load_config(None, [*SHORT, *settings]).config, CPU).choices())

@@ -189,7 +189,7 @@ def test_scores_reach_the_loss_pair_by_pair(write, tmp_path):
 def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, monkeypatch):
     loaded = []
     load = build.load_policy
-    monkeypatch.setattr(build, "load_policy", lambda *given: loaded.append(given) or load(*given))
+    monkeypatch.setattr(build, "load_policy", lambda *given, **how: loaded.append(given) or load(*given, **how))
     monkeypatch.setattr(build, "cached_reference", lambda *_, **__: pytest.fail("a reference was computed"))
     monkeypatch.setattr(build, "LiveReference", lambda *_: pytest.fail("a reference was made"))
     cache = tmp_path / "reference"

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from running import short_run
 
 from tandem.config.load import load_config
@@ -73,3 +74,51 @@ def test_a_run_as_long_as_its_warm_up_is_not(tmp_path, capsys):
     assert setup.highest_rate == 1e-3
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("weights", ["bfloat16_stochastic", "bfloat16_nearest"])
+def test_bfloat16_weights_are_not_computed_with_in_float32(weights):
+    with pytest.raises(ConfigError) as refused:
+        trainer.set_up(load_config(None, [f"policy.weights={weights}"]).config, torch.device("cpu"))
+    assert str(refused.value) == (
+        f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in float32. Set "
+        "policy.precision=bfloat16, or leave policy.weights out."
+    )
+
+
+def test_bfloat16_weights_have_no_say_over_adapters():
+    few = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.lora.enabled=true"]
+    with pytest.raises(ConfigError) as refused:
+        trainer.set_up(load_config(None, few).config, torch.device("cpu"))
+    assert str(refused.value) == (
+        "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are trained "
+        "are float32. Leave it out."
+    )
+
+
+def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
+    few = ["policy.weights=bfloat16_nearest", "policy.precision=bfloat16", "dpo.max_num_steps=1"]
+    short_run(tmp_path / "run", *few)
+    assert (
+        "warning: policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
+        "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "float32 computation over float32 weights, float32 optimizer states, 16 bytes a parameter"),
+        (
+            ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"],
+            "bfloat16 computation over bfloat16 weights, rounded stochastic, int8 optimizer states, 6 bytes a parameter",
+        ),
+        (
+            ["policy.optimizer.state_dtype=bfloat16"],
+            "float32 computation over float32 weights, bfloat16 optimizer states, 12 bytes a parameter",
+        ),
+    ],
+)
+def test_the_precision_in_force_is_said(overrides, said):
+    setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
+    assert dict(setup.choices())["precision"] == said

@@ -1,0 +1,322 @@
+"""Times training steps of a randomly initialised model of a real shape on pairs of realistic lengths.
+
+    python benchmarks/train.py --shape qwen2.5-1.5b --pairs 128 --pack-length 16384 [--mode none] [--weights ...] [--lora 16]
+
+Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
+system and seed; `--data FILE` takes pairs as token ids instead, a JSON object a line with prompt_ids, chosen_ids and
+rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where one step's time goes.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tandem.config.schema import Config
+from tandem.data.tokens import TokenizedPreference
+from tandem.model.attention import IMPLEMENTATION
+from tandem.model.parallel import compile_layers, decoder_layers, shard
+from tandem.model.policy import Policy, auto_head_chunk
+from tandem.model.recompute import recompute
+from tandem.model.workers import Workers, start_workers, stop_workers
+from tandem.packing.layout import join, lay_out
+from tandem.packing.loader import load_ahead
+from tandem.packing.packer import Packer, row_lengths
+from tandem.packing.schedule import Batches
+from tandem.train.optimizer import make_optimizer
+from tandem.train.step import StepReport, train_step
+from tandem.train.terms import Side
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+# family, sizes, vocabulary, whether the embeddings are tied
+SHAPES: dict[str, tuple[str, tuple[int, ...], int, bool]] = {
+    "tiny": ("llama", (256, 512, 4, 4, 2), 4096, True),
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2), 151_936, True),
+    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2), 151_936, True),
+    "llama3.1-8b": ("llama", (4096, 14336, 32, 32, 8), 128_256, False),
+}
+# What a kernel is for, by a part of its name; the first that fits.
+KINDS = {
+    "attention": ("flex_attention", "flash", "fmha", "sdpa"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
+    "head, over logits": ("_score", "_slope"),
+    "optimizer": ("adam", "multi_tensor", "lpnorm"),
+    "fused layers": ("triton_",),
+    "copies": ("memcpy", "memset", "copy", "cat"),
+}
+
+
+class PairsInMemory:
+    """The face of a TokenStore over preferences that are nowhere on disk."""
+
+    def __init__(self, preferences: list[TokenizedPreference]):
+        self.preferences = preferences
+        self.num_pairs = np.array([len(p.pairs) for p in preferences], np.int64)
+
+    def __getitem__(self, index: int) -> TokenizedPreference:
+        return self.preferences[index]
+
+    def __len__(self) -> int:
+        return len(self.preferences)
+
+
+class ZeroReference:
+    """Reference numbers cost nothing while training (they are read from a cache): zeros stand for them."""
+
+    def token_logps(self, pack: Any, inputs: Any) -> torch.Tensor:
+        return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
+
+
+def made_preferences(o: argparse.Namespace, num: int, vocabulary: int) -> list[TokenizedPreference]:
+    """So many preferences of `o.completions` completions each, all pairs of them compared."""
+    rng = np.random.default_rng(0)
+
+    def length(mean: float) -> int:
+        return max(4, int(rng.lognormal(np.log(mean) - 0.7**2 / 2, 0.7)))
+
+    pairs = tuple((a, b) for a in range(o.completions) for b in range(a + 1, o.completions))
+    made: list[TokenizedPreference] = []
+    while len(made) < num:
+        prompt, answers = length(o.prompt_mean), [length(o.completion_mean) for _ in range(o.completions)]
+        if prompt + max(answers) <= o.longest:
+            ids = [rng.integers(10, vocabulary, n).astype(np.int32) for n in (prompt, *answers)]
+            made.append(TokenizedPreference(ids[0], tuple(ids[1:]), pairs, (0.0,) * o.completions, "made"))
+    return made
+
+
+def given_preferences(path: Path) -> list[TokenizedPreference]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    ids = ([np.array(row[f"{part}_ids"], np.int32) for part in ("prompt", "chosen", "rejected")] for row in rows)
+    return [TokenizedPreference(prompt, (a, b), ((0, 1),), (0.0, 0.0), "given") for prompt, a, b in ids]
+
+
+def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPreference]:
+    """Every pair a preference of its own, with its prompt repeated."""
+    return [
+        TokenizedPreference(p.prompt, (p.completions[a], p.completions[b]), ((0, 1),), (0.0, 0.0), "made")
+        for p in preferences
+        for a, b in p.pairs
+    ]
+
+
+def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
+    family, sizes, vocabulary, tied = SHAPES[o.shape]
+    packed = o.mode == "batch"
+    config = transformers.AutoConfig.for_model(
+        family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied,
+        max_position_embeddings=max(8192, o.longest),
+    )  # fmt: skip
+    dtype = torch.bfloat16 if o.weights != "float32" or o.lora else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION if packed else "sdpa"
+        )
+    if o.lora:
+        add_adapters(model, o.lora)
+    flex = packed and device.type == "cuda" and o.attention == "auto"
+    return Policy(model.train(), packed=packed, flex=flex, head_chunk=auto_head_chunk(vocabulary, device))
+
+
+def add_adapters(model: Any, dim: int) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=dim, lora_alpha=2 * dim, target_modules="all-linear"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+@dataclass
+class Bench:
+    """A model, its optimizer and its packer; everything is compiled before the clock starts."""
+
+    options: argparse.Namespace
+    workers: Workers
+    policy: Policy
+    packer: Packer
+    store: PairsInMemory
+    config: Config
+    optimizer: Any
+    num_trunk: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.workers.device
+
+    def compile(self) -> None:
+        smallest = int(np.argmin(self.packer.sizes))
+        for length in self.packer.lengths:
+            if length < self.packer.sizes[smallest]:
+                continue
+            row = lay_out([smallest], [self.store[smallest]], length=length)
+            rows = join([row] * self.packer.packs_per_micro_batch)
+            self.policy(self.policy.inputs(rows, self.device)).sum().backward()
+        self.policy.zero_grad()
+
+    def steps(self) -> Iterator[tuple[float, StepReport]]:
+        """Seconds from step to step, the loader's time included, and the step's report."""
+        side = Side(ZeroReference(), self.config.dpo, self.workers, "bfloat16")  # type: ignore[arg-type]
+        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)
+        started = time.perf_counter()
+        for loaded in load_ahead(batches, self.packer):
+            pending = train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0)
+            report = pending.read(self.store)  # type: ignore[arg-type]
+            now = time.perf_counter()
+            yield now - started, report
+            started = now
+
+    def reference_pairs_per_second(self) -> float:
+        """Of the pass that computes the reference once, over the pairs of two steps."""
+        first = Batches(self.store.num_pairs, 2 * self.options.pairs).epoch(0)[0]
+        packs = list(self.packer.micro_batches(first.preferences, first.bounds))
+        for timed in (packs[:1], packs):
+            started = time.perf_counter()
+            with torch.no_grad():
+                for pack in timed:
+                    self.policy(self.policy.inputs(pack, self.device)).cpu()
+        return first.num_pairs / (time.perf_counter() - started)
+
+
+def prepared(o: argparse.Namespace) -> Bench:
+    workers = start_workers()
+    policy = made_policy(o, workers.device)
+    num_trunk = sum(
+        p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
+    )
+    if o.checkpointing != "none":
+        recompute(policy, o.checkpointing)
+    shard(policy, workers, bfloat16=True)
+    if workers.device.type == "cuda" and not o.no_compile:
+        compile_layers(policy)
+    optimizer = {"state_dtype": o.state_dtype}
+    config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
+    num_pairs = o.completions * (o.completions - 1) // 2
+    vocabulary = SHAPES[o.shape][2]
+    num = -(-o.pairs * (o.steps + 2) // num_pairs)
+    preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
+    store = PairsInMemory(as_single_pairs(preferences) if o.single_pairs else preferences)
+    shared = o.mode == "batch" and not o.no_sharing
+    prompts = [len(p.prompt) * (1 if shared else len(p.completions)) for p in store.preferences]
+    completions = [sum(map(len, p.completions)) for p in store.preferences]
+    sizes = np.array(prompts) + np.array(completions)
+    lengths = row_lengths(o.pack_length) if o.mode == "batch" else (o.longest,)
+    if o.lengths:
+        lengths = tuple(o.lengths)
+    arrangement = "shared" if shared else "separate"
+    packer = Packer(store, sizes, lengths, arrangement, o.packs, "first_fit_decreasing")  # type: ignore[arg-type]
+    trained = (parameter for _, parameter in policy.trained())
+    made = make_optimizer(trained, config.policy, seed=0)
+    return Bench(o, workers, policy, packer, store, config, made, num_trunk)
+
+
+def where_time_goes(bench: Bench) -> dict[str, float]:
+    """Shares of one step by kind of kernel, and of nothing running."""
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = bench.steps()
+    next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        seconds, _ = next(steps)
+    kinds: dict[str, float] = defaultdict(float)
+    others: dict[str, float] = defaultdict(float)
+    spans = []
+    for event in seen.events() or []:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = event.name.lower()
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        kinds[kind] += event.time_range.elapsed_us()
+        if kind in ("other", "copies"):
+            others[event.name[:80]] += event.time_range.elapsed_us()
+        spans.append((event.time_range.start, event.time_range.end))
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = max(stop for _, stop in spans) - min(start for start, _ in spans)
+    for name, spent in sorted(others.items(), key=lambda item: -item[1])[:8]:
+        print(f"{spent / whole:>8.1%}  {name}")
+    shares = {kind: round(spent / whole, 4) for kind, spent in sorted(kinds.items(), key=lambda item: -item[1])}
+    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(seconds, 3)}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--data", type=Path, help="pairs as token ids, a JSON object a line")
+    parser.add_argument("--pairs", type=int, default=64, help="pairs per global batch")
+    parser.add_argument("--completions", type=int, default=2, help="of a preference, all compared with all")
+    parser.add_argument("--single-pairs", action="store_true", help="every pair as a preference of its own")
+    parser.add_argument("--prompt-mean", type=float, default=200)
+    parser.add_argument("--completion-mean", type=float, default=250)
+    parser.add_argument("--longest", type=int, default=2048, help="prompt and completion together")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after two to warm up")
+    parser.add_argument("--pack-length", type=int, default=8192)
+    parser.add_argument("--packs", type=int, default=1, help="rows that go through the model together")
+    parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; as training chooses them without it")
+    parser.add_argument("--mode", choices=["batch", "none"], default="batch")
+    parser.add_argument("--no-sharing", action="store_true", help="a prompt once for every completion")
+    parser.add_argument("--attention", choices=["auto", "sdpa"], default="auto")
+    parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic", "bfloat16_nearest"], default="float32")
+    parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
+    parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
+    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--reference", action="store_true", help="time the reference pass too")
+    parser.add_argument("--profile", action="store_true", help="where one more step's time goes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    began = time.perf_counter()
+    bench = prepared(options)
+    cuda = bench.device.type == "cuda"
+    bench.compile()
+    compiled = time.perf_counter() - began
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, reports = zip(*bench.steps(), strict=True)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    timed, done = sum(seconds[2:]), reports[2:]
+    pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
+    _, sizes, vocabulary, _ = SHAPES[options.shape]
+    share = pairs / sum(r.num_pairs for r in reports)
+    scored = share * sum(len(c) for p in bench.store.preferences for c in p.completions)
+    useful = 6 * bench.num_trunk * tokens + 6 * sizes[0] * vocabulary * scored
+    result = {
+        "benchmark": "train",
+        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "pairs_per_second": round(pairs / timed, 2),
+        "unique_tokens_per_second": round(tokens / timed),
+        "useful_tflops": round(useful / timed / 1e12, 1),
+        "pack_fill": round(sum(r.pack_fill for r in done) / len(done), 3),
+        "built_and_compiled_seconds": round(compiled, 1),
+        "first_step_seconds": round(seconds[0], 2),
+        "peak_gib": peak and round(peak, 1),
+        "reference_pairs_per_second": round(bench.reference_pairs_per_second(), 1) if options.reference else None,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if options.profile and cuda:
+        result["where_time_goes"] = where_time_goes(bench)
+    stop_workers()
+    for name, value in result.items():
+        print(f"{name:>26}  {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

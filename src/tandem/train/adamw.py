@@ -1,0 +1,207 @@
+"""AdamW over weights or moments kept in fewer bits than it computes with.
+
+Rounded to the nearest, a small step is lost whole: at the learning rates of preference training bfloat16 weights hardly
+move, and a slow moving average stands still. Rounded up or down by chance, with the odds that make the mean right, nothing
+is lost on average. The chances are drawn from the run's seed, the step, the tensor and the place in it, so they are the same
+after a resume and on any number of workers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+StateDtype = Literal["float32", "bfloat16", "int8"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+# Numbers that share a scale when moments are kept in 8 bits.
+BLOCK = 256
+# A code c of `levels` stands for (c / levels) ** power of its block's largest: fine near zero, where most moments are.
+MEAN = (127, 3)
+SQUARE = (255, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What of AdamW and of rounding stays the same through a run."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    stochastic: bool  # how weights are rounded, if they are
+    state_dtype: StateDtype
+
+
+class RoundedAdamW(Optimizer):
+    """Clips by `grad_scale` and skips an update by `found_inf`, both on the device, as torch's fused AdamW does."""
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int):
+        super().__init__(parameters, {"lr": lr})
+        self.rule, self.seed = rule, seed
+        self._places: list[Tensor] = []  # of each parameter, what its chances are drawn from
+
+    def make_states(self) -> None:
+        """Moments of zero for every parameter, and one count of steps: an update is made or skipped as a whole."""
+        parameters = self.param_groups[0]["params"]
+        count = torch.zeros((), device=parameters[0].device)
+        for parameter in parameters:
+            self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
+        places = [[_first_place(p), self.seed * 1_000_003 + number] for number, p in enumerate(parameters)]
+        self._places = list(torch.tensor(places).to(torch.int32).to(count.device))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        if not self._places:
+            self.make_states()
+        count = self.state[group["params"][0]]["step"]
+        count.add_(1 - self.found_inf)
+        scalars = _scalars(group["lr"], count, self.grad_scale, self.found_inf, self.rule)
+        for parameter, place in zip(group["params"], self._places, strict=True):
+            if parameter.grad is not None and _local(parameter).numel():
+                self._update(parameter, scalars, place)
+
+    def _update(self, parameter: nn.Parameter, scalars: Tensor, place: Tensor) -> None:
+        weight, grad = _local(parameter), _local(parameter.grad)
+        moments = [_local(self.state[parameter][name]) for name in MOMENTS]
+        scales = [_local(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
+        block = weight.numel() // scales[0].numel() if scales else 1
+        # A tensor as rows that share a scale, or as one.
+        shape = (-1, block) if scales else (-1,)
+        rows = [tensor.reshape(shape) for tensor in (weight, grad, *moments)]
+        update: Any = _compiled() if weight.is_cuda else _update
+        update(*rows, [scale.reshape(-1, 1) for scale in scales], scalars, place, self.rule)
+
+
+def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
+    """Zeros for both moments, sharded as the parameter is. Vectors are too small to be worth 8 bits."""
+    if dtype != "int8" or parameter.ndim < 2:
+        kept = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        return {name: torch.zeros_like(parameter, dtype=kept) for name in MOMENTS}
+    codes = {
+        "exp_avg": torch.zeros_like(parameter, dtype=torch.int8),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.uint8),
+    }
+    block = _block(parameter.shape[-1])
+    # The first number of every block, made zeros of another dtype: a way to its shape that shards as the parameter does.
+    return codes | {name: torch.zeros_like(parameter[..., ::block], dtype=torch.float32) for name in SCALES}
+
+
+def _block(columns: int) -> int:
+    """How many numbers of a row share a scale: the most up to BLOCK that divide it, or all if that is too few."""
+    most = max(size for size in range(1, BLOCK + 1) if columns % size == 0)
+    return most if most >= BLOCK // 16 else columns
+
+
+def state_bytes(dtype: StateDtype) -> float:
+    """Of each number of a moment."""
+    return {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / BLOCK}[dtype]
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_update, dynamic=True, fullgraph=True)
+
+
+def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule: Rule) -> Tensor:
+    """What every element of an update needs, on the device: nothing waits for it."""
+    rate = torch.full_like(count, lr)
+    return torch.stack([rate, 1 - rule.beta1**count, 1 - rule.beta2**count, grad_scale, skipped, count])
+
+
+def _update(
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    scales: list[Tensor],
+    scalars: Tensor,
+    place: Tensor,
+    rule: Rule,
+) -> None:
+    """One tensor's update, in place."""
+    rate, debias1, debias2, grad_scale, skipped, count = scalars.unbind()
+    slope = grad.float() / grad_scale
+    old_mean = _decoded(mean, scales[0], MEAN) if scales else mean.float()
+    old_square = _decoded(square, scales[1], SQUARE) if scales else square.float()
+    new_mean = old_mean + (slope - old_mean) * (1 - rule.beta1)
+    new_square = old_square + (slope * slope - old_square) * (1 - rule.beta2)
+    step = new_mean / debias1 / ((new_square / debias2).sqrt() + rule.eps)
+    moved = weight.float() * (1 - rate * rule.weight_decay) - rate * step
+
+    first, salt = place.unbind()
+    places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape) + first
+    chance = _mixed(places + _mixed(salt + _mixed(count.to(torch.int32))))
+    # Three numbers are rounded: two take 16 bits of this chance each, the third more of its own.
+    of_weight, of_mean, of_square = chance, chance >> 16, _mixed(chance + 1)
+    done = skipped == 0
+    _put(weight, _rounded(moved, weight.dtype, of_weight) if rule.stochastic else moved, done)
+    if scales:
+        for kept, value, scale, how, own in (
+            (mean, new_mean, scales[0], MEAN, of_mean),
+            (square, new_square, scales[1], SQUARE, of_square),
+        ):
+            codes, top = _encoded(value, how, own)
+            _put(kept, codes, done)
+            _put(scale, top, done)
+    else:
+        _put(mean, _rounded(new_mean, mean.dtype, of_mean), done)
+        _put(square, _rounded(new_square, square.dtype, of_square), done)
+
+
+def _put(kept: Tensor, value: Tensor, done: Tensor) -> None:
+    kept.copy_(torch.where(done, value.to(kept.dtype), kept))
+
+
+def _rounded(value: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
+    """To a neighbour in bfloat16, with the odds that keep the mean: random bits are added below the last that stays."""
+    if dtype != torch.bfloat16:
+        return value
+    bits = value.view(torch.int32) + (chance & 0xFFFF)
+    return (bits & -0x10000).view(torch.float32).to(dtype)
+
+
+def _decoded(codes: Tensor, top: Tensor, how: tuple[int, int]) -> Tensor:
+    levels, power = how
+    part = codes.float() / levels
+    return part.abs() ** (power - 1) * part * top
+
+
+def _encoded(value: Tensor, how: tuple[int, int], chance: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and the largest of each row. Between two codes chance decides, so that the mean is kept."""
+    levels, power = how
+    top = value.abs().amax(-1, keepdim=True)
+    part = value.abs() / top.clamp(min=torch.finfo(torch.float32).tiny)
+    below = (part ** (1 / power) * levels).floor().clamp(max=levels - 1)
+    low, high = (below / levels) ** power, ((below + 1) / levels) ** power
+    up = (chance & 0xFFFF).float() / 0x10000 < (part - low) / (high - low)
+    return (below + up.float()) * value.sign(), top
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """An int32 to one that looks random: a multiply and xor-shift hash, which is meant to overflow."""
+    for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):
+        number = (number ^ ((number >> shift) & (0x7FFFFFFF >> (shift - 1)))) * factor
+    return number ^ ((number >> 16) & 0xFFFF)
+
+
+def _first_place(parameter: nn.Parameter) -> int:
+    """Where this worker's part begins in the whole tensor, of which fully_shard gives each an even share of the rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_rank()
+    return rows * (parameter.numel() // parameter.shape[0])
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,104 @@
+"""The head's kernels and the compiled optimizer compute what the plain code computes."""
+
+import pytest
+import torch
+
+from tandem.model.logps import HeadRule, chunked_logps
+from tandem.train.adamw import RoundedAdamW, Rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+RULES = [HeadRule(), HeadRule(0.25), HeadRule(1.0, 30.0), HeadRule(0.5, 2.0)]
+
+
+def made(vocabulary, dtype, *, tokens=300, hidden=64):
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(tokens, hidden, generator=g).to("cuda", dtype)
+    weight = (torch.randn(vocabulary, hidden, generator=g) / 4).to("cuda", dtype)
+    targets = torch.randint(vocabulary, (tokens,), generator=g).cuda()
+    outer = torch.randn(tokens, generator=g).cuda()
+    return states, weight, targets, outer
+
+
+def results(states, weight, targets, outer, rule, *, chunk, frozen=False):
+    states, weight = states.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+    both = chunked_logps(states, weight, None, targets, rule=rule, chunk=chunk, squares=True)
+    (both[0] * outer).sum().backward()
+    return both.detach(), states.grad, weight.grad
+
+
+@pytest.mark.parametrize("vocabulary", [17, 8192, 50_257])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_head_in_float32_equals_the_one_in_float64(vocabulary, rule):
+    inputs = made(vocabulary, torch.float32)
+    want = results(*(t.double() if t.is_floating_point() else t for t in inputs), rule, chunk=300)  # no kernels there
+    got = results(*inputs, rule, chunk=128)
+    for mine, exact in zip(got, want, strict=True):
+        assert ((mine - exact).abs().max() / exact.abs().max()).item() < 2e-5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_head_in_bfloat16_equals_a_plain_one_to_its_rounding(rule):
+    states, weight, targets, outer = made(50_257, torch.bfloat16)
+    logps, of_states, of_weight = results(states, weight, targets, outer, rule, chunk=128)
+    # what a plain head makes of the same logits, rounded to bfloat16 as its product gives them
+    logits = (states @ weight.T).double().requires_grad_()
+    ruled = logits * rule.scale
+    if rule.softcap is not None:
+        ruled = rule.softcap * torch.tanh(ruled / rule.softcap)
+    full = ruled.log_softmax(-1)
+    want = full.gather(-1, targets[:, None])[:, 0]
+    (want * outer).sum().backward()
+    slope = logits.grad.to(torch.bfloat16)
+    torch.testing.assert_close(logps[0].double(), want.detach(), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logps[1].double(), (2 * full.detach()).logsumexp(-1), atol=2e-5, rtol=1e-5)
+    for mine, exact in ((of_states, slope.float() @ weight.float()), (of_weight, slope.float().T @ states.float())):
+        assert ((mine.float() - exact).norm() / exact.norm()).item() < 0.01
+
+
+def test_a_frozen_head_gives_the_same_gradient():
+    inputs = made(50_257, torch.bfloat16)
+    _, trained, _ = results(*inputs, HeadRule(), chunk=128)
+    _, frozen, none = results(*inputs, HeadRule(), chunk=128, frozen=True)
+    assert none is None
+    assert ((trained.float() - frozen.float()).norm() / trained.float().norm()).item() < 0.01
+
+
+def test_the_weights_gradient_does_not_depend_on_the_chunk():
+    inputs = made(4096, torch.bfloat16, tokens=4096)
+    _, _, whole = results(*inputs, HeadRule(), chunk=4096)
+    _, _, pieces = results(*inputs, HeadRule(), chunk=128)
+    assert ((whole.float() - pieces.float()).abs().max() / whole.float().abs().max()).item() < 0.01
+
+
+def test_the_head_is_the_same_twice():
+    inputs = made(50_257, torch.bfloat16)
+    first, again = (results(*inputs, HeadRule(), chunk=128) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dtype):
+    torch._dynamo.reset()  # a run has one of these; beyond eight torch would compile no more
+
+    def run(device):
+        g = torch.Generator().manual_seed(0)
+        shapes = [(64, 512), (96, 576), (512,)]
+        parameters = [torch.nn.Parameter(torch.randn(shape, generator=g).to(weights).to(device)) for shape in shapes]
+        optimizer = RoundedAdamW(parameters, Rule(0.9, 0.98, 1e-8, 0.1, True, state_dtype), lr=1e-3, seed=1)
+        for step in range(20):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=g).to(weights).to(device)
+            optimizer.grad_scale = torch.tensor(1.0, device=device)
+            optimizer.found_inf = torch.tensor(float(step == 10), device=device)
+            optimizer.step()
+        return [parameter.detach().cpu().float() for parameter in parameters], start(shapes)
+
+    def start(shapes):
+        g = torch.Generator().manual_seed(0)
+        return [torch.randn(shape, generator=g).to(weights).float() for shape in shapes]
+
+    (on_gpu, first), (on_cpu, _) = run("cuda"), run("cpu")
+    for mine, plain, began in zip(on_gpu, on_cpu, first, strict=True):
+        # A last digit may fall differently, and with it, now and then, a chance.
+        assert ((mine - plain).norm() / (plain - began).norm()).item() < 0.05

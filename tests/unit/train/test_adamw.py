@@ -1,0 +1,192 @@
+"""Weights and moments in fewer bits: on average nothing is lost, a skipped update changes nothing, chances are the run's own."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.train import adamw
+from tandem.train.adamw import MEAN, SQUARE, RoundedAdamW, Rule, StateDtype
+
+LR = 1e-4
+
+
+def rule(state_dtype: StateDtype = "float32", *, stochastic=True, weight_decay=0.1):
+    return Rule(0.9, 0.98, 1e-8, weight_decay, stochastic, state_dtype)
+
+
+def gradients(step, *shapes):
+    """Of very different sizes along a row, with a direction that stays."""
+    g, same = torch.Generator().manual_seed(step), torch.Generator().manual_seed(99)
+    return [
+        torch.randn(shape, generator=g) * torch.logspace(-3, 0, shape[-1]) + 0.3 * torch.randn(shape, generator=same)
+        for shape in shapes
+    ]
+
+
+def run(how, *, weights=torch.float32, steps=100, skip=(), seed=1, clip=2.0, shapes=((64, 512), (512,))):
+    """The parameters and their optimizer after some steps, and where they began."""
+    g = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=g).to(weights) for shape in shapes]
+    parameters = [torch.nn.Parameter(value.clone()) for value in start]
+    optimizer: Any = RoundedAdamW(parameters, how, lr=LR, seed=seed)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients(step, *shapes), strict=True):
+            parameter.grad = (gradient * clip).to(weights)
+        optimizer.grad_scale = torch.tensor(clip)
+        optimizer.found_inf = torch.tensor(float(step in skip))
+        optimizer.step()
+    return [p.detach() for p in parameters], optimizer, start
+
+
+def plain(start, steps=100):
+    """What torch's own AdamW makes of the same start and gradients."""
+    parameters = [torch.nn.Parameter(value.float().clone()) for value in start]
+    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients(step, *(p.shape for p in parameters)), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+def relative_error(got, want, start):
+    """Of the way that was gone."""
+    return ((got.float() - want).norm() / (want - start.float()).norm()).item()
+
+
+def test_in_float32_it_is_torchs_adamw():
+    got, _, start = run(rule())
+    for mine, theirs in zip(got, plain(start), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("state_dtype", "most"), [("bfloat16", 0.01), ("int8", 0.04)])
+def test_moments_in_fewer_bits_go_the_same_way(state_dtype, most):
+    got, _, start = run(rule(state_dtype))
+    want = plain(start)
+    assert relative_error(got[0], want[0], start[0]) < most
+    # and not to one side of it
+    assert abs((got[0] - want[0]).mean().item()) < 1e-3 * (want[0] - start[0]).abs().mean().item()
+
+
+def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
+    """With beta2 0.999 a moment changes by a thousandth: less than half of what bfloat16 can tell apart."""
+    value = torch.full((100_000,), 1.0)
+    smaller = value * 0.999
+    assert (smaller.to(torch.bfloat16) == value.to(torch.bfloat16)).all()
+    chance = adamw._mixed(torch.arange(100_000, dtype=torch.int32))
+    assert adamw._rounded(smaller, torch.bfloat16, chance).float().mean().item() == pytest.approx(0.999, abs=1e-4)
+
+
+def test_bfloat16_weights_move_on_average_as_float32_ones_do_and_by_nearest_rounding_they_do_not():
+    start = [torch.full((64, 512), 1.0), torch.ones(512)]
+
+    def moved(stochastic):
+        parameters = [torch.nn.Parameter(value.to(torch.bfloat16)) for value in start]
+        optimizer: Any = RoundedAdamW(parameters, rule(stochastic=stochastic, weight_decay=0.0), lr=1e-5, seed=3)
+        for _ in range(50):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+            optimizer.step()
+        return (parameters[0].detach().float() - 1).mean().item()
+
+    assert moved(stochastic=True) == pytest.approx(-50 * 1e-5, rel=0.05)
+    assert moved(stochastic=False) == 0.0
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_a_skipped_update_changes_nothing(state_dtype):
+    steps = 7
+    without, one, _ = run(rule(state_dtype), weights=torch.bfloat16, steps=steps)
+    with_skips, other, _ = run(rule(state_dtype), weights=torch.bfloat16, steps=steps + 2, skip=(steps, steps + 1))
+    for a, b in zip(without, with_skips, strict=True):
+        assert torch.equal(a, b)
+    for before, after in zip(one.state.values(), other.state.values(), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_not_finite_does_not_reach_a_skipped_weight():
+    parameter = torch.nn.Parameter(torch.ones(4, 32, dtype=torch.bfloat16))
+    optimizer: Any = RoundedAdamW([parameter], rule("int8"), lr=LR, seed=0)
+    parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(float("nan")), torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(4, 32, dtype=torch.bfloat16))
+    assert all(bool((value == 0).all()) for value in optimizer.state[parameter].values())
+
+
+def test_chances_come_from_the_seed():
+    first, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5)
+    again, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5)
+    other, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5, seed=2)
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_a_part_of_a_tensor_is_rounded_as_in_the_whole():
+    weight, grad = (torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
+    scalars = torch.tensor([1e-3, 0.1, 0.02, 1.0, 0.0, 1.0])
+
+    def updated(rows, first):
+        state = [torch.zeros(len(rows) * 64, dtype=torch.bfloat16) for _ in range(2)]
+        new = weight[rows].flatten().clone()
+        place = torch.tensor([first, 5], dtype=torch.int32)
+        adamw._update(new, grad[rows].flatten(), *state, [], scalars, place, rule("bfloat16"))
+        return torch.cat([new, *state])
+
+    whole, below, above = updated(range(8), 0), updated(range(3), 0), updated(range(3, 8), 3 * 64)
+    for number in range(3):
+        one = whole.reshape(3, 512)[number]
+        two = torch.cat([below.reshape(3, 192)[number], above.reshape(3, 320)[number]])
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("how", [MEAN, SQUARE])
+def test_codes_keep_the_mean_and_the_largest(how):
+    levels, _ = how
+    values = torch.logspace(-9, 0, 256)[None]
+    if how == MEAN:
+        values = values * torch.tensor([1.0, -1.0]).repeat(128)
+    total = torch.zeros_like(values)
+    for draw in range(2000):
+        chance = adamw._mixed(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
+        codes, top = adamw._encoded(values, how, chance)
+        assert top.item() == 1.0
+        assert codes.abs().max() <= levels
+        total += adamw._decoded(codes, top, how)
+    # the smallest step above zero decides how much a mean of so many draws still wanders
+    torch.testing.assert_close(total / 2000, values, atol=2e-6, rtol=0.02)
+
+
+def test_a_row_of_zeros_has_codes_of_zero():
+    codes, top = adamw._encoded(torch.zeros(2, 16), SQUARE, torch.zeros(2, 16, dtype=torch.int32))
+    assert not codes.any()
+    assert not top.any()
+    assert not adamw._decoded(codes, top, SQUARE).any()
+
+
+def test_chances_are_even():
+    draws = adamw._mixed(torch.arange(200_000, dtype=torch.int32))
+    for bits in (draws & 0xFFFF, (draws >> 16) & 0xFFFF):
+        share = bits.double() / 0x10000
+        assert share.mean().item() == pytest.approx(0.5, abs=0.003)
+        assert share.var().item() == pytest.approx(1 / 12, rel=0.01)
+    assert draws.unique().numel() == 200_000
+
+
+@pytest.mark.parametrize(("columns", "block"), [(512, 256), (576, 192), (96, 96), (10, 10), (257, 257), (1536, 256)])
+def test_how_many_numbers_share_a_scale(columns, block):
+    assert adamw._block(columns) == block
+
+
+@pytest.mark.parametrize(("state_dtype", "size"), [("float32", 8), ("bfloat16", 4), ("int8", 2 + 8 / 256)])
+def test_the_bytes_of_the_states_are_as_they_are_told(state_dtype, size):
+    parameter = torch.nn.Parameter(torch.zeros(4, 512))
+    optimizer = RoundedAdamW([parameter], rule(state_dtype), lr=LR, seed=0)
+    optimizer.make_states()
+    moments = [value for name, value in optimizer.state[parameter].items() if name != "step"]
+    assert sum(value.numel() * value.element_size() for value in moments) == size * parameter.numel()
+    assert 2 * adamw.state_bytes(state_dtype) == size
