@@ -13,7 +13,6 @@ from tandem.errors import (
     CheckpointError,
     ConfigError,
     DiskError,
-    OutOfMemoryError,
     StoppedError,
     TandemError,
     ToldError,
@@ -269,10 +268,6 @@ def main() -> None:
     except Exception as error:
         if full := full_disk(error):
             _fail(DiskError(f"the disk is full: {full}. Checkpoints already there are whole."))
-        if type(error).__name__ == "OutOfMemoryError":
-            from tandem.train.memory import WHAT_TO_LOWER
-
-            _fail(OutOfMemoryError(f"{' '.join(str(error).split())} {WHAT_TO_LOWER}"))
         if _is_lost_worker(error):
             _fail(
                 TandemError(

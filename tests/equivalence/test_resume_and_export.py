@@ -66,6 +66,23 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, monk
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
+def test_metrics_that_were_cut_are_told_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    whole = short_run(tmp_path / "whole", *SAVING)
+    with monkeypatch.context() as patch:
+        killed_after(patch, 5)
+        with pytest.raises(Killed):
+            short_run(tmp_path / "cut", *SAVING)
+    metrics = tmp_path / "cut/metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:1000])  # in the middle of a line
+    cut = short_run(tmp_path / "cut", *SAVING)
+    assert (
+        f"warning: {metrics} is shorter than it was when step 4 was saved: the lines of some steps are lost. "
+        "The run itself goes on as it was."
+    ) in " ".join(capsys.readouterr().out.split())
+    assert [line["step"] for line in metrics_of(cut)][-2:] == [5, 6]
+    assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
 def test_what_a_killed_process_was_still_writing_is_removed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         killed_after(patch, 3)

@@ -1,7 +1,10 @@
 """kill -9 at random times, as often as asked: every run that comes to its end is the one nothing interrupted."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -80,3 +83,41 @@ def test_killed_again_and_again_at_random_times_it_comes_to_the_same_end(small, 
     assert_same(run, whole)
     print(f"{plan}: {plan.times} kills over {finished + 1} runs: {dict(places)}")
     assert plan is not LONG_LIVES or len(places) >= 3
+
+
+@pytest.mark.slow
+def test_the_default_run_killed_25_times_comes_to_the_same_end(tmp_path):
+    """`tandem train`, nothing else, as a user runs it; killed while it starts, trains, validates and saves."""
+
+    def started(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        environment = {**os.environ, "TANDEM_CACHE": str(tmp_path / f"{name}-cache")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tandem", "train"],
+            cwd=tmp_path / name,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    began = time.monotonic()
+    whole = started("whole")
+    said, _ = whole.communicate(timeout=600)
+    assert whole.returncode == 0, said
+    seconds, draw, kills = time.monotonic() - began, random.Random(25), 0
+    while True:
+        run = started("killed")
+        life = draw.uniform(0.2, 0.5) * seconds if kills < 25 else 600
+        try:
+            said, _ = run.communicate(timeout=life)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.communicate()
+            kills += 1
+            continue
+        assert run.returncode == 0, said
+        break
+    print(f"{kills} kills in a run of {seconds:.0f} seconds")
+    assert kills == 25, "it came to its end before"
+    assert_same(tmp_path / "killed/runs/default-1", tmp_path / "whole/runs/default-1")

@@ -166,6 +166,11 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     ]
     kept = None if is_finished(run) else progress.metrics_bytes
     metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
+    if metrics.has_lost_lines:
+        reporter.warn(
+            f"{run}/metrics.jsonl is shorter than it was when step {progress.step} was saved: the lines of some steps are lost. "
+            "The run itself goes on as it was."
+        )
     return Training(
         setup,
         run,
@@ -271,7 +276,7 @@ def _rehearse(
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")
-    refuse_what_cannot_fit(expected, setup.device)
+    refuse_what_cannot_fit(expected, setup.device, setup.config.policy)
     return expected
 
 

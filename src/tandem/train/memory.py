@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import OutOfMemoryError
 from tandem.model.policy import Policy
 
@@ -47,19 +48,37 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> F
     return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
 
 
-def refuse_what_cannot_fit(expected: Forecast, device: torch.device) -> None:
+def refuse_what_cannot_fit(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
     """Before the first step, rather than in it."""
     room = torch.cuda.get_device_properties(device).total_memory
     if expected.total > room:
         raise OutOfMemoryError(
-            f"the run needs {_gib(expected.total)} GiB of a GPU that has {_gib(room)}: {expected}. {WHAT_TO_LOWER}"
+            f"the run needs {_gib(expected.total)} GiB of a GPU that has {_gib(room)}: {expected}. "
+            f"{what_to_lower(expected.length, policy)}"
         )
 
 
-WHAT_TO_LOWER = (
-    "Lower policy.packing.pack_length, policy.packing.packs_per_micro_batch or policy.head_chunk_tokens, or set "
-    "policy.activation_checkpointing=selective (or full)."
-)
+def out_of_memory(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
+    """What to tell the user if the device, or the host, had no room left; None for any other error."""
+    if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: can't allocate" not in str(error):
+        return None
+    return OutOfMemoryError(f"{' '.join(str(error).split())} {what_to_lower(length, policy)}")
+
+
+def what_to_lower(length: int, policy: PolicyConfig) -> str:
+    """The ways out that are still open, the cheapest first. `length`: of the longest rows."""
+    rows = policy.packing.packs_per_micro_batch
+    ways = [
+        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
+        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)",
+        "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
+        "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
+        "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
+        "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
+        "policy.lora.enabled=true" if not policy.lora.enabled else "",
+    ]
+    first, *others = [way for way in ways if way]
+    return f"To need less, try {first}" + (f"; then {', '.join(others)}." if others else ".")
 
 
 def _gib(size: int) -> str:

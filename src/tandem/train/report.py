@@ -28,12 +28,15 @@ MUCH_OVERLAP = 0.3  # of validation's n-grams
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
 
+    has_lost_lines = False  # that were there when the checkpoint was saved which the run goes on from
+
     def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
         self._file = path.open("a", encoding="utf-8")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
         if keep_bytes is not None:
-            self._file.truncate(min(keep_bytes, path.stat().st_size))
+            self.has_lost_lines = path.stat().st_size < keep_bytes
+            self._file.truncate(_whole_lines(path) if self.has_lost_lines else keep_bytes)
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record) + "\n"
@@ -51,6 +54,11 @@ class MetricsFile:
         """Bytes so far, on disk."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that has one."""
+    return path.read_bytes().rfind(b"\n") + 1
 
 
 class NoMetricsFile(MetricsFile):

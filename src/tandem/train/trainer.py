@@ -17,6 +17,7 @@ from tandem.packing.schedule import GlobalBatch
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
 from tandem.train.finish import finish, write_per_pair
+from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
 from tandem.train.rundir import choose_run_dir, held, is_finished, refuse_longer
@@ -70,6 +71,10 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
                     _run(training, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
+                raise
+            except RuntimeError as error:
+                if told := out_of_memory(error, setup.train.length, loaded.config.policy):
+                    raise told from None
                 raise
     reporter.result(run)
     return run

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from running import short_run
 
+from tandem.config.lora import Lora
+from tandem.config.policy import Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
-from tandem.train import memory
-from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit
+from tandem.train import memory, trainer
+from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit, what_to_lower
 
 
 def model():
@@ -28,11 +31,57 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
 
     monkeypatch.setattr(memory.torch.cuda, "get_device_properties", lambda device: Card)
     fits = memory.Forecast(20 * GIB, 20 * GIB, 30 * GIB, 10 * GIB, 8192)
-    refuse_what_cannot_fit(fits, torch.device("cuda"))
+    refuse_what_cannot_fit(fits, torch.device("cuda"), Policy())
     with pytest.raises(OutOfMemoryError) as refused:
-        refuse_what_cannot_fit(memory.Forecast(20 * GIB, 20 * GIB, 40 * GIB, 10 * GIB, 8192), torch.device("cuda"))
+        refuse_what_cannot_fit(
+            memory.Forecast(20 * GIB, 20 * GIB, 40 * GIB, 10 * GIB, 8192), torch.device("cuda"), Policy()
+        )
     assert str(refused.value) == (
         "the run needs 90.0 GiB of a GPU that has 80.0: weights 20.0, gradients 20.0, optimizer states 40.0, activations in "
-        "rows of 8,192 tokens 10.0: 90.0 GiB. Lower policy.packing.pack_length, policy.packing.packs_per_micro_batch or "
-        "policy.head_chunk_tokens, or set policy.activation_checkpointing=selective (or full)."
+        "rows of 8,192 tokens 10.0: 90.0 GiB. To need less, try policy.packing.pack_length below 8192 (rows may be as "
+        "short as the longest preference); then policy.activation_checkpointing=selective, policy.optimizer.state_dtype=int8, "
+        "policy.weights=bfloat16_stochastic, policy.lora.enabled=true."
     )
+
+
+def test_only_ways_out_that_are_still_open_are_told():
+    policy = Policy(
+        activation_checkpointing="full",
+        optimizer=Optimizer(state_dtype="int8"),
+        lora=Lora(enabled=True),
+        packing=Packing(packs_per_micro_batch=5),
+    )
+    assert what_to_lower(4096, policy) == (
+        "To need less, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may be as "
+        "short as the longest preference)."
+    )
+    few = Policy(activation_checkpointing="full", optimizer=Optimizer(state_dtype="int8"), lora=Lora(enabled=True))
+    only = "policy.packing.pack_length below 512 (rows may be as short as the longest preference)"
+    assert what_to_lower(512, few) == f"To need less, try {only}."
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\n  Tried 2 GiB."),
+            "CUDA out of memory. Tried 2 GiB. To need less, try",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "[enforce fail] DefaultCPUAllocator: can't",
+        ),
+        (RuntimeError("ours"), None),
+    ],
+)
+def test_running_out_of_memory_is_told_with_the_ways_out(error, told, monkeypatch, tmp_path):
+    """Any other error keeps its traceback."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(trainer, "build", fails)
+    with pytest.raises(RuntimeError if told is None else OutOfMemoryError) as caught:
+        short_run(tmp_path / "run")
+    assert str(caught.value).startswith(told or "ours")
+    assert told is None or "policy.packing.pack_length below 256" in str(caught.value)
