@@ -15,12 +15,12 @@ from made_model import make_model, run
 
 CASES = {
     "0.5B, all weights, packs of 8,192": ("0.5b", ["policy.packing.pack_length=8192"]),
-    "1.5B, all weights, packs of 16,384, selective": (
-        "1.5b",
+    "0.5B, all weights, packs of 16,384, selective": (
+        "0.5b",
         ["policy.packing.pack_length=16384", "policy.activation_checkpointing=selective"],
     ),
-    "1.5B, LoRA, two packs of 8,192 at a time": (
-        "1.5b",
+    "0.5B, LoRA, two packs of 8,192 at a time": (
+        "0.5b",
         ["policy.packing.pack_length=8192", "policy.packing.packs_per_micro_batch=2", "policy.lora.enabled=true"],
     ),
 }

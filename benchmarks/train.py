@@ -27,7 +27,7 @@ from tandem.model.attention import IMPLEMENTATION
 from tandem.model.parallel import compile_layers, decoder_layers, shard
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
-from tandem.model.workers import Workers, start_workers, stop_workers
+from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
 from tandem.packing.layout import join, lay_out
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
@@ -273,6 +273,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--profile", action="store_true", help="where one more step's time goes")
     return parser.parse_args()
@@ -281,6 +282,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     began = time.perf_counter()
+    if options.deterministic:
+        compute_deterministically()
     bench = prepared(options)
     cuda = bench.device.type == "cuda"
     bench.compile()

@@ -320,7 +320,7 @@ def by_hand(setup, batches):
         report = train_step(policy, side, packs, unbound, optimizer, 1.0).read(setup.train.store)
         own = {"step": number, "split": "train", "num_tokens": 0, "pack_fill": 0, "lr": 0}
         lines.append({**own, **report.metrics, "num_pairs": report.num_pairs})
-    exported = {name.removeprefix("model."): p.full_tensor() for name, p in policy.named_parameters()}
+    exported = {name.removeprefix("model."): p.detach() for name, p in policy.named_parameters()}
     return lines, exported
 
 

@@ -25,7 +25,7 @@ def random_steps(monkeypatch):
     def drawing(policy, side, packs, batch, optimizer, max_grad_norm):
         with torch.no_grad():
             for parameter in policy.parameters():
-                parameter.to_local().mul_(1 + 0.01 * torch.rand(()))
+                parameter.mul_(1 + 0.01 * torch.rand(()))
         return real(policy, side, packs, batch, optimizer, max_grad_norm)
 
     monkeypatch.setattr(trainer, "train_step", drawing)
@@ -98,14 +98,14 @@ def no_place_in_the_schedule(patch):
 
 def no_weight(patch):
     """One parameter is as it started."""
-    real = checkpoint._tensors
+    real = checkpoint.state_tensors
 
     def loaded(policy, *rest):
         tensors = real(policy, *rest)
         name = next(name for name in tensors if name.startswith("policy."))
         return {**tensors, name: tensors[name].clone()}
 
-    patch.setattr(checkpoint, "_tensors", loaded)
+    patch.setattr(checkpoint, "state_tensors", loaded)
 
 
 def no_cut_of_the_metrics(patch):

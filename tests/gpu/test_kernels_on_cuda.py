@@ -100,5 +100,6 @@ def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dty
 
     (on_gpu, first), (on_cpu, _) = run("cuda"), run("cpu")
     for mine, plain, began in zip(on_gpu, on_cpu, first, strict=True):
-        # A last digit may fall differently, and with it, now and then, a chance.
-        assert ((mine - plain).norm() / (plain - began).norm()).item() < 0.05
+        # A last digit may fall differently, and with it, now and then, a chance; of a bfloat16 weight that is a long way.
+        most = 0.05 if weights == torch.float32 else 0.3
+        assert ((mine - plain).norm() / (plain - began).norm()).item() < most

@@ -47,23 +47,19 @@ class RoundedAdamW(Optimizer):
 
     def __init__(self, parameters: Iterable[nn.Parameter], rule: Rule, *, lr: float, seed: int):
         super().__init__(parameters, {"lr": lr})
-        self.rule, self.seed = rule, seed
-        self._places: list[Tensor] = []  # of each parameter, what its chances are drawn from
-
-    def make_states(self) -> None:
-        """Moments of zero for every parameter, and one count of steps: an update is made or skipped as a whole."""
-        parameters = self.param_groups[0]["params"]
-        count = torch.zeros((), device=parameters[0].device)
-        for parameter in parameters:
+        self.rule = rule
+        given: list[nn.Parameter] = self.param_groups[0]["params"]
+        # One count of steps for all: an update is made or skipped as a whole.
+        count = torch.zeros((), device=given[0].device)
+        for parameter in given:
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
-        places = [[_first_place(p), self.seed * 1_000_003 + number] for number, p in enumerate(parameters)]
+        # Of each parameter, what its chances are drawn from.
+        places = [[_first_place(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._places = list(torch.tensor(places).to(torch.int32).to(count.device))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
-        if not self._places:
-            self.make_states()
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
         scalars = _scalars(group["lr"], count, self.grad_scale, self.found_inf, self.rule)

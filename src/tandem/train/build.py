@@ -25,10 +25,11 @@ from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
     Saver,
+    Snapshot,
     load_checkpoint,
     newest_verified,
     set_newer_aside,
-    take_snapshot,
+    state_tensors,
 )
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
@@ -109,6 +110,11 @@ class Training:
         if tracked is not None and tracked.split == split:
             self.progress = replace(self.progress, tracked=metrics[tracked.metric])
 
+    def tensors(self) -> dict[str, Any]:
+        """This worker's part of what a checkpoint holds."""
+        whole = self.setup.config.checkpointing.save_optimizer
+        return state_tensors(self.policy, self.optimizer if whole else None, self.workers.number)
+
     def save(self, metrics_bytes: int | None = None) -> None:
         """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
         checkpointing = self.setup.config.checkpointing
@@ -118,16 +124,8 @@ class Training:
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        snapshot = take_snapshot(
-            self.policy,
-            self.optimizer,
-            self.progress,
-            self.fingerprints,
-            self.config,
-            whole=checkpointing.save_optimizer,
-            worker=self.workers.number,
-        )
-        self.saver.start(snapshot)
+        copied = self.saver.copied(self.tensors())
+        self.saver.start(Snapshot(copied, self.progress, self.fingerprints, self.config))
         self.reporter.detail(f"saving step {self.progress.step}")
 
 
@@ -171,7 +169,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
             f"{run}/metrics.jsonl is shorter than it was when step {progress.step} was saved: the lines of some steps are lost. "
             "The run itself goes on as it was."
         )
-    return Training(
+    training = Training(
         setup,
         run,
         policy,
@@ -196,6 +194,9 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         expected,
         samples,
     )
+    if checkpointing.enabled and not is_finished(run):
+        training.saver.get_room(training.tensors())
+    return training
 
 
 def _tracking(

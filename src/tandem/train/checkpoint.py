@@ -21,7 +21,6 @@ from tandem.errors import CheckpointError, ToldError, full_disk
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
-from tandem.train.optimizer import make_states
 
 FORMAT_VERSION = 3
 RANDOM = "random."
@@ -61,7 +60,19 @@ class Saver:
         self.folder, self._keep, self._higher, self._took = folder, keep, higher_is_better, took
         self._workers = workers.apart()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[Any] | None = None
+        # To pinned memory a GPU copies many times faster, but that takes seconds to get: it is kept for the next time.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=workers.device.type == "cuda")
+
+    def get_room(self, tensors: dict[str, Any]) -> None:
+        """Begin to get the host's memory for copies of what will be saved."""
+        if self._stager.cache_staged_state_dict:
+            self._writing = self._thread.submit(self._stager.stage, tensors)
+
+    def copied(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors on the host. The copy before must be written: it may be of the same memory."""
+        assert self._writing is None
+        return self._stager.stage(tensors)
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write; the one before must be written."""
@@ -87,21 +98,6 @@ class Saver:
         write_checkpoint(self.folder, snapshot, workers)
         self._took(time.perf_counter() - started)
         workers.agreed(lambda: prune(self.folder, self._keep, higher_is_better=self._higher), by=workers.is_first)
-
-
-def take_snapshot(
-    policy: Policy,
-    optimizer: Any,
-    progress: Progress,
-    fingerprints: dict[str, str],
-    config: str,
-    *,
-    whole: bool,
-    worker: int = 0,
-) -> Snapshot:
-    """Copy this worker's part to the host. Not whole: without the optimizer's states."""
-    tensors = _tensors(policy, optimizer if whole else None, worker)
-    return Snapshot(BlockingAsyncStager().stage(tensors), progress, fingerprints, config)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
@@ -160,8 +156,7 @@ def load_checkpoint(
                 f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
                 "Put it back as it was, or start anew with --fresh."
             )
-    make_states(optimizer)
-    tensors = _tensors(policy, optimizer, workers.number)
+    tensors = state_tensors(policy, optimizer, workers.number)
     kept = dcp.FileSystemReader(place / "tensors").read_metadata().state_dict_metadata
     # Among more workers than there were, some have no random state to go on from: theirs is new.
     tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
@@ -180,7 +175,7 @@ def load_checkpoint(
     return progress
 
 
-def _tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
+def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
     """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
     tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}
     if torch.cuda.is_available():

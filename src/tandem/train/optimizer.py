@@ -14,13 +14,23 @@ from tandem.train.adamw import RoundedAdamW, Rule
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int) -> AdamW | RoundedAdamW:
-    """Either clips and skips a non-finite step on the device. `seed`: of stochastic rounding."""
+    """With its states, as they are before the first step. Either clips and skips a non-finite step on the device.
+
+    `seed`: of stochastic rounding.
+    """
     kwargs = policy.optimizer.kwargs
     beta1, beta2 = kwargs.betas
     if policy.weights == "float32" and policy.optimizer.state_dtype == "float32":
-        return AdamW(
+        plain = AdamW(
             parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay, fused=True
         )
+        for parameter in plain.param_groups[0]["params"]:
+            plain.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return plain
     rule = Rule(
         beta1,
         beta2,
@@ -30,19 +40,6 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], policy: PolicyConfi
         state_dtype=policy.optimizer.state_dtype,
     )
     return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed)
-
-
-def make_states(optimizer: AdamW | RoundedAdamW) -> None:
-    """The states that an optimizer would otherwise make at its first step."""
-    if isinstance(optimizer, RoundedAdamW):
-        optimizer.make_states()
-        return
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
 
 
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig) -> Any:

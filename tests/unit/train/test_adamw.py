@@ -186,7 +186,6 @@ def test_how_many_numbers_share_a_scale(columns, block):
 def test_the_bytes_of_the_states_are_as_they_are_told(state_dtype, size):
     parameter = torch.nn.Parameter(torch.zeros(4, 512))
     optimizer = RoundedAdamW([parameter], rule(state_dtype), lr=LR, seed=0)
-    optimizer.make_states()
     moments = [value for name, value in optimizer.state[parameter].items() if name != "step"]
     assert sum(value.numel() * value.element_size() for value in moments) == size * parameter.numel()
     assert 2 * adamw.state_bytes(state_dtype) == size
