@@ -1,28 +1,58 @@
-"""A randomly initialised model of a real shape as a folder that `tandem train` loads, and runs of that command."""
+"""Models of real shapes with random weights: their configuration, a folder that `tandem train` loads, and runs of it."""
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-SHAPES = {"tiny": (64, 128, 2, 4, 2), "0.5b": (896, 4864, 24, 14, 2), "1.5b": (1536, 8960, 28, 12, 2)}
 
 
-def make_model(shape: str, tokenizer: str, folder: Path) -> Path:
-    """A Qwen2 model of that shape in bfloat16, made once."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's architecture and sizes."""
+
+    family: str
+    sizes: tuple[int, ...]  # by NAMES
+    vocabulary: int
+    tied: bool  # embeddings and head
+
+    @property
+    def hidden(self) -> int:
+        return self.sizes[0]
+
+
+SHAPES = {
+    "tiny": Shape("llama", (256, 512, 4, 4, 2), 4096, tied=True),
+    "qwen2.5-0.5b": Shape("qwen2", (896, 4864, 24, 14, 2), 151_936, tied=True),
+    "qwen2.5-1.5b": Shape("qwen2", (1536, 8960, 28, 12, 2), 151_936, tied=True),
+    "llama3.1-8b": Shape("llama", (4096, 14336, 32, 32, 8), 128_256, tied=False),
+}
+
+
+def config_of(name: str, longest: int = 8192) -> Any:
+    """Its configuration in transformers."""
+    from transformers import AutoConfig
+
+    shape = SHAPES[name]
+    sizes = dict(zip(NAMES, shape.sizes, strict=True))
+    settings = {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "max_position_embeddings": longest}
+    return AutoConfig.for_model(shape.family, **sizes, **settings)
+
+
+def make_model(name: str, tokenizer: str, folder: Path) -> Path:
+    """A model of that shape in bfloat16, made once."""
     if (folder / "config.json").is_file():
         return folder
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     own = AutoTokenizer.from_pretrained(tokenizer)
-    sizes = dict(zip(NAMES, SHAPES[shape], strict=True))
-    config = AutoConfig.for_model("qwen2", vocab_size=152_064, tie_word_embeddings=True, **sizes)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     own.save_pretrained(folder)
     return folder

@@ -14,13 +14,13 @@ from pathlib import Path
 from made_model import make_model, run
 
 CASES = {
-    "0.5B, all weights, packs of 8,192": ("0.5b", ["policy.packing.pack_length=8192"]),
+    "0.5B, all weights, packs of 8,192": ("qwen2.5-0.5b", ["policy.packing.pack_length=8192"]),
     "0.5B, all weights, packs of 16,384, selective": (
-        "0.5b",
+        "qwen2.5-0.5b",
         ["policy.packing.pack_length=16384", "policy.activation_checkpointing=selective"],
     ),
     "0.5B, LoRA, two packs of 8,192 at a time": (
-        "0.5b",
+        "qwen2.5-0.5b",
         ["policy.packing.pack_length=8192", "policy.packing.packs_per_micro_batch=2", "policy.lora.enabled=true"],
     ),
 }

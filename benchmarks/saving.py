@@ -1,6 +1,6 @@
 """Compares the time of steps during which a checkpoint is written behind the run's back with steps of a run that saves none.
 
-    python benchmarks/saving.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape 0.5b] --folder /tmp/saving
+    python benchmarks/saving.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape qwen2.5-0.5b] --folder /tmp/saving
 
 Exits 1 when steps take over 5 % longer. Its last line is one JSON object.
 """
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-saving"))
     options = parser.parse_args()
     model = make_model(options.shape, options.tokenizer, options.folder / options.shape)

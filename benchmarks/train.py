@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from made_model import SHAPES, config_of
 
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
@@ -36,14 +37,6 @@ from tandem.train.optimizer import make_optimizer
 from tandem.train.step import StepReport, train_step
 from tandem.train.terms import Side
 
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# family, sizes, vocabulary, whether the embeddings are tied
-SHAPES: dict[str, tuple[str, tuple[int, ...], int, bool]] = {
-    "tiny": ("llama", (256, 512, 4, 4, 2), 4096, True),
-    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2), 151_936, True),
-    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2), 151_936, True),
-    "llama3.1-8b": ("llama", (4096, 14336, 32, 32, 8), 128_256, False),
-}
 # What a kernel is for, by a part of its name; the first that fits.
 KINDS = {
     "attention": ("flex_attention", "flash", "fmha", "sdpa"),
@@ -109,12 +102,8 @@ def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPre
 
 
 def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
-    family, sizes, vocabulary, tied = SHAPES[o.shape]
     packed = o.mode == "batch"
-    config = transformers.AutoConfig.for_model(
-        family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied,
-        max_position_embeddings=max(8192, o.longest),
-    )  # fmt: skip
+    config = config_of(o.shape, max(8192, o.longest))
     dtype = torch.bfloat16 if o.weights != "float32" or o.lora else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
@@ -124,7 +113,7 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     if o.lora:
         add_adapters(model, o.lora)
     flex = packed and device.type == "cuda" and o.attention == "auto"
-    return Policy(model.train(), packed=packed, flex=flex, head_chunk=auto_head_chunk(vocabulary, device))
+    return Policy(model.train(), packed=packed, flex=flex, head_chunk=auto_head_chunk(config.vocab_size, device))
 
 
 def add_adapters(model: Any, dim: int) -> None:
@@ -202,7 +191,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     optimizer = {"state_dtype": o.state_dtype}
     config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
     num_pairs = o.completions * (o.completions - 1) // 2
-    vocabulary = SHAPES[o.shape][2]
+    vocabulary = SHAPES[o.shape].vocabulary
     num = -(-o.pairs * (o.steps + 2) // num_pairs)
     preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
     store = PairsInMemory(as_single_pairs(preferences) if o.single_pairs else preferences)
@@ -294,10 +283,10 @@ def main() -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     timed, done = sum(seconds[2:]), reports[2:]
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
-    _, sizes, vocabulary, _ = SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     share = pairs / sum(r.num_pairs for r in reports)
     scored = share * sum(len(c) for p in bench.store.preferences for c in p.completions)
-    useful = 6 * bench.num_trunk * tokens + 6 * sizes[0] * vocabulary * scored
+    useful = 6 * bench.num_trunk * tokens + 6 * shape.hidden * shape.vocabulary * scored
     result = {
         "benchmark": "train",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},

@@ -1,0 +1,133 @@
+"""Times the steps of TRL's DPO trainer on pairs given as token ids. Run by versus_trl.py, with a python that has TRL.
+
+    python benchmarks/trl_steps.py --shape qwen2.5-1.5b --data pairs.jsonl --micro-batch 8 --accumulate 16 [--stock] ...
+
+Tuned, as well as is known: the reference computed before, lengths grouped, no checkpointing of activations, Liger's layers
+and, since attention is causal and rows are padded on the right, a mask of ones, with which SDPA takes its flash kernel.
+Its last line is one JSON object.
+"""
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from made_model import SHAPES, config_of
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--micro-batch", type=int, default=8, help="pairs")
+    parser.add_argument("--accumulate", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=3, help="timed, after one to warm up")
+    parser.add_argument(
+        "--stock", action="store_true", help="TRL's own defaults: live reference, checkpointing, padded mask"
+    )
+    parser.add_argument("--liger", action="store_true")
+    return parser.parse_args()
+
+
+def tokenizer_for_padding() -> Any:
+    from tokenizers import Tokenizer, models
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bare, **names)
+
+
+def main() -> None:
+    o = parsed()
+    import datasets
+    import trl
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    cuda = torch.cuda.is_available()
+    rows = [json.loads(line) for line in o.data.read_text().splitlines()]
+    for row in rows:
+        row["length"] = len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    torch.manual_seed(0)
+    with torch.device("cuda" if cuda else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(o.shape), dtype=getattr(torch, o.weights), attn_implementation="sdpa"
+        )
+    reference = copy.deepcopy(model).requires_grad_(False) if o.stock else None
+
+    class Collator(DataCollatorForPreference):
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = super().torch_call(examples)
+            if not o.stock:
+                batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+            return batch
+
+    class Trainer(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset  # token ids already
+
+    marks: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+                if not marks:
+                    torch.cuda.reset_peak_memory_stats()
+            marks.append(time.perf_counter())
+
+    settings = trl.DPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=o.steps + 1,
+        per_device_train_batch_size=o.micro_batch,
+        gradient_accumulation_steps=o.accumulate,
+        learning_rate=1e-6,
+        bf16=cuda,
+        use_cpu=not cuda,
+        gradient_checkpointing=o.stock,
+        use_liger_kernel=o.liger,
+        precompute_ref_log_probs=not o.stock,
+        precompute_ref_batch_size=o.micro_batch,
+        train_sampling_strategy="random" if o.stock else "group_by_length",
+        length_column_name="length",
+        remove_unused_columns=False,
+        max_length=2048,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    tokenizer = tokenizer_for_padding()
+    trainer = Trainer(
+        model=model,
+        ref_model=reference,
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        data_collator=Collator(pad_token_id=0, max_length=2048),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = marks[-1] - marks[0]
+    result = {
+        "benchmark": "trl_steps",
+        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
+        "pairs_per_second": round(o.micro_batch * o.accumulate * o.steps / seconds, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

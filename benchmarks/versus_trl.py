@@ -1,0 +1,105 @@
+"""Training steps of tandem beside TRL's, on the same pairs: one command, one table.
+
+    python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock] [--trl-python PYTHON]
+
+A global batch of 128 pairs on both sides, clipping and metrics on. `learning`: float32 weights, bfloat16 computation, the
+reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours rounded stochastically.
+`stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to mean anything. Its last
+line is one JSON object.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from made_model import SHAPES
+
+HERE = Path(__file__).parent
+PAIRS = 128
+# TRL's pairs in a micro-batch: the most that fit, or the fastest, on one H200.
+MICRO_BATCH = {("qwen2.5-1.5b", "learning"): 8, ("qwen2.5-1.5b", "bfloat16"): 16, ("llama3.1-8b", "bfloat16"): 4}
+OURS = {
+    "learning": [],
+    "bfloat16": ["--weights", "bfloat16_stochastic", "--state-dtype", "bfloat16"],
+    "stock": [],
+}
+THEIRS = {
+    "learning": ["--weights", "float32", "--liger"],
+    "bfloat16": ["--weights", "bfloat16", "--liger"],
+    "stock": ["--weights", "bfloat16", "--stock"],
+}
+
+
+def write_pairs(path: Path, num: int, vocabulary: int) -> None:
+    """Lengths log-normal: prompt mean 200, completions mean 250, sigma 0.7, at most 2,048 together."""
+    rng = np.random.default_rng(0)
+
+    def length(mean: float) -> int:
+        return max(4, int(rng.lognormal(np.log(mean) - 0.7**2 / 2, 0.7)))
+
+    with path.open("w") as file:
+        while num:
+            lengths = {"prompt": length(200), "chosen": length(250), "rejected": length(250)}
+            if lengths["prompt"] + max(lengths["chosen"], lengths["rejected"]) <= 2048:
+                row = {f"{part}_ids": rng.integers(10, vocabulary, n).tolist() for part, n in lengths.items()}
+                file.write(json.dumps(row) + "\n")
+                num -= 1
+
+
+def run(python: str, script: str, *arguments: str) -> dict[str, Any]:
+    command = [python, str(HERE / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        print(f"{' '.join(command)}\n  failed: {' '.join(last)[:300]}", flush=True)
+        return {"pairs_per_second": None, "peak_gib": None, "failed": " ".join(last)[:300]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
+    parser.add_argument("--settings", choices=OURS, nargs="+", default=["learning", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--pack-length", type=int, default=16384)
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
+    o = parser.parse_args()
+    o.folder.mkdir(parents=True, exist_ok=True)
+    data = o.folder / "pairs.jsonl"
+    write_pairs(data, o.pairs * (o.steps + 2), SHAPES[o.shape].vocabulary)
+    common = ["--shape", o.shape, "--data", str(data), "--steps", str(o.steps)]
+    found: dict[str, Any] = {}
+    print(f"{'':<10} {'tandem':>16} {'TRL':>16} {'ratio':>7}")
+    for setting in o.settings:
+        ours = run(
+            sys.executable,
+            "train.py",
+            *common,
+            *("--pairs", str(o.pairs), "--pack-length", str(o.pack_length)),
+            *OURS[setting],
+        )
+        micro = min(o.pairs, MICRO_BATCH.get((o.shape, setting), 8))
+        batch = ("--micro-batch", str(micro), "--accumulate", str(o.pairs // micro))
+        theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *THEIRS[setting])
+        found[setting] = {"tandem": ours, "trl": theirs}
+        print(f"{setting:<10} {told(ours):>16} {told(theirs):>16} {ratio(ours, theirs):>7}", flush=True)
+    print(json.dumps(found))
+
+
+def told(one: dict[str, Any]) -> str:
+    return f"{one['pairs_per_second']} ({one['peak_gib']} GiB)" if one["pairs_per_second"] else "failed"
+
+
+def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    both = ours["pairs_per_second"], theirs["pairs_per_second"]
+    return f"{both[0] / both[1]:.2f}" if all(both) else "-"
+
+
+if __name__ == "__main__":
+    main()
