@@ -110,11 +110,6 @@ class Training:
         if tracked is not None and tracked.split == split:
             self.progress = replace(self.progress, tracked=metrics[tracked.metric])
 
-    def tensors(self) -> dict[str, Any]:
-        """This worker's part of what a checkpoint holds."""
-        whole = self.setup.config.checkpointing.save_optimizer
-        return state_tensors(self.policy, self.optimizer if whole else None, self.workers.number)
-
     def save(self, metrics_bytes: int | None = None) -> None:
         """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
         checkpointing = self.setup.config.checkpointing
@@ -124,7 +119,8 @@ class Training:
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        copied = self.saver.copied(self.tensors())
+        optimizer = self.optimizer if checkpointing.save_optimizer else None
+        copied = self.saver.copied(state_tensors(self.policy, optimizer, self.workers.number))
         self.saver.start(Snapshot(copied, self.progress, self.fingerprints, self.config))
         self.reporter.detail(f"saving step {self.progress.step}")
 
@@ -169,7 +165,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
             f"{run}/metrics.jsonl is shorter than it was when step {progress.step} was saved: the lines of some steps are lost. "
             "The run itself goes on as it was."
         )
-    training = Training(
+    return Training(
         setup,
         run,
         policy,
@@ -194,9 +190,6 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         expected,
         samples,
     )
-    if checkpointing.enabled and not is_finished(run):
-        training.saver.get_room(training.tensors())
-    return training
 
 
 def _tracking(

@@ -64,11 +64,6 @@ class Saver:
         # To pinned memory a GPU copies many times faster, but that takes seconds to get: it is kept for the next time.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=workers.device.type == "cuda")
 
-    def get_room(self, tensors: dict[str, Any]) -> None:
-        """Begin to get the host's memory for copies of what will be saved."""
-        if self._stager.cache_staged_state_dict:
-            self._writing = self._thread.submit(self._stager.stage, tensors)
-
     def copied(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors on the host. The copy before must be written: it may be of the same memory."""
         assert self._writing is None
