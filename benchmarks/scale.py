@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--data FILE ... --tokenizer FOLDER] [--plot FILE]
 
 Lengths are those of preference files with two completions (many workers take theirs from the first file, drawn with
-replacement), or log-normal as in benchmarks/throughput.py. A global batch is 256 pairs, or 16 pairs for each worker.
+replacement), or log-normal as in benchmarks/train.py. A global batch is 256 pairs, or 16 pairs for each worker.
 
     batch            each batch packed by first fit decreasing and shared out, in rows of --pack-length and its quarters
     batch, auto      the same, in rows short enough that every worker has four of a batch

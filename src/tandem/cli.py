@@ -193,13 +193,15 @@ def prepare(
 
 
 def _lengths(given: str | None) -> list[int]:
+    from tandem.config.policy import LONGEST_PACK
+
     try:
         lengths = [int(part) for part in (given or "").split(",") if part.strip()]
     except ValueError:
         lengths = [0]
-    if any(length < 1 for length in lengths):
-        raise ConfigError(f"--pack-sizes {given}: not a list of lengths, such as 4096,8192.")
-    return lengths
+    if any(not 1 <= length <= LONGEST_PACK for length in lengths):
+        raise ConfigError(f"--pack-sizes {given}: not a list of lengths up to {LONGEST_PACK}, such as 4096,8192.")
+    return sorted(set(lengths))
 
 
 @app.command("config")

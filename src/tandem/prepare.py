@@ -11,6 +11,7 @@ import torch
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
+from tandem.data.opening import judge
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.selection import Preferences, Selection
 from tandem.data.sets import ProgressBar, open_sets
@@ -18,10 +19,10 @@ from tandem.data.store import TokenStore
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 from tandem.model.load import find_model, find_tokenizer
 from tandem.packing.binning import Bins
-from tandem.packing.exchange import export_nemo, import_nemo
+from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
 from tandem.packing.packer import USUAL_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
@@ -57,8 +58,14 @@ def prepare_data(
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
     check_cache_dir()
-    _refuse_filled(output, "--output-dir")
-    _refuse_filled(to_nemo, "--to-nemo")
+    _check_output(output, "--output-dir")
+    _check_output(to_nemo, "--to-nemo")
+    if output is not None and config.data.validation_share:
+        raise ConfigError(
+            f"--output-dir {output}: it would hold packs of the whole set, but data.validation_share = "
+            f"{config.data.validation_share} is held out of it only when training. Leave out --output-dir, and training finds "
+            "the packs in the cache; or split the file in two."
+        )
     source = find_model(config.policy)
     template = make_template(load_tokenizer(find_tokenizer(config.policy, source)), config.policy.tokenizer)
     sets = open_sets(config, template, bar)
@@ -67,6 +74,9 @@ def prepare_data(
     used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}
     chosen = {name: _packed(store, config, pack_sizes) for name, store in used.items() if isinstance(store, Selection)}
     folders = {name: str(store.folder) for name, store in sets.read.items()}
+    if to_nemo is not None:
+        for name, store in sets.read.items():
+            check_for_nemo(store, min(packer.length for packer, _ in packs[name]))
     if output is not None:
         folders = {name: str(_write(store, packs[name], output / name)) for name, store in sets.read.items()}
     if to_nemo is not None:
@@ -95,14 +105,27 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
     """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
     if output is None:
         raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
-    _refuse_filled(output, "--output-dir")
+    _check_output(output, "--output-dir")
     folder = output / "train"
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
+    try:
+        judge(store, str(file), config.data)
+    except DataError:
+        shutil.rmtree(folder)
+        raise
     return preflight("train", store)
 
 
-def _refuse_filled(folder: Path | None, option: str) -> None:
-    if folder is not None and folder.exists() and any(folder.iterdir()):
+def _check_output(folder: Path | None, option: str) -> None:
+    """A folder to write into that is empty, and can be written to, before anything is read."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: {error.strerror}. Choose another folder.") from None
+    if filled:
         raise ConfigError(f"{option} {folder}: not empty. Choose another, or empty it.")
 
 

@@ -224,8 +224,9 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [
-        ("0", "not a list of lengths, such as 4096,8192."),
-        ("-5", "not a list of lengths, such as 4096,8192."),
+        ("0", "not a list of lengths up to 16777216, such as 4096,8192."),
+        ("99999999999999999999", "not a list of lengths up to 16777216, such as 4096,8192."),
+        ("-5", "not a list of lengths up to 16777216, such as 4096,8192."),
         (
             "512,3",
             "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
@@ -237,6 +238,44 @@ def test_pack_sizes_that_hold_nothing_are_refused_by_their_own_name(prepare, siz
     code, out, err = prepare("data.train=pairs.jsonl", f"--pack-sizes={sizes}")
     assert (code, out) == (2, "")
     assert err == f"tandem: error: --pack-sizes {sizes.removeprefix('512,')}: {wrong}\n"
+
+
+@pytest.mark.parametrize("option", ["--output-dir", "--to-nemo"])
+@pytest.mark.parametrize("folder", ["taken", "taken/below"])
+def test_a_file_where_a_folder_should_be_is_refused_before_anything_is_read(prepare, option, folder):
+    Path("taken").touch()
+    code, out, err = prepare("data.train=no.jsonl", option, folder)
+    reason = "File exists" if folder == "taken" else "Not a directory"
+    assert (code, out, err) == (2, "", f"tandem: error: {option} {folder}: {reason}. Choose another folder.\n")
+
+
+def test_a_share_held_out_in_training_is_not_packed_into_a_folder(prepare):
+    write("pairs.jsonl", *TEN)
+    code, _, err = prepare("data.train=pairs.jsonl", "data.validation_share=0.2", "--output-dir", "out")
+    assert code == 2
+    assert err == (
+        "tandem: error: --output-dir out: it would hold packs of the whole set, but data.validation_share = 0.2 is held out of "
+        "it only when training. Leave out --output-dir, and training finds the packs in the cache; or split the file in two.\n"
+    )
+
+
+def test_packs_too_short_for_nemo_are_refused_before_anything_is_written(prepare):
+    write("pairs.jsonl", *TEN)
+    given = ["data.train=pairs.jsonl", "--pack-sizes", "128", "--output-dir", "out", "--to-nemo", "nemo"]
+    write("pairs.jsonl", pair("p" * 100, "yyy", "no"))
+    code, out, err = prepare(*given)
+    assert (code, out) == (2, "")
+    assert err == (
+        "tandem: error: --to-nemo: a pack of 128 tokens cannot hold the pair at pairs.jsonl:1, which takes 205 there, its "
+        "prompt on both sides. Raise --pack-sizes, or leave out --to-nemo.\n"
+    )
+    assert not any(Path("out").iterdir())
+
+
+def test_a_length_given_twice_is_packed_once(report):
+    write("pairs.jsonl", *TEN)
+    found = report("data.train=pairs.jsonl", LIMIT, "--pack-sizes", "256,128,256")
+    assert [packs["pack_length"] for packs in found["packs"]["train"]] == [128, 256]
 
 
 def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monkeypatch):

@@ -46,6 +46,7 @@ class LossFacts:
     needs_reference: bool = True
     needs_scores: bool = False
     averages: bool = False  # divides by completion length itself
+    lowers_chosen: bool = False  # on purpose
     scope: Scope = "pair"  # batch: one pair's loss depends on all others of the global batch
 
 
@@ -69,13 +70,16 @@ LOSS_FACTS: dict[LossName, LossFacts] = {
         (BETA, "label_smoothing"), ("preference_average_log_probs", "ld_alpha", "f_divergence"), scope="batch"
     ),
     "apo_zero": LossFacts((BETA,)),
-    "apo_down": LossFacts((BETA,)),
+    "apo_down": LossFacts((BETA,), lowers_chosen=True),
     "discopop": LossFacts((BETA, "discopop_tau")),
     "sigmoid_norm": LossFacts((BETA,), ("ld_alpha", "wpo"), averages=True),
     "simpo": LossFacts((BETA, "simpo_gamma"), ("wpo",), needs_reference=False, averages=True),
     "orpo": LossFacts(("orpo_lambda",), ("wpo",), needs_reference=False, averages=True),
     "cpo": LossFacts((BETA, "cpo_alpha"), ("wpo",), needs_reference=False),
 }
+
+
+LOSS_ARGUMENTS = tuple(dict.fromkeys(key for facts in LOSS_FACTS.values() for key in facts.arguments if key != BETA))
 
 
 def weights_of(chosen: PreferenceLoss) -> dict[LossName, float]:
@@ -101,6 +105,11 @@ def reads(chosen: PreferenceLoss, key: str) -> bool:
     return any(key in LOSS_FACTS[name].arguments for name in weights_of(chosen))
 
 
+def reads_shared(chosen: PreferenceLoss, key: str) -> bool:
+    """Whether a key that changes what all chosen losses see has a meaning with every one of them."""
+    return all(key in LOSS_FACTS[name].shared for name in weights_of(chosen))
+
+
 def needs_scores(chosen: PreferenceLoss) -> bool:
     return any(LOSS_FACTS[name].needs_scores for name in weights_of(chosen))
 
@@ -117,8 +126,10 @@ def misnamed(chosen: Any) -> str | None:
         )
     for name in [chosen] if isinstance(chosen, str) else chosen:
         if name not in LOSS_FACTS:
-            near = difflib.get_close_matches(str(name).lower(), LOSS_FACTS, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            low = str(name).lower()
+            near = [known for known in LOSS_FACTS if known.startswith(f"{low}_")]
+            near = near or difflib.get_close_matches(low, LOSS_FACTS, 1)
+            hint = f" Did you mean {_listed(near, 'or')}?" if near else ""
             return f"dpo.preference_loss: there is no loss {name!r}.{hint} Known are {_listed(LOSS_FACTS, 'and')}"
     if chosen == {}:
         return "dpo.preference_loss names no loss"
@@ -151,6 +162,10 @@ def _misfits(names: list[LossName], changed: dict[str, Any]) -> list[str]:
     reasons = []
     if "f_alpha" in changed and changed.get("f_divergence") != "alpha":
         reasons.append(f"dpo.f_alpha = {changed['f_alpha']} is read with dpo.f_divergence = alpha only")
+    if changed.get("f_divergence") == "alpha" and "f_alpha" not in changed:
+        reasons.append(
+            "dpo.f_divergence = alpha with dpo.f_alpha = 1 is reverse_kl, as without it. Give dpo.f_alpha, for instance 0.5"
+        )
     smoothing = changed.get("label_smoothing", 0.0)
     if "robust" in names and smoothing >= 0.5:
         reasons.append(f"dpo.label_smoothing = {smoothing}: dpo.preference_loss robust needs less than 0.5")

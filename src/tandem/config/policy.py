@@ -76,6 +76,9 @@ WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [
 ]
 
 
+LONGEST_PACK = 2**24
+
+
 class Packing(Section):
     """How preferences share rows."""
 
@@ -84,7 +87,7 @@ class Packing(Section):
         description="batch: pack each global batch; dataset: pack the whole set once, batches of whole packs; "
         "none: one sequence a row, padded, nothing shared",
     )
-    pack_length: Positive | Literal["auto"] = Field(
+    pack_length: Annotated[int, Field(gt=0, le=LONGEST_PACK)] | Literal["auto"] = Field(
         default="auto",
         description="tokens in a row; auto: 8192 on CUDA, 512 elsewhere, less for small batches, more for long preferences",
     )
@@ -99,11 +102,19 @@ class Packing(Section):
     )
 
     @model_validator(mode="after")
-    def _unpacked_shares_nothing(self) -> "Packing":
-        if self.mode == "none" and self.share_prompts:
+    def _unpacked_has_no_packs(self) -> "Packing":
+        if self.mode != "none":
+            return self
+        if self.share_prompts:
             raise ValueError(
                 "policy.packing.share_prompts=true contradicts policy.packing.mode=none, where nothing is shared"
             )
+        for name in ("pack_length", "algorithm"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"policy.packing.{name} = {getattr(self, name)} is not read with policy.packing.mode=none, where every "
+                    "sequence is a row: leave it out, or pack"
+                )
         return self
 
 

@@ -91,6 +91,11 @@ class Config(Section):
                 f"reference.model = {self.reference.model} is not read by dpo.preference_loss "
                 f"{spelled(self.dpo.preference_loss)}, which compares with no reference: leave it out"
             )
+        if self.reference.mode == "live" and not needs_reference(self.dpo.preference_loss):
+            raise ValueError(
+                f"reference.mode = live is not read by dpo.preference_loss {spelled(self.dpo.preference_loss)}, which compares "
+                "with no reference: leave it out"
+            )
         return self
 
     @model_validator(mode="after")

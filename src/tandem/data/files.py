@@ -60,11 +60,9 @@ def _refuse_prepared(path: Path) -> None:
     """A folder of `tandem prepare` that lost a file, or one that holds several of them, is no hub dataset."""
     if prepared := sorted(manifest.parent for manifest in path.glob("*/manifest.json")):
         raise DataError(f"{path}: holds prepared sets. Name one of them: {', '.join(map(str, prepared))}.")
-    there = [name for name in ("manifest.json", "tokens.arrow") if (path / name).is_file()]
-    if len(there) == 1:
-        raise DataError(
-            f"{path}: prepared data, of which only {there[0]} is left. Prepare it again, with tandem prepare."
-        )
+    missing = [name for name in ("manifest.json", "tokens.arrow") if not (path / name).is_file()]
+    if len(missing) == 1:
+        raise DataError(f"{path}: prepared data, but {missing[0]} is missing. Prepare it again, with tandem prepare.")
 
 
 def _is_saved(path: Path) -> bool:

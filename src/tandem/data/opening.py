@@ -210,7 +210,9 @@ def _share_for(count: int, rows: int) -> float:
 
 def _remedy(counts: Counts) -> str:
     return (
-        "Raise policy.max_total_sequence_length, mend the file," if "over-long" in counts.filtered else "Mend the file,"
+        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt (or truncate_completion), mend the file,"
+        if "over-long" in counts.filtered
+        else "Mend the file,"
     )
 
 

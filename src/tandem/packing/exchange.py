@@ -47,16 +47,21 @@ def _usable(row: TokenizedPreference) -> TokenizedPreference | RowError:
     return row
 
 
+def check_for_nemo(store: Preferences, size: int) -> None:
+    """Refuse packs that are too short for a pair, before anything is written."""
+    for index in range(len(store)):
+        largest = max(pack_sizes_for_nemo(pair) for pair in single_pairs(store[index]))
+        if largest > size:
+            raise ConfigError(
+                f"--to-nemo: a pack of {size} tokens cannot hold the pair at {store.place(index)}, which takes {largest} "
+                "there, its prompt on both sides. Raise --pack-sizes, or leave out --to-nemo."
+            )
+
+
 def export_nemo(store: Preferences, folder: Path, *, size: int, algorithm: str, seed: int) -> Path:
     """`packed_{size}_seed{seed}.npy` in NeMo Aligner's layout, where both sides of every pair repeat the prompt."""
     pairs = [pair for i in range(len(store)) for pair in single_pairs(store[i])]
     sizes = np.array([pack_sizes_for_nemo(pair) for pair in pairs])
-    largest = int(np.argmax(sizes))
-    if sizes[largest] > size:
-        raise ConfigError(
-            f"--to-nemo: a pack of {size} tokens cannot hold the pair at {pairs[largest].place}, which takes "
-            f"{sizes[largest]} there, its prompt on both sides. Raise --pack-sizes."
-        )
     file = folder / f"packed_{size}_seed{seed}.npy"
     write_nemo(file, ([pairs[i] for i in bin.tolist()] for bin in pack_into_bins(algorithm, sizes, size, seed)))
     return file

@@ -19,9 +19,9 @@ from tandem.packing.sharing import FloatArray, row_cost, share_out
 BLOCK = 128
 # A batch's last row may be shorter than the others: by quarters, so that few shapes are compiled.
 NUM_LENGTHS = 4
-# An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
 # Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
+# An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
 ROWS_PER_BATCH = 4
 
 IntArray = NDArray[np.int64]

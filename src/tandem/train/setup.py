@@ -1,5 +1,6 @@
 """From a configuration to everything a run needs before weights load: stores, packers, schedule, and the checks."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.losses import BETA, averages, needs_reference, needs_scores, reads, spelled
+from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, needs_scores, reads, spelled
 from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, tracked_metric
 from tandem.data.preflight import Preflight, preflights
@@ -28,7 +29,7 @@ from tandem.model.load import (
     uses_flex,
 )
 from tandem.model.lora import LoraPlan, plan_lora
-from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer
+from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
@@ -155,12 +156,14 @@ class Setup:
         return f"frozen {frozen} weights; adapters in float32, {states} a trained parameter"
 
     def _loss_settings(self) -> str:
-        """What of the losses' own settings is not as it would be by itself."""
-        names = ("label_smoothing", "gt_reward_scale", "simpo_gamma", "orpo_lambda", "cpo_alpha", "discopop_tau")
-        names = (*names, "ld_alpha", "wpo", "f_divergence", "f_alpha")
+        """What the chosen losses read, and what else is not as it would be by itself."""
         dpo, fields = self.config.dpo, type(self.config.dpo).model_fields
-        changed = [name for name in names if getattr(dpo, name) != fields[name].default]
-        return "".join(f", {name} {getattr(dpo, name)}" for name in changed)
+        usual = {name: field.default for name, field in fields.items()}
+        own = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
+        # A setting that is 0 by itself is switched off: only another value is worth a word.
+        shown = [name for name in own if usual[name] or getattr(dpo, name) != usual[name]]
+        shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != usual[name]]
+        return "".join(f", {name} {_as_written(getattr(dpo, name))}" for name in shown)
 
     def _in_packs(self) -> str:
         """How many of the packs that the set was packed into make a batch, if it was."""
@@ -168,7 +171,10 @@ class Setup:
             return ""
         pairs = self.batches.pairs_per_pack()
         packs = max(1, round(self.config.policy.train_global_batch_size / pairs.mean()))
-        return f", about {packs} of {len(pairs):,} packs of {pairs.mean():.1f} pairs on average, filled by whole packs"
+        return (
+            f", about {packs} of {len(pairs):,} packs of {pairs.mean():.1f} pairs on average, filled by whole packs of "
+            f"{self.train.length:,} tokens ({self.train.algorithm})"
+        )
 
 
 def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
@@ -217,7 +223,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
         packs=open_packs(train) if packing.mode == "dataset" else None,
     )
-    _check_packs(batches)
+    _check_packs(batches, train)
     num_steps, num_pairs = _length(batches, config)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
@@ -261,6 +267,11 @@ def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mod
                     "reference reads the policy's tokens. Choose one with the same vocabulary."
                 )
     return other
+
+
+def _as_written(value: Any) -> str:
+    """As in a configuration: true, not True."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _check_weights(config: Config, precision: str) -> None:
@@ -308,11 +319,13 @@ def _length(batches: Batches, config: Config) -> tuple[int, int]:
     return len(counts), sum(counts)
 
 
-def _check_packs(batches: Batches) -> None:
+def _check_packs(batches: Batches, train: Packer) -> None:
     if batches.packs is not None and (most := int(batches.pairs_per_pack().max())) > batches.batch_size:
+        others = ", ".join(str(length) for length in sorted(prepared_lengths(train.store)))
         raise ConfigError(
-            f"policy.packing.mode = dataset: a pack holds {most} pairs, more than a batch of {batches.batch_size}. Raise "
-            "policy.train_global_batch_size, or lower policy.packing.pack_length."
+            f"policy.packing.mode = dataset: a pack of {train.length} tokens holds {most} pairs, more than a batch of "
+            f"{batches.batch_size}. Raise policy.train_global_batch_size, or lower policy.packing.pack_length"
+            f"{f' (prepared are {others})' if others else ''}."
         )
 
 

@@ -72,7 +72,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             except StoppedError:
                 reporter.warn(_what_is_kept(kept))
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if told := out_of_memory(error, setup.train.length, loaded.config.policy):
                     raise told from None
                 raise
@@ -125,9 +125,10 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
     wanted = setup.config.policy.optimizer.kwargs.lr
     if setup.highest_rate < 0.99 * wanted:
         steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
+        more = "More epochs" if setup.config.dpo.max_num_steps is None else "A greater dpo.max_num_steps"
         reporter.warn(
             f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
-            "More epochs, a smaller batch, or another policy.scheduler (null: no warm-up)."
+            f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
 
 

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from tandem.config.losses import LOSS_FACTS, PreferenceLoss, reads_shared, weights_of
+
 Record = dict[str, Any]
 
 PARTS = 4  # training is judged by the means of its quarters: a single step's pairs are too few
 STANDARD_ERRORS = 2.0  # by which an accuracy must stand out from guessing
 MOSTLY = 0.5  # share of pairs
+NOTICEABLE = 0.005  # of a mean reward; less is noise
 STRONG_CORRELATION = 0.5
 FEWEST_PAIRS = 20  # for a correlation
 FAR = 1.0  # nats a token from the reference
@@ -27,7 +30,7 @@ class Verdict:
     text: str
 
 
-def judge(records: Sequence[Record]) -> list[Verdict]:
+def judge(records: Sequence[Record], loss: PreferenceLoss) -> list[Verdict]:
     """Verdicts on every validation set, or on the training set where none was measured after training began."""
     splits: dict[str, list[Record]] = {}
     for record in records:
@@ -38,11 +41,11 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     }
     if not courses and training:
         courses = {"train": _parts(training)}
-    return [verdict for split, course in courses.items() for verdict in _judge(split, course)]
+    return [verdict for split, course in courses.items() for verdict in _judge(split, course, loss)]
 
 
-def _judge(split: str, course: Sequence[Record]) -> Iterator[Verdict]:
-    found = [Verdict(name, split, text) for name, rule in RULES.items() if (text := rule(course)) is not None]
+def _judge(split: str, course: Sequence[Record], loss: PreferenceLoss) -> Iterator[Verdict]:
+    found = [Verdict(name, split, text) for name, rule in RULES.items() if (text := rule(course, loss)) is not None]
     yield from found or [Verdict("sound", split, _sound(course))]
 
 
@@ -60,40 +63,63 @@ def _mean(records: Sequence[Record]) -> Record:
     return {**means, "step": records[-1]["step"], "num_pairs": pairs}
 
 
-def _accuracy_flat(course: Sequence[Record]) -> str | None:
-    last = course[-1]
+def _guess_and_error(course: Sequence[Record]) -> tuple[float, float] | None:
+    """The accuracy of having learnt nothing, and by how much another must differ to stand out from it."""
     # With a reference, policy and reference agree at first and every pair is a tie.
-    guess = 0.5 if "kl_per_token" in last else course[0]["accuracy"]
-    above = guess + STANDARD_ERRORS * sqrt(0.25 / last["num_pairs"])
-    if last["accuracy"] >= above or (len(course) == 1 and guess != 0.5):
+    guess = 0.5 if "kl_per_token" in course[-1] else course[0]["accuracy"]
+    if len(course) == 1 and guess != 0.5:
         return None
+    # a hair less, so that rounding does not call 0.6 - 0.5 less than 0.1
+    return guess, STANDARD_ERRORS * sqrt(0.25 / course[-1]["num_pairs"]) - 1e-9
+
+
+def _accuracy_flat(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
+    last = course[-1]
+    if (known := _guess_and_error(course)) is None or abs(last["accuracy"] - known[0]) >= known[1]:
+        return None
+    guess, error = known
     return (
-        f"accuracy is flat: {last['accuracy']:.2f} over {last['num_pairs']:,} pairs, where {above:.2f} would stand out "
-        f"from {guess:.2f}. Train longer or with a greater policy.optimizer.kwargs.lr; if it stays, read the pairs that "
+        f"accuracy is flat: {last['accuracy']:.3f} over {last['num_pairs']:,} pairs, where {guess + error:.3f} would stand out "
+        f"from {guess:.3f}. Train longer or with a greater policy.optimizer.kwargs.lr; if it stays, read the pairs that "
         "--per-pair FILE writes."
     )
 
 
-def _chosen_falling(course: Sequence[Record]) -> str | None:
+def _accuracy_reversed(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
+    last = course[-1]
+    if (known := _guess_and_error(course)) is None or last["accuracy"] > known[0] - known[1]:
+        return None
+    return (
+        f"accuracy is worse than at the start: {last['accuracy']:.3f} over {last['num_pairs']:,} pairs, where knowing nothing "
+        f"gives {known[0]:.3f}. Are chosen and rejected exchanged (of ranks the lower is better, of scores the higher)? Does "
+        "validation rank as training does? If so, try a smaller policy.optimizer.kwargs.lr or dpo.preference_loss=dpo."
+    )
+
+
+def _chosen_falling(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
     first, last = course[0], course[-1]
+    if any(LOSS_FACTS[name].lowers_chosen for name in weights_of(loss)):
+        return None
     if "chosen_below_reference" in last:
-        if last["chosen_below_reference"] <= MOSTLY or last["rewards_chosen_mean"] >= 0:
+        if last["chosen_below_reference"] <= MOSTLY or last["rewards_chosen_mean"] >= -NOTICEABLE:
             return None
         fall = (
             f"{last['chosen_below_reference']:.0%} of them are less likely than under the reference "
             f"(mean reward {last['rewards_chosen_mean']:.3g})"
         )
+        held = "a smaller learning rate or a greater dpo.reference_policy_kl_penalty hold them"
     elif first["step"] > 0 or last["logps_chosen_mean"] >= first["logps_chosen_mean"]:
         return None
     else:
         fall = f"mean log-probability {first['logps_chosen_mean']:.1f} at first, {last['logps_chosen_mean']:.1f} now"
+        held = "or a smaller learning rate hold them"
     return (
         f"the chosen completions are falling: {fall}. The probability goes to text that is in no pair. "
-        "dpo.sft_loss_weight, a smaller learning rate or a greater dpo.reference_policy_kl_penalty hold them."
+        f"dpo.sft_loss_weight, {held}."
     )
 
 
-def _length_learnt(course: Sequence[Record]) -> str | None:
+def _length_learnt(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
     last = course[-1]
     correlation = last.get("margin_length_correlation", 0.0)
     if abs(correlation) < STRONG_CORRELATION or last["num_pairs"] < FEWEST_PAIRS:
@@ -104,13 +130,18 @@ def _length_learnt(course: Sequence[Record]) -> str | None:
         if longer is not None and shorter is not None
         else ""
     )
+    ways = [
+        *(["dpo.ld_alpha"] if reads_shared(loss, "ld_alpha") else []),
+        *(["dpo.preference_average_log_probs=true"] if reads_shared(loss, "preference_average_log_probs") else []),
+        "a loss per token (sigmoid_norm, simpo)",
+    ]
     return (
         f"the margin goes by length: its correlation with chosen minus rejected tokens is {correlation:.2f}{accuracies}. "
-        "dpo.ld_alpha, dpo.preference_average_log_probs=true or a loss per token (sigmoid_norm, simpo) weigh length less."
+        f"To weigh length less: {', or '.join(ways)}; or pairs of more equal lengths."
     )
 
 
-def _kl_running_away(course: Sequence[Record]) -> str | None:
+def _kl_running_away(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
     half = next(record for record in course if record["step"] >= course[-1]["step"] / 2)
     now, then = course[-1].get("kl_per_token", 0.0), half.get("kl_per_token", 0.0)
     if now <= FAR or now < FAST * then:
@@ -121,7 +152,7 @@ def _kl_running_away(course: Sequence[Record]) -> str | None:
     )
 
 
-def _best_long_ago(course: Sequence[Record]) -> str | None:
+def _best_long_ago(course: Sequence[Record], loss: PreferenceLoss) -> str | None:
     last, later = course[-1], [record for record in course if record["step"] > 0]
     best = min(later, key=lambda record: record["loss"])
     if best["step"] > LONG_AGO * last["step"] or last["loss"] < WORSE * best["loss"]:
@@ -140,8 +171,9 @@ def _sound(course: Sequence[Record]) -> str:
     )
 
 
-RULES: dict[str, Callable[[Sequence[Record]], str | None]] = {
+RULES: dict[str, Callable[[Sequence[Record], PreferenceLoss], str | None]] = {
     "accuracy_flat": _accuracy_flat,
+    "accuracy_reversed": _accuracy_reversed,
     "chosen_falling": _chosen_falling,
     "length_learnt": _length_learnt,
     "kl_running_away": _kl_running_away,

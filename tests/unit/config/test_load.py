@@ -407,6 +407,28 @@ def test_a_key_of_two_types_names_both_and_nothing_internal():
     )
 
 
+@pytest.mark.parametrize(("key", "value"), [("pack_length", "256"), ("algorithm", "first_fit_shuffle")])
+def test_what_is_said_of_packs_is_refused_where_there_are_none(key, value):
+    assert refusal(None, "policy.packing.mode=none", f"policy.packing.{key}={value}") == (
+        f"command line: policy.packing.{key} = {value} is not read with policy.packing.mode=none, where every sequence is a row: "
+        "leave it out, or pack."
+    )
+
+
+def test_a_pack_of_any_length_is_not_promised():
+    assert refusal(None, "policy.packing.pack_length=10000000000000") == (
+        "command line: policy.packing.pack_length = 10000000000000: input should be less than or equal to 16777216, or input "
+        "should be 'auto'."
+    )
+
+
+def test_the_alpha_divergence_of_order_1_is_refused_as_the_one_without_it():
+    assert refusal(None, "dpo.f_divergence=alpha") == (
+        "command line: dpo.f_divergence = alpha with dpo.f_alpha = 1 is reverse_kl, as without it. Give dpo.f_alpha, for "
+        "instance 0.5."
+    )
+
+
 def test_all_errors_of_a_file_are_shown_together(write):
     file = write("a.yaml", 'dpo: {max_num_epochs: "3", gamma: 1}\nrun: {seed: -1}\nfoo: 1')
     assert refusal(file, "data.shuffle=2").splitlines() == [

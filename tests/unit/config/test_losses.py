@@ -45,6 +45,12 @@ def test_several_losses_are_given_with_weights():
     ("given", "reason"),
     [
         ("dpo2", f"dpo.preference_loss: there is no loss 'dpo2'. Did you mean dpo? Known are {ALL}."),
+        ("bco", f"dpo.preference_loss: there is no loss 'bco'. Did you mean bco_pair? Known are {ALL}."),
+        (
+            "rpo",
+            "dpo.preference_loss: there is no loss 'rpo'. Did you mean rpo_sq, rpo_bwd_kl or rpo_fwd_kl? "
+            f"Known are {ALL}.",
+        ),
         ("DPO", f"dpo.preference_loss: there is no loss 'DPO'. Did you mean dpo? Known are {ALL}."),
         ("zz", f"dpo.preference_loss: there is no loss 'zz'. Known are {ALL}."),
         ("{dpo: 1, ip: 1}", f"dpo.preference_loss: there is no loss 'ip'. Did you mean ipo? Known are {ALL}."),

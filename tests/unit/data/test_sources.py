@@ -164,7 +164,7 @@ def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
         f"{tmp_path}/out: holds prepared sets. Name one of them: {tmp_path}/out/train, {tmp_path}/out/validation-default."
     )
     assert refused(tmp_path / "out/train") == (
-        f"{tmp_path}/out/train: prepared data, of which only manifest.json is left. Prepare it again, with tandem prepare."
+        f"{tmp_path}/out/train: prepared data, but tokens.arrow is missing. Prepare it again, with tandem prepare."
     )
 
 

@@ -275,7 +275,8 @@ def test_filtering_stops_beyond_its_share_and_not_at_it(source):
 def test_only_over_long_rows_are_answered_with_the_limit(source):
     write(source, pair(), pair("what a question this is, and how long"))
     assert refusal(source, Data(), max_length=20).endswith(
-        "Raise policy.max_total_sequence_length, mend the file, or set data.max_filtered_share=0.5."
+        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt (or truncate_completion), mend the file, or "
+        "set data.max_filtered_share=0.5."
     )
 
 

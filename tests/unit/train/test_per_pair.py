@@ -137,4 +137,4 @@ def test_the_verdicts_of_a_run_are_kept(run):
     _, folder = run()
     verdicts = json.loads((folder / "verdicts.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert verdicts == [asdict(verdict) for verdict in judge(records)] != []
+    assert verdicts == [asdict(verdict) for verdict in judge(records, "dpo")] != []

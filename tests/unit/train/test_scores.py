@@ -200,11 +200,13 @@ def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, mo
     assert not cache.exists()
 
 
-def test_a_live_reference_of_a_loss_without_one_is_not_loaded(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "LiveReference", lambda *_: pytest.fail("a reference was made"))
-    overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", "dpo.preference_loss=simpo"]
-    run = short_run(tmp_path / "run", *overrides, "reference.mode=live", "dpo.max_num_steps=1")
-    assert len(metrics_of(run)) == 1
+def test_a_live_reference_is_refused_where_none_is_compared_with():
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["dpo.preference_loss=simpo", "reference.mode=live"])
+    assert str(refused.value) == (
+        "configuration: reference.mode = live is not read by dpo.preference_loss simpo, which compares with no reference: leave "
+        "it out."
+    )
 
 
 def test_no_reference_finds_every_token_certain(write):
@@ -264,7 +266,7 @@ def choices_of(file, *overrides):
         (["dpo.label_smoothing=0.1"], "(dpo) x 1 + sft x 0, label_smoothing 0.1"),
         (
             ["dpo.preference_loss={dpo: 0.8, simpo: 0.2}", "dpo.simpo_gamma=1.5", "dpo.wpo=true"],
-            "(dpo x 0.8 + simpo x 0.2) x 1 + sft x 0, simpo_gamma 1.5, wpo True",
+            "(dpo x 0.8 + simpo x 0.2) x 1 + sft x 0, simpo_gamma 1.5, wpo true",
         ),
         (["dpo.preference_loss=orpo", "dpo.orpo_lambda=0.1"], "(orpo) x 1 + sft x 0, orpo_lambda 0.1"),
         (["dpo.preference_loss=cpo", "dpo.cpo_alpha=0"], "(cpo) x 1 + sft x 0, cpo_alpha 0.0"),

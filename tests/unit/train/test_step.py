@@ -182,3 +182,10 @@ def test_the_learning_rate_follows_schedulers_and_milestones(tmp_path):
     )
     run = short_run(tmp_path / "run", schedule)
     assert [line["lr"] for line in metrics_of(run)] == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
+
+
+def test_the_gradient_norm_of_many_numbers_is_exact_on_a_cpu():
+    many = torch.nn.Linear(3000, 3000, bias=False)
+    many.weight.grad = torch.randn(3000, 3000, generator=torch.Generator().manual_seed(0))
+    exact = many.weight.grad.double().norm().item()
+    assert step_module.grad_norm(many).item() == pytest.approx(exact, rel=1e-6)  # type: ignore[arg-type]

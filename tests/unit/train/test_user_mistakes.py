@@ -65,7 +65,7 @@ def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert " ".join(capsys.readouterr().out.split()) == (
         "warning: in 3 steps the learning rate never rises above 0.00019 of 0.001. "
-        "More epochs, a smaller batch, or another policy.scheduler (null: no warm-up)."
+        "A greater dpo.max_num_steps, a smaller batch, or another policy.scheduler (null: no warm-up)."
     )
 
 

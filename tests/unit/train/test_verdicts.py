@@ -25,8 +25,8 @@ def course(*changes, split="validation-default", without=()):
     return [{name: value for name, value in record.items() if name not in without} for record in records]
 
 
-def found(records):
-    return {verdict.name: verdict.text for verdict in judge(records)}
+def found(records, loss="dpo"):
+    return {verdict.name: verdict.text for verdict in judge(records, loss)}
 
 
 def test_a_sound_run_is_called_so():
@@ -38,15 +38,52 @@ def test_accuracy_is_flat_within_two_standard_errors_of_guessing():
     # of 100 pairs: 0.5 + 2 * sqrt(0.25 / 100)
     assert "accuracy_flat" not in found(course({}, {"accuracy": 0.6}))
     text = found(course({}, {"accuracy": 0.59}))["accuracy_flat"]
-    assert text.startswith("accuracy is flat: 0.59 over 100 pairs, where 0.60 would stand out from 0.50. Train longer")
+    assert text.startswith(
+        "accuracy is flat: 0.590 over 100 pairs, where 0.600 would stand out from 0.500. Train longer"
+    )
     # more pairs, less noise
     assert "accuracy_flat" not in found(course({}, {"accuracy": 0.59, "num_pairs": 200}))
+
+
+def test_an_accuracy_worse_than_guessing_is_not_called_flat():
+    texts = found(course({}, {"accuracy": 0.4}))
+    assert "accuracy_flat" not in texts
+    assert texts["accuracy_reversed"].startswith(
+        "accuracy is worse than at the start: 0.400 over 100 pairs, where knowing nothing gives 0.500. Are chosen and rejected"
+    )
+    assert "accuracy_reversed" not in found(course({}, {"accuracy": 0.41}))
+    reference = ("kl_per_token", "chosen_below_reference")
+    fallen = course({"accuracy": 0.7}, {"accuracy": 0.55}, without=reference)
+    assert "where knowing nothing gives 0.700" in found(fallen, "simpo")["accuracy_reversed"]
+
+
+def test_what_is_advised_is_what_the_loss_reads():
+    long = course({}, {"margin_length_correlation": 0.8})
+    assert (
+        "To weigh length less: dpo.ld_alpha, or dpo.preference_average_log_probs=true, or a loss per token"
+        in (found(long)["length_learnt"])
+    )
+    assert "To weigh length less: a loss per token" in found(long, "cpo")["length_learnt"]
+    assert "dpo.ld_alpha" not in found(long, {"dpo": 1.0, "cpo": 0.5})["length_learnt"]
+    reference = ("kl_per_token", "chosen_below_reference")
+    alone = found(course({}, {"logps_chosen_mean": -60.0}, without=reference), "simpo")["chosen_falling"]
+    assert alone.endswith("dpo.sft_loss_weight, or a smaller learning rate hold them.")
+
+
+def test_a_loss_that_lowers_the_chosen_on_purpose_is_not_told_so():
+    down = course({}, {"chosen_below_reference": 0.9, "rewards_chosen_mean": -0.25})
+    assert "chosen_falling" in found(down)
+    assert "chosen_falling" not in found(down, "apo_down")
+
+
+def test_a_fall_that_is_noise_is_not_told():
+    assert "chosen_falling" not in found(course({}, {"chosen_below_reference": 0.9, "rewards_chosen_mean": -0.004}))
 
 
 def test_without_a_reference_accuracy_is_flat_where_it_has_not_left_its_start():
     reference = ("kl_per_token", "chosen_below_reference")
     flat = course({"accuracy": 0.7}, {"accuracy": 0.75}, without=reference)
-    assert "would stand out from 0.70" in found(flat)["accuracy_flat"]
+    assert "would stand out from 0.700" in found(flat)["accuracy_flat"]
     assert "accuracy_flat" not in found(course({"accuracy": 0.7}, {"accuracy": 0.81}, without=reference))
 
 
@@ -102,12 +139,12 @@ def test_training_is_judged_by_quarters_where_nothing_was_validated():
         {**SOUND, "split": "train", "step": i + 1, "num_pairs": 10, "accuracy": 0.5 if i < 12 else 0.9}
         for i in range(16)
     ]
-    (verdict,) = judge(steps)
+    (verdict,) = judge(steps, "dpo")
     assert (verdict.split, verdict.name) == ("train", "sound")
     assert "accuracy 0.50 -> 0.90" in verdict.text
     # one good step among the last four is noise
     steps = [step | {"accuracy": 0.5} for step in steps[:-1]] + steps[-1:]
-    assert "accuracy is flat: 0.60 over 40 pairs" in found(steps)["accuracy_flat"]
+    assert "accuracy is flat: 0.600 over 40 pairs" in found(steps)["accuracy_flat"]
 
 
 def test_every_validation_set_is_judged_and_the_export_is_not():
@@ -117,7 +154,7 @@ def test_every_validation_set_is_judged_and_the_export_is_not():
         *course({}, {"accuracy": 0.5}, split="exported-b"),
         *course({}, {"accuracy": 0.5}, split="train"),
     ]
-    assert [(verdict.split, verdict.name) for verdict in judge(records)] == [
+    assert [(verdict.split, verdict.name) for verdict in judge(records, "dpo")] == [
         ("validation-a", "sound"),
         ("validation-b", "accuracy_flat"),
     ]
