@@ -23,11 +23,11 @@ from tandem.model.reference import LiveReference
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import start_workers
 from tandem.packing import packs as packs_module
-from tandem.packing.packer import make_packer
+from tandem.packing.packer import USUAL_PACK, make_packer
 from tandem.packing.schedule import GlobalBatch
 from tandem.train import trainer
 from tandem.train.optimizer import make_optimizer
-from tandem.train.setup import USUAL_PACK, set_up
+from tandem.train.setup import set_up
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 from tandem.train.validation import ValidationSet, validate

@@ -29,11 +29,12 @@ from tandem.model.load import (
     uses_flex,
 )
 from tandem.model.lora import LoraPlan, plan_lora
-from tandem.packing.packer import ALONE, USUAL_PACK, Packer, Share, make_packer, prepared_lengths
+from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
 from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.row_length import usual_row, why
 from tandem.train.trackers.feed import check_packages
 
 
@@ -51,6 +52,7 @@ class Setup:
     template: Template
     sets: Sets
     train: Packer
+    rows: str  # how long they are, and why
     validation: dict[str, Packer]
     batches: Batches
     num_steps: int
@@ -208,7 +210,8 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     packing = config.policy.packing
     pairs = config.policy.train_global_batch_size
     of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
-    train = make_packer(sets.train, packing, usual_auto=USUAL_PACK[device.type], pairs_per_batch=pairs, **of_all)
+    usual = usual_row(source, config.policy, lora, precision, device)
+    train = make_packer(sets.train, packing, usual_auto=usual.tokens, pairs_per_batch=pairs, **of_all)
     # Validation goes in rows of the same lengths, so that nothing more is compiled for it.
     validation = {
         name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
@@ -238,6 +241,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         template,
         sets,
         train,
+        why(train, config.policy, usual),
         validation,
         batches,
         num_steps,

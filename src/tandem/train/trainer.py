@@ -62,6 +62,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights())
         reporter.choices(setup.choices())
+        reporter.say(f"Rows: {setup.rows}")
         _warn_of_lost_updates(setup, reporter)
         _warn_of_short_run(setup, reporter)
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):

@@ -1,0 +1,83 @@
+"""A model, its settings and its card in; how long the rows of an `auto` pack are, and why, out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandem.config.policy import Policy as PolicyConfig
+from tandem.model.load import ModelSource, empty_model
+from tandem.model.lora import LoraPlan
+from tandem.packing.packer import USUAL_PACK, Packer
+from tandem.train.adamw import state_bytes
+
+GIB = 2**30
+# Longer rows were not faster, and a batch fills them worse (docs/benchmarks.md).
+LENGTHS = (16384, 8192, 4096, 2048)
+# Of the card: the rest is for what no estimate knows.
+USED = 0.85
+# Numbers that a layer keeps for its backward, as multiples of its hidden and its intermediate size; fitted to what runs of
+# three models' shapes took. The share of them that is kept when activations are computed again.
+OF_HIDDEN, OF_INTERMEDIATE = 8.0, 3.2
+KEPT = {"none": 1.0, "selective": 0.45, "full": 0.1}
+LOGITS = 2 * GIB  # of the head's chunk, and what comes and goes beside it
+
+
+@dataclass(frozen=True, slots=True)
+class RowLength:
+    """Tokens of a row that a run would choose by itself, and the reason in words."""
+
+    tokens: int
+    reason: str
+
+
+def usual_row(
+    source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str, device: torch.device
+) -> RowLength:
+    """On a GPU the longest row that is expected to fit. A set packed once is packed alike wherever it is trained on."""
+    usual = USUAL_PACK[device.type]
+    if device.type != "cuda" or policy.packing.mode == "dataset":
+        return RowLength(usual, f"usual on {'a GPU' if device.type == 'cuda' else 'a CPU, where attention is dense'}")
+    room = USED * torch.cuda.get_device_properties(device).total_memory
+    fixed = _fixed_bytes(source, policy, lora, precision)
+    each = _bytes_per_token(source.config.get_text_config(), policy, precision) * policy.packing.packs_per_micro_batch
+    fitting = next((length for length in LENGTHS if fixed + length * each <= room), LENGTHS[-1])
+    longer = "no longer ones are faster" if fitting == LENGTHS[0] else "longer ones would not fit"
+    return RowLength(
+        fitting, f"expected to take {(fixed + fitting * each) / GIB:.0f} of {room / USED / GIB:.0f} GiB; {longer}"
+    )
+
+
+def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
+    """The rows of a run, and why they are as long as they are."""
+    rows = f"{packer.length:,} tokens"
+    if policy.packing.mode == "none":
+        return f"one sequence each, padded to {packer.length:,} tokens"
+    if policy.packing.pack_length != "auto":
+        return rows
+    if packer.length < usual.tokens:
+        return f"{rows} (auto: a batch of {policy.train_global_batch_size} pairs fills several of them)"
+    if int(packer.sizes.max()) > usual.tokens:
+        return f"{rows} (auto: the longest preference takes {int(packer.sizes.max()):,})"
+    return f"{rows} (auto: {usual.reason})"
+
+
+def _fixed_bytes(source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:
+    """Weights, gradients, optimizer states, and the copy of the weights that is computed with."""
+    states = 2 * state_bytes(policy.optimizer.state_dtype)
+    if lora is not None:
+        frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization]
+        return lora.num_frozen * frozen + lora.num_trained * (8 + 2 + states) + LOGITS
+    num = sum(parameter.numel() for parameter in empty_model(source).parameters())
+    weights = 8 if policy.weights == "float32" else 4
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" else 0
+    return num * (weights + copy + states) + LOGITS
+
+
+def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
+    hidden = config.hidden_size
+    chosen = getattr(config, "num_experts_per_tok", None)
+    wide = getattr(config, "moe_intermediate_size", None) if chosen else None
+    wide = wide * chosen if wide else (getattr(config, "intermediate_size", None) or 4 * hidden)
+    numbers = KEPT[policy.activation_checkpointing] * (OF_HIDDEN * hidden + OF_INTERMEDIATE * wide)
+    return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)

@@ -1,0 +1,92 @@
+"""Rows of an `auto` length: as long as fits the card, and the reason is told."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tandem.config.load import load_config
+from tandem.config.policy import Optimizer, Packing, Policy
+from tandem.model.load import ModelSource
+from tandem.train import row_length
+from tandem.train.row_length import GIB, usual_row
+from tandem.train.setup import set_up
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHAPES = {
+    "0.5B": ("qwen2", (896, 4864, 24, 14, 2), 151_936, True),
+    "1.5B": ("qwen2", (1536, 8960, 28, 12, 2), 151_936, True),
+    "8B": ("llama", (4096, 14336, 32, 32, 8), 128_256, False),
+}
+FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
+
+
+def row(shape, monkeypatch, *, card=139, **settings):
+    family, sizes, vocabulary, tied = SHAPES[shape]
+    config = AutoConfig.for_model(
+        family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
+    )
+    memory = SimpleNamespace(total_memory=card * GIB)
+    monkeypatch.setattr(row_length.torch.cuda, "get_device_properties", lambda device: memory)
+    source = ModelSource(shape, Path(), config)
+    return usual_row(source, Policy(**settings), None, "bfloat16", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "card", "settings", "tokens"),
+    [
+        ("1.5B", 139, {}, 16384),
+        ("1.5B", 80, {}, 16384),
+        ("1.5B", 60, {}, 8192),
+        ("1.5B", 24, {}, 2048),  # it will not fit either: the forecast says so before the first step
+        ("1.5B", 60, {"activation_checkpointing": "selective"}, 16384),
+        ("1.5B", 80, {"packing": Packing(packs_per_micro_batch=2)}, 8192),
+        ("8B", 139, FEW_BITS, 8192),
+        ("8B", 139, {}, 2048),
+    ],
+)
+def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monkeypatch):
+    assert row(shape, monkeypatch, card=card, **settings).tokens == tokens
+
+
+# What benchmarks/train.py and benchmarks/memory.py measured on an H200 (docs/benchmarks.md).
+@pytest.mark.parametrize(
+    ("shape", "settings", "tokens", "measured"),
+    [
+        ("1.5B", {}, 16384, 60.7),
+        ("1.5B", FEW_BITS, 16384, 46.3),
+        ("8B", FEW_BITS, 8192, 97.8),
+        ("0.5B", {"activation_checkpointing": "selective"}, 16384, 16.5),
+    ],
+)
+def test_the_estimate_is_near_what_was_measured(shape, settings, tokens, measured, monkeypatch):
+    found = row(shape, monkeypatch, **settings)
+    assert found.tokens == tokens
+    expected = float(found.reason.split()[3])
+    assert expected == pytest.approx(measured, rel=0.12)
+
+
+def test_the_reason_is_told(monkeypatch):
+    assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; no longer ones are faster"
+    assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 100 of 139 GiB; longer ones would not fit"
+
+
+def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
+    for card in (24, 139):
+        assert row("1.5B", monkeypatch, card=card, packing=Packing(mode="dataset")).tokens == 8192
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "512 tokens (auto: usual on a CPU, where attention is dense)"),
+        (["policy.packing.pack_length=1024"], "1,024 tokens"),
+        (["policy.packing.mode=none"], "one sequence each, padded to 256 tokens"),
+        (["policy.train_global_batch_size=4"], "256 tokens (auto: a batch of 4 pairs fills several of them)"),
+    ],
+)
+def test_the_rows_of_a_run_are_told_with_their_reason(overrides, said):
+    setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
+    assert setup.rows == said
