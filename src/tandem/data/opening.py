@@ -20,7 +20,7 @@ from tandem.data.workers import default_workers
 from tandem.errors import DataError
 
 # A second process pays for its start from here on.
-BYTES_PER_WORKER = 4 * 1024 * 1024
+BYTES_PER_WORKER = 512 * 1024
 NOT_JSON = (
     "It is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
 )

@@ -23,7 +23,7 @@ from tandem.errors import DataError
 
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
 CHUNK_RECORDS = 512
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 128 * 1024
 BOM = b"\xef\xbb\xbf"
 # Names under which scores stand beside two completions.
 SCORE_KEYS = (
