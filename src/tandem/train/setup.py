@@ -198,25 +198,9 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     template = make_template(tokenizer, config.policy.tokenizer)
     reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
-    tracked_metric(config.checkpointing.metric_name, list(sets.validation))
-    if config.logger.num_val_samples_to_print and not sets.validation:
-        raise ConfigError(
-            f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
-            "take prompts from. Give data.validation, or set it to 0."
-        )
-    for store in (sets.train, *sets.validation.values()):
-        _check_vocabulary(store, source)
-        _check_scores(store, config)
-    packing = config.policy.packing
-    pairs = config.policy.train_global_batch_size
-    of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
+    _check_sets(sets, config, source)
     usual = usual_row(source, config.policy, lora, precision, device)
-    train = make_packer(sets.train, packing, usual_auto=usual.tokens, pairs_per_batch=pairs, **of_all)
-    # Validation goes in rows of the same lengths, so that nothing more is compiled for it.
-    validation = {
-        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
-        for name, store in sets.validation.items()
-    }
+    train, validation = _packers(sets, config, source, usual.tokens, share)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
@@ -224,7 +208,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
         spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
-        packs=open_packs(train) if packing.mode == "dataset" else None,
+        packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
     )
     _check_packs(batches, train)
     num_steps, num_pairs = _length(batches, config)
@@ -248,6 +232,33 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         num_pairs,
         highest,
     )
+
+
+def _packers(
+    sets: Sets, config: Config, source: ModelSource, usual: int, share: Share
+) -> tuple[Packer, dict[str, Packer]]:
+    """Of the training set and of every validation set, whose rows have the same lengths: nothing more is compiled."""
+    packing, pairs = config.policy.packing, config.policy.train_global_batch_size
+    of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
+    train = make_packer(sets.train, packing, usual_auto=usual, pairs_per_batch=pairs, **of_all)
+    validation = {
+        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
+        for name, store in sets.validation.items()
+    }
+    return train, validation
+
+
+def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
+    """What the configuration asks of the sets that only they can tell."""
+    tracked_metric(config.checkpointing.metric_name, list(sets.validation))
+    if config.logger.num_val_samples_to_print and not sets.validation:
+        raise ConfigError(
+            f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
+            "take prompts from. Give data.validation, or set it to 0."
+        )
+    for store in (sets.train, *sets.validation.values()):
+        _check_vocabulary(store, source)
+        _check_scores(store, config)
 
 
 def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
