@@ -155,6 +155,8 @@ def test_exported_model_loads_in_transformers_and_equals_the_one_in_memory(tmp_p
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)["input_ids"]
     assert tokenizer.decode(ids) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert model.generate(torch.tensor([ids]), max_new_tokens=3).shape[1] == len(ids) + 3
+    # whoever may read one file may read all
+    assert len({file.stat().st_mode for file in (run / "model").iterdir()}) == 1
 
 
 def margin(run, split):
