@@ -87,13 +87,13 @@ def test_killed_again_and_again_at_random_times_it_comes_to_the_same_end(small, 
 
 @pytest.mark.slow
 def test_the_default_run_killed_25_times_comes_to_the_same_end(tmp_path):
-    """`tandem train`, nothing else, as a user runs it; killed while it starts, trains, validates and saves."""
+    """`tandem train` as a user runs it, on the embedded default; killed while it starts, trains, validates and saves."""
 
     def started(name):
-        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "runs").mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "TANDEM_CACHE": str(tmp_path / f"{name}-cache")}
         return subprocess.Popen(
-            [sys.executable, "-m", "tandem", "train"],
+            [sys.executable, "-m", "tandem", "train", "--per-pair", "runs/pairs.jsonl"],
             cwd=tmp_path / name,
             env=environment,
             stdout=subprocess.PIPE,

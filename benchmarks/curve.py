@@ -1,0 +1,207 @@
+"""A real curve: held-out accuracy over wall-clock time, tandem and TRL with the same model, pairs and settings.
+
+    python benchmarks/curve.py --model FOLDER --data hh_harmless_test.jsonl.gz [--seeds 3] [--plot FILE] [--trl-python PYTHON]
+
+Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
+5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
+the command and from the first step. Its last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from precision import split
+
+HERE = Path(__file__).parent
+PERIOD, PAIRS, EPOCHS, RATE, BETA, LONGEST = 20, 32, 2, 5e-6, 0.1, 1024
+OURS, THEIRS, INK, FAINT, PAPER = "#0b6e4f", "#b3541e", "#222222", "#dddddd", "#ffffff"
+
+TOKENS = """
+import json, sys
+from pathlib import Path
+import torch
+from tandem.config.load import load_config
+from tandem.train.setup import set_up
+setup = set_up(load_config(None, json.loads(sys.argv[1])).config, torch.device("cpu"))
+for packer, place in ((setup.train, sys.argv[2]), (setup.validation["default"], sys.argv[3])):
+    with open(place, "w") as file:
+        for index in range(len(packer.store)):
+            one = packer.store[index]
+            best, worst = one.pairs[0]
+            ids = {"prompt_ids": one.prompt, "chosen_ids": one.completions[best], "rejected_ids": one.completions[worst]}
+            file.write(json.dumps({name: part.tolist() for name, part in ids.items()}) + "\\n")
+"""
+
+TRL = """
+import json, sys, tempfile, time
+began = float(sys.argv[1])
+import datasets, torch, transformers, trl
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+model, train, held_out, seed, micro, s = *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
+datasets.disable_progress_bars()
+read = lambda place: datasets.Dataset.from_list([json.loads(line) for line in open(place)])
+cuda = torch.cuda.is_available()
+policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+class Trainer(trl.DPOTrainer):
+    def _prepare_dataset(self, dataset, *_, **__):
+        return dataset
+points, first = [], []
+class Clock(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if not first:
+            first.append(time.time())
+    def on_evaluate(self, args, state, control, metrics=None, **_):
+        now = time.time()
+        points.append({"step": state.global_step, "command": now - began, "first_step": now - first[0] if first else 0.0,
+                       "accuracy": metrics["eval_rewards/accuracies"], "loss": metrics["eval_loss"]})
+settings = trl.DPOConfig(
+    output_dir=tempfile.mkdtemp(), num_train_epochs=s["epochs"], per_device_train_batch_size=micro,
+    per_device_eval_batch_size=micro, gradient_accumulation_steps=s["pairs"] // micro, learning_rate=s["rate"], beta=s["beta"],
+    lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.98, adam_epsilon=1e-5, max_grad_norm=1.0,
+    bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False, precompute_ref_log_probs=True, max_length=s["longest"],
+    eval_strategy="steps", eval_steps=s["period"], eval_on_start=True, remove_unused_columns=False, logging_strategy="no",
+    save_strategy="no", report_to="none", disable_tqdm=True, seed=seed,
+)
+trainer = Trainer(model=policy, args=settings, train_dataset=read(train), eval_dataset=read(held_out),
+                  processing_class=tokenizer, callbacks=[Clock()],
+                  data_collator=DataCollatorForPreference(pad_token_id=tokenizer.pad_token_id, max_length=s["longest"]))
+trainer.train()
+trainer.evaluate()
+print(json.dumps({"points": points, "trl": trl.__version__}))
+"""
+
+
+def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
+    return [
+        f"policy.model_name={o.model}",
+        f"data.train.data_path={kept}",
+        f"data.validation.data_path={held_out}",
+        f"policy.train_global_batch_size={PAIRS}",
+        f"policy.optimizer.kwargs.lr={RATE}",
+        "policy.scheduler=null",
+        f"policy.max_total_sequence_length={LONGEST}",
+        f"dpo.reference_policy_kl_penalty={BETA}",
+        f"dpo.max_num_epochs={EPOCHS}",
+        f"dpo.val_period={PERIOD}",
+        "dpo.val_at_start=true",
+        "dpo.val_at_end=true",
+        "data.max_filtered_share=0.5",
+        "data.drop_last=false",
+        "checkpointing.enabled=false",
+        *o.more,
+    ]
+
+
+def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> list[dict[str, float]]:
+    """A run of the command. Its records come as they are written: their times are those of the lines."""
+    began, first, points = time.time(), 0.0, []
+    command = [sys.executable, "-m", "tandem", "train", "--json", *given, f"run.seed={seed}", f"run.dir={folder}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            now, record = time.time(), json.loads(line)
+            if record.get("split") == "train" and not first:
+                first = now - record["step_seconds"]
+            if record.get("split") == "validation-default":
+                point = {"step": record["step"], "accuracy": record["accuracy"], "loss": record["loss"]}
+                points.append({**point, "command": now - began, "first_step": now - first if first else 0.0})
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
+    return points
+
+
+def theirs(o: argparse.Namespace, tokens: tuple[Path, Path], seed: int) -> list[dict[str, float]]:
+    shared = {"epochs": EPOCHS, "pairs": PAIRS, "rate": RATE, "beta": BETA, "longest": LONGEST, "period": PERIOD}
+    arguments = [o.model, *map(str, tokens), str(seed), str(o.micro_batch), json.dumps(shared)]
+    command = [o.trl_python, "-c", TRL, str(time.time()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])["points"]
+
+
+def plot(curves: dict[str, list[list[dict[str, float]]]]) -> str:
+    """Held-out accuracy over seconds from the command: a line for every seed."""
+    width, height, left, top, right, bottom = 760, 420, 70, 40, 30, 60
+    every = [point for runs in curves.values() for run in runs for point in run]
+    longest = max(point["command"] for point in every)
+    lowest, highest = min(p["accuracy"] for p in every), max(p["accuracy"] for p in every)
+    span = (highest - lowest) or 1.0
+
+    def x(seconds: float) -> float:
+        return left + (width - left - right) * seconds / longest
+
+    def y(accuracy: float) -> float:
+        return top + (height - top - bottom) * (1 - (accuracy - lowest) / span)
+
+    def text(across: float, down: float, words: str, anchor: str = "start") -> str:
+        return f'<text x="{across:.1f}" y="{down:.1f}" fill="{INK}" text-anchor="{anchor}">{words}</text>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
+        text(left, 24, "held-out accuracy over seconds from the command"),
+    ]
+    for share in range(5):
+        accuracy, seconds = lowest + span * share / 4, longest * share / 4
+        parts.append(f'<path d="M{left} {y(accuracy):.1f}H{width - right}" stroke="{FAINT}"/>')
+        parts.append(text(left - 8, y(accuracy) + 4, f"{accuracy:.2f}", "end"))
+        parts.append(text(x(seconds), height - bottom + 20, f"{seconds:.0f}", "middle"))
+    for number, (name, runs) in enumerate(curves.items()):
+        colour = (OURS, THEIRS)[number]
+        for run in runs:
+            path = " ".join(f"{x(point['command']):.1f},{y(point['accuracy']):.1f}" for point in run)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="M{left + number * 160} {height - 16}h24" stroke="{colour}" stroke-width="3"/>')
+        parts.append(text(left + number * 160 + 32, height - 12, name))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--micro-batch", type=int, default=16, help="TRL's, in pairs")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-curve"))
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run of tandem")
+    o = parser.parse_args()
+    kept, held_out = split(o.data, o.folder)
+    given = settings_of(o, kept, held_out)
+    tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"
+    subprocess.run([sys.executable, "-c", TOKENS, json.dumps(given), *map(str, tokens)], check=True)
+    curves: dict[str, list[list[dict[str, float]]]] = {"tandem": [], "TRL": []}
+    for seed in range(o.seeds):
+        curves["tandem"].append(ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"))
+        curves["TRL"].append(theirs(o, tokens, seed))
+        for name, runs in curves.items():
+            last = runs[-1][-1]
+            print(
+                f"seed {seed}, {name:<6}: accuracy {last['accuracy']:.3f}, loss {last['loss']:.4f}; {last['command']:.0f} s "
+                f"from the command, {last['first_step']:.0f} s from the first step",
+                flush=True,
+            )
+    for what in ("accuracy", "loss"):
+        ends = {name: [run[-1][what] for run in runs] for name, runs in curves.items()}
+        told = ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items())
+        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in ends.values()]
+        error = 2 * (sum(one**2 for one in spread) / o.seeds) ** 0.5
+        print(f"{what}: {told}; two standard errors of the difference {error:.4f}")
+    if o.plot:
+        o.plot.write_text(plot(curves), encoding="utf-8")
+    result: dict[str, Any] = {"benchmark": "curve", "data": o.data.name, "curves": curves}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
