@@ -128,12 +128,12 @@ def _compute(
     with nullcontext() if path is None else path.open("wb") as out:
         for start in range(0, len(store), at_once):
             indices = np.arange(start, min(start + at_once, len(store)))
+            # All stay on the device until the last is on its way: the host never waits in between.
+            computed = [(pack, _token_logps(policy, workers.device, pack)) for pack in packer.micro_batches(indices)]
             own = [
                 one
-                for pack in packer.micro_batches(indices)
-                for one in zip(
-                    pack.preferences.tolist(), _token_logps(policy, workers.device, pack, store), strict=True
-                )
+                for pack, values in computed
+                for one in zip(pack.preferences.tolist(), _split(values.cpu().numpy(), store, pack), strict=True)
             ]
             before = int(ends[start - 1]) if start else 0
             values = np.zeros(int(ends[indices[-1]]) - before, np.float32)
@@ -145,11 +145,10 @@ def _compute(
             progress(len(indices))
 
 
-def _token_logps(policy: Policy, device: torch.device, pack: Pack, store: Preferences) -> list[NDArray[np.float32]]:
-    """Of every preference of a pack."""
+def _token_logps(policy: Policy, device: torch.device, pack: Pack) -> Tensor:
+    """Of every scored token of a pack."""
     inputs = policy.inputs(pack, device)
-    values = policy(inputs)[: inputs.num_scored].cpu().numpy()
-    return _split(values, store, pack)
+    return policy(inputs)[: inputs.num_scored]
 
 
 def _split(values: NDArray[np.float32], store: Preferences, pack: Pack) -> list[NDArray[np.float32]]:
