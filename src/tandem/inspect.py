@@ -18,7 +18,7 @@ from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
 from tandem.model.load import find_model, find_tokenizer
 
 # Shown for characters that would otherwise not be seen.
@@ -104,7 +104,10 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     """The same as a page that needs nothing else; the data's text is escaped."""
     console = Console(record=True, file=io.StringIO(), width=120, force_terminal=True, highlight=False)
     show(inspection, console, positions=positions)
-    file.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+    try:
+        file.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file}: {error.strerror}. Choose another file.") from None
 
 
 def _open(path: str, keys: DatasetFields, template: Any, config: Config) -> TokenStore:

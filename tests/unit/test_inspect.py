@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tandem.config.load import load_config
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
 from tandem.inspect import as_json, inspect_data, show, write_page
 
 
@@ -100,3 +100,10 @@ def test_what_holds_for_every_set_holds_for_the_one_that_is_looked_at(tmp_path):
     assert "Be brief." in "".join(token.text for token in found.prompt)
     own = inspect_data(str(file), load_config(None, [*changes, "data.train.prompt_key=question"]).config, None)
     assert own == found
+
+
+@pytest.mark.parametrize(("place", "reason"), [("no/page.html", "No such file or directory"), ("", "Is a directory")])
+def test_a_page_that_cannot_be_written_is_told_in_one_line(file, tmp_path, place, reason):
+    with pytest.raises(ConfigError) as refused:
+        write_page(inspected(file), tmp_path / place, positions=False)
+    assert str(refused.value) == f"--html {tmp_path / place}: {reason}. Choose another file."

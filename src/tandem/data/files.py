@@ -27,6 +27,8 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
     One file; all that a pattern with * ? [ ] matches; a folder written by datasets' `save_to_disk`; a folder laid out
     like a dataset of the hub; or a dataset of the hub, org/name.
     """
+    if not data_path:  # else it would be the folder one stands in
+        raise DataError("data_path is empty. Give a file, a folder, or the name of a hub dataset (org/name).")
     path = Path(data_path)
     if path.is_file():
         _refuse_parts(data_path, given, "a file")

@@ -156,6 +156,12 @@ def test_a_missing_file_is_named(tmp_path):
     )
 
 
+def test_an_empty_path_is_not_the_folder_one_stands_in():
+    with pytest.raises(DataError) as error:
+        find_files("", DatasetFields())
+    assert str(error.value) == "data_path is empty. Give a file, a folder, or the name of a hub dataset (org/name)."
+
+
 def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
     for name in ("train", "validation-default"):
         (tmp_path / "out" / name).mkdir(parents=True)
