@@ -117,8 +117,11 @@ def inspect_row(
 ) -> None:
     """Show a preference as the model will see it: tokens, special tokens, and which are scored."""
     from tandem.config.load import load_config
+    from tandem.config.section import EMBEDDED
 
-    changes = [*(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]
+    # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
+    usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
+    changes = [*usual, *(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]
     loaded = load_config(config, changes)
 
     from rich.console import Console

@@ -5,6 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
+from tandem import cli
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, DataError
 from tandem.inspect import as_json, inspect_data, show, write_page
@@ -107,3 +108,14 @@ def test_a_page_that_cannot_be_written_is_told_in_one_line(file, tmp_path, place
     with pytest.raises(ConfigError) as refused:
         write_page(inspected(file), tmp_path / place, positions=False)
     assert str(refused.value) == f"--html {tmp_path / place}: {reason}. Choose another file."
+
+
+def test_data_of_ones_own_is_seen_under_the_limits_of_training(tmp_path, monkeypatch, capsys):
+    row = {"prompt": "why " * 700, "chosen": "because", "rejected": "no"}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(tmp_path / "long.jsonl"), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["prompt"]) > 512
