@@ -172,9 +172,12 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
 def grad_norm(policy: Policy) -> Tensor:
     """The norm of all gradients together, over all workers."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-    # On a CPU a sum of squares in float32 loses digits with every number: of ten million, the norm is 0.04 % too low.
-    dtype = None if gradients[0].is_cuda else torch.float64
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]))
+    if gradients[0].is_cuda:
+        norm = torch.nn.utils.get_total_norm(gradients)
+    else:
+        # On a CPU a sum of squares in float32 loses digits with every number: of ten million, the norm is 0.04 % too low.
+        each = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(each))
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
 
 
