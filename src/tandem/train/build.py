@@ -25,12 +25,12 @@ from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
     Saver,
-    Snapshot,
     load_checkpoint,
     newest_verified,
     set_newer_aside,
     state_tensors,
 )
+from tandem.train.host_copy import HostCopier
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
@@ -110,18 +110,20 @@ class Training:
         if tracked is not None and tracked.split == split:
             self.progress = replace(self.progress, tracked=metrics[tracked.metric])
 
+    def state_tensors(self) -> dict[str, Any]:
+        """Every tensor that a checkpoint holds."""
+        optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
+        return state_tensors(self.policy, optimizer, self.workers.number)
+
     def save(self, metrics_bytes: int | None = None) -> None:
         """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
-        checkpointing = self.setup.config.checkpointing
-        if not checkpointing.enabled:
+        if not self.setup.config.checkpointing.enabled:
             return
         self.saver.wait()  # before the copy: there is never more than one
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        optimizer = self.optimizer if checkpointing.save_optimizer else None
-        copied = self.saver.copied(state_tensors(self.policy, optimizer, self.workers.number))
-        self.saver.start(Snapshot(copied, self.progress, self.fingerprints, self.config))
+        self.saver.start(self.state_tensors(), self.progress, self.fingerprints, self.config)
         self.reporter.detail(f"saving step {self.progress.step}")
 
 
@@ -148,7 +150,42 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     torch.manual_seed(setup.config.run.seed + workers.number)
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
-    validation_sets = [
+    metrics = _metrics_file(run, progress, workers, reporter)
+    saver = Saver(
+        folder,
+        checkpointing.keep_top_k,
+        workers,
+        HostCopier(workers.device, optimizer),
+        higher_is_better=checkpointing.higher_is_better,
+        took=partial(stopping.took, "save"),
+    )
+    training = Training(
+        setup,
+        run,
+        policy,
+        sides["train"],
+        _validation_sets(setup, sides),
+        optimizer,
+        scheduler,
+        fingerprints,
+        config,
+        reporter,
+        metrics,
+        progress,
+        saver,
+        stopping,
+        _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
+        expected,
+        samples,
+    )
+    if checkpointing.enabled and not is_finished(run):
+        saver.reserve(training.state_tensors())
+    return training
+
+
+def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:
+    dpo = setup.config.dpo
+    return [
         ValidationSet(
             name,
             packer,
@@ -158,6 +195,10 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         )
         for name, packer in setup.validation.items()
     ]
+
+
+def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Reporter) -> MetricsFile | NoMetricsFile:
+    """metrics.jsonl, cut back to where the run goes on from."""
     kept = None if is_finished(run) else progress.metrics_bytes
     metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
     if metrics.has_lost_lines:
@@ -165,31 +206,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
             f"{run}/metrics.jsonl is shorter than it was when step {progress.step} was saved: the lines of some steps are lost. "
             "The run itself goes on as it was."
         )
-    return Training(
-        setup,
-        run,
-        policy,
-        sides["train"],
-        validation_sets,
-        optimizer,
-        scheduler,
-        fingerprints,
-        config,
-        reporter,
-        metrics,
-        progress,
-        Saver(
-            folder,
-            checkpointing.keep_top_k,
-            workers,
-            higher_is_better=checkpointing.higher_is_better,
-            took=partial(stopping.took, "save"),
-        ),
-        stopping,
-        _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
-        expected,
-        samples,
-    )
+    return metrics
 
 
 def _tracking(

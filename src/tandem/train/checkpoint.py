@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.cache import published, read_manifest, write_manifest
 from tandem.errors import CheckpointError, ToldError, full_disk
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
+from tandem.train.host_copy import HostCopier, HostCopy
 
 FORMAT_VERSION = 3
 RANDOM = "random."
@@ -44,7 +44,7 @@ class Progress:
 class Snapshot:
     """A copy of everything a run goes on from; the run may change its own meanwhile."""
 
-    tensors: dict[str, Any]
+    tensors: HostCopy
     progress: Progress
     fingerprints: dict[str, str]
     config: str
@@ -54,24 +54,29 @@ class Saver:
     """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
 
     def __init__(
-        self, folder: Path, keep: int, workers: Workers, *, higher_is_better: bool, took: Callable[[float], None]
+        self,
+        folder: Path,
+        keep: int,
+        workers: Workers,
+        copier: HostCopier,
+        *,
+        higher_is_better: bool,
+        took: Callable[[float], None],
     ):
         """`took` is told the seconds of every checkpoint that was written."""
         self.folder, self._keep, self._higher, self._took = folder, keep, higher_is_better, took
-        self._workers = workers.apart()
+        self._workers, self._copier = workers.apart(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
-        # To pinned memory a GPU copies many times faster, but that takes seconds to get: it is kept for the next time.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=workers.device.type == "cuda")
 
-    def copied(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The tensors on the host. The copy before must be written: it may be of the same memory."""
-        assert self._writing is None
-        return self._stager.stage(tensors)
+    def reserve(self, tensors: dict[str, Any]) -> None:
+        """Get ready, behind the run's back, to save such tensors."""
+        self._copier.reserve(tensors, self._thread)
 
-    def start(self, snapshot: Snapshot) -> None:
-        """Begin to write; the one before must be written."""
+    def start(self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str) -> None:
+        """Begin to write; the one before must be written, for its copy of the tensors is in the same memory."""
         assert self._writing is None
+        snapshot = Snapshot(self._copier.copy(tensors), progress, fingerprints, config)
         self._writing = self._thread.submit(self._write, snapshot)
 
     def check(self) -> None:
@@ -103,7 +108,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
         return
     with ExitStack() as stack:
         aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
-        _save_tensors(snapshot.tensors, aside / "tensors", workers)
+        _save_tensors(snapshot.tensors.arrived(), aside / "tensors", workers)
 
         def complete() -> None:
             fail_point("checkpoint.tensors")
