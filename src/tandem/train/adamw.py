@@ -160,11 +160,14 @@ def _put(kept: Tensor, value: Tensor, done: Tensor) -> None:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
-    """To a neighbour in bfloat16, with the odds that keep the mean: random bits are added below the last that stays."""
+    """To a neighbour in bfloat16, with the odds that keep the mean: up where the bits that go and chance make a whole."""
     if dtype != torch.bfloat16:
         return value
-    bits = value.view(torch.int32) + (chance & 0xFFFF)
-    return (bits & -0x10000).view(torch.float32).to(dtype)
+    bits = value.view(torch.int32)
+    below = bits & -0x10000
+    # Chance itself is never taken for a float: where inductor computes it in 64 bits, Triton refuses that.
+    up = (bits & 0xFFFF) > 0xFFFF - (chance & 0xFFFF)
+    return torch.where(up, below + 0x10000, below).view(torch.float32).to(dtype)
 
 
 def _decoded(codes: Tensor, top: Tensor, how: tuple[int, int]) -> Tensor:

@@ -110,20 +110,18 @@ class Training:
         if tracked is not None and tracked.split == split:
             self.progress = replace(self.progress, tracked=metrics[tracked.metric])
 
-    def state_tensors(self) -> dict[str, Any]:
-        """Every tensor that a checkpoint holds."""
-        optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
-        return state_tensors(self.policy, optimizer, self.workers.number)
-
     def save(self, metrics_bytes: int | None = None) -> None:
         """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
-        if not self.setup.config.checkpointing.enabled:
+        checkpointing = self.setup.config.checkpointing
+        if not checkpointing.enabled:
             return
         self.saver.wait()  # before the copy: there is never more than one
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        self.saver.start(self.state_tensors(), self.progress, self.fingerprints, self.config)
+        optimizer = self.optimizer if checkpointing.save_optimizer else None
+        tensors = state_tensors(self.policy, optimizer, self.workers.number)
+        self.saver.start(tensors, self.progress, self.fingerprints, self.config)
         self.reporter.detail(f"saving step {self.progress.step}")
 
 
@@ -159,7 +157,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         higher_is_better=checkpointing.higher_is_better,
         took=partial(stopping.took, "save"),
     )
-    training = Training(
+    return Training(
         setup,
         run,
         policy,
@@ -178,9 +176,6 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         expected,
         samples,
     )
-    if checkpointing.enabled and not is_finished(run):
-        saver.reserve(training.state_tensors())
-    return training
 
 
 def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:

@@ -69,10 +69,6 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
 
-    def reserve(self, tensors: dict[str, Any]) -> None:
-        """Get ready, behind the run's back, to save such tensors."""
-        self._copier.reserve(tensors, self._thread)
-
     def start(self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str) -> None:
         """Begin to write; the one before must be written, for its copy of the tensors is in the same memory."""
         assert self._writing is None

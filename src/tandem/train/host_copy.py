@@ -1,6 +1,5 @@
 """Tensors that a run goes on changing in; a copy of them on the host, as they are now, out."""
 
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,29 +26,19 @@ class HostCopy:
 class HostCopier:
     """Copies beside the run's own work: a GPU's next step begins at once, and only its update waits for the copy.
 
-    To pinned memory a GPU copies many times faster, but that takes seconds to get: it is asked for ahead, in another thread,
-    and used again, so that one copy must be done with before the next is made.
+    To pinned memory a GPU copies many times faster, but that takes long to get. It is used again, so that one copy must be
+    done with before the next is made.
     """
 
     def __init__(self, device: torch.device, optimizer: Optimizer):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrival: torch.cuda.Event | None = None
         self._memory: dict[str, Any] = {}
-        self._reserving: Future[None] | None = None
         optimizer.register_step_pre_hook(self._hold_update)
-
-    def reserve(self, tensors: dict[str, Any], thread: Executor) -> None:
-        """Begin to get the memory that copies of these will need."""
-        if self._stream is not None:
-            self._reserving = thread.submit(
-                lambda: self._memory.update({k: _memory_for(t) for k, t in tensors.items()})
-            )
 
     def copy(self, tensors: dict[str, Any]) -> HostCopy:
         if self._stream is None:
             return HostCopy({name: tensor.detach().clone() for name, tensor in tensors.items()})
-        if self._reserving is not None:
-            self._reserving.result()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, tensor in tensors.items():
