@@ -131,9 +131,9 @@ def inspect_row(
     found = inspect.inspect_data(data, loaded.config, row)
     if html is not None:
         inspect.write_page(found, Path(html), positions=positions)
-    elif as_json:
+    if as_json:
         print(inspect.as_json(found))
-    else:
+    elif html is None:
         inspect.show(found, Console(highlight=False, soft_wrap=True), positions=positions)
 
 

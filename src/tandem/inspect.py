@@ -21,8 +21,12 @@ from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import find_model, find_tokenizer
 
-# Shown for characters that would otherwise not be seen.
-VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t"})
+# Shown for characters that would otherwise not be seen, or that a terminal would obey: 27, escape, as its picture U+241B.
+VISIBLE = str.maketrans(
+    {code: chr(0x2400 + code) for code in range(32)}
+    | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
+    | {"\n": "⏎\n", "\t": "⇥\t"}
+)
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tandem inspect</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -51,6 +55,7 @@ class Inspection:
     format_reason: str
     rows: int
     accepted: int
+    has_template: bool
     prompt: list[Token]
     completions: list[list[Token]]
     pairs: list[tuple[int, int]]
@@ -72,6 +77,7 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
         format_reason=store.format_reason,
         rows=store.counts.rows,
         accepted=store.counts.accepted,
+        has_template=template.source is not None,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
         completions=[_completion(preference, number, tokenizer) for number in range(len(preference.completions))],
         pairs=list(preference.pairs),
@@ -84,14 +90,17 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     console.print(
         f"{i.place}: read as {i.format}, {i.format_reason}; {i.accepted} of {i.rows} rows usable", markup=False
     )
-    console.print(f"\nprompt: {len(i.prompt)} tokens, not scored", style="bold", markup=False)
+    if not i.has_template:
+        console.print("No chat template: the texts are taken as they are.")
+    console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)
     console.print(_coloured(i.prompt, "cyan", positions))
     for number, completion in enumerate(i.completions):
         over = [str(loser) for winner, loser in i.pairs if winner == number]
-        better = f", preferred to completion {', '.join(over)}" if over else ""
+        under = any(loser == number for _, loser in i.pairs)
+        better = f", preferred to completion {', '.join(over)}" if over else "" if under else ", in no pair"
         num_scored = sum(token.scored for token in completion)
         which = "scored" if num_scored == len(completion) else f"{num_scored} of them scored"
-        title = f"\ncompletion {number}: {len(completion)} tokens, {which}{better}"
+        title = f"\ncompletion {number}: {_tokens_in_words(completion)}, {which}{better}"
         console.print(title, style="bold", markup=False)
         console.print(_coloured(completion, "green" if over else "red", positions))
 
@@ -134,7 +143,13 @@ def _find(store: TokenStore, path: str, row: int | None) -> int:
         reject = json.loads(line)
         if reject["place"].endswith(f":{row}"):
             raise DataError(f"{reject['place']}: {reject['message']}")
-    raise DataError(f"{path}: there is no row {row}; it has {store.counts.rows} rows.")
+    raise DataError(f"{path}: there is no row at {row}; the nearest is at {_nearest(store, row)}.")
+
+
+def _nearest(store: TokenStore, row: int) -> int:
+    rejects = (store.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+    places = [*map(store.place, range(len(store))), *(json.loads(line)["place"] for line in rejects)]
+    return min((int(place.rpartition(":")[2]) for place in places), key=lambda number: abs(number - row))
 
 
 def _completion(preference: TokenizedPreference, number: int, tokenizer: Any) -> list[Token]:
@@ -149,6 +164,10 @@ def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token
     return [
         Token(int(id), tokenizer.decode([int(id)]), start + i, int(id) in special, scored) for i, id in enumerate(ids)
     ]
+
+
+def _tokens_in_words(tokens: list[Token]) -> str:
+    return "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
 
 
 def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:

@@ -66,7 +66,7 @@ def test_a_row_that_was_left_out_says_why(file):
 def test_a_row_that_is_not_there_is_told(file):
     with pytest.raises(DataError) as error:
         inspected(file, 9)
-    assert str(error.value) == f"{file}: there is no row 9; it has 3 rows."
+    assert str(error.value) == f"{file}: there is no row at 9; the nearest is at 3."
 
 
 def test_the_page_escapes_the_text_and_loads_nothing(file, tmp_path):

@@ -1,5 +1,6 @@
 """The section `data`: preference sets, and what happens to rows that do not fit."""
 
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -34,11 +35,13 @@ class DatasetFields(Section):
 
     data_path: str | None = Field(
         default=None,
-        description="a .jsonl, .json, .csv (each also .gz, .zst), .parquet or .arrow file, a pattern of such, a folder "
+        description="a .jsonl, .json, .csv, .parquet or .arrow file (each also .gz, .zst), a pattern of such, a folder "
         "(of datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
         "embedded: the bundled pairs",
     )
-    dataset_name: DatasetName = Field(default="auto", description="format; auto: told by the keys of the first row")
+    dataset_name: DatasetName = Field(
+        default="auto", description="format; auto: told by the keys of the first row that fit one"
+    )
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
@@ -56,6 +59,14 @@ class DatasetFields(Section):
         gt=0,
         description="of a training set: passes over it in an epoch; 2: twice, 0.5: another half each time",
     )
+
+    @model_validator(mode="after")
+    def _different_keys(self) -> "DatasetFields":
+        keys = {"prompt_key": self.prompt_key, "chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+        for (one, value), (other, same) in combinations(keys.items(), 2):
+            if value == same:
+                raise ValueError(f"{one} and {other} are both {value!r}: a field cannot be two parts of a preference")
+        return self
 
 
 Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset, json_schema_input_type=str | DatasetFields)]

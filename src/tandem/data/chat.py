@@ -1,7 +1,11 @@
 """Conversations in; their texts by a chat template out, as transformers writes them, with less of its overhead."""
 
+import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
+
+from tandem.data.tool_calls import Arguments
 
 MARK = "tandem6c1d"  # an answer that no template writes by itself
 Conversation = list[dict[str, Any]]  # each message has a role, a content, and maybe more
@@ -19,8 +23,6 @@ class ChatTemplate:
         self._tokenizer, self._source, self._kwargs = tokenizer, source, kwargs
         self._compiled: Callable[[Conversation, bool], str] | None = None
         self._was_compared = False
-        self._tail: str | None = None
-        self._tail_is_known = False
 
     def __reduce__(self) -> Any:  # a compiled template cannot travel
         return ChatTemplate, (self._tokenizer, self._source, self._kwargs)
@@ -42,18 +44,34 @@ class ChatTemplate:
             self._compare(several, texts, add_generation_prompt)
         return texts
 
+    @cached_property
     def tail(self) -> str | None:
         """What the template writes behind the last answer: its end of turn, and maybe more. None if that cannot be told."""
-        if not self._tail_is_known:
-            self._tail_is_known = True
-            asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": MARK}]
-            try:
-                [text] = self.texts([asked], [], add_generation_prompt=False)
-            except Exception:  # a template that wants other conversations than this one
-                return None
-            before, found, behind = text.rpartition(MARK)
-            self._tail = behind if found and MARK not in before else None
-        return self._tail
+        text = self._tried({"role": "assistant", "content": MARK})
+        before, found, behind = text.rpartition(MARK)
+        return behind if found and MARK not in before else None
+
+    @cached_property
+    def arguments(self) -> Arguments | None:
+        """As what it takes the arguments of a tool call, to write them as JSON, once; None: as either, or it writes none.
+
+        Of a text most templates make a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others can join nothing but texts.
+        """
+        takes: dict[Arguments, bool] = {}
+        forms: dict[Arguments, Any] = {"object": {MARK: 1}, "text": json.dumps({MARK: 1})}
+        for form, given in forms.items():
+            call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": given}}
+            takes[form] = f'"{MARK}"' in self._tried({"role": "assistant", "content": "", "tool_calls": [call]})
+        one, *other = [form for form, is_taken in takes.items() if is_taken] or [None]
+        return None if other else one
+
+    def _tried(self, answer: dict[str, Any]) -> str:
+        """A short conversation as text; nothing from a template that wants others."""
+        try:
+            [text] = self.texts([[{"role": "user", "content": "Well?"}, answer]], [], add_generation_prompt=False)
+        except Exception:
+            return ""
+        return text
 
     def _compare(self, several: Sequence[Conversation], texts: list[str], add_generation_prompt: bool) -> None:
         self._was_compared = True

@@ -17,6 +17,7 @@ from tandem.data.preference import (
     field_of,
     messages_of,
     prompt_of,
+    refuse_other_media,
     score_of,
     text_of,
     tools_of,
@@ -193,6 +194,11 @@ FORMATS: dict[str, Format] = {
 }
 
 
+NOTHING_FITS = ("BinaryPreferenceDataset", "no other format fits its keys")
+# Whichever name rows like these go by, their completions may stand under the configured keys.
+ALPACA_KEYS = FORMATS["alpaca"].told_by
+
+
 def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
     """The name of the format, told by the keys of a row, and the reason in words."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
@@ -200,11 +206,21 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
         fields = [names.get(field, field) for field in known.told_by]
         if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
             return name, f"told by the keys {', '.join(fields)}"
-    return "BinaryPreferenceDataset", "no other format fits its keys"
+    return NOTHING_FITS
+
+
+def unused_key(name: str, keys: DatasetFields) -> str | None:
+    """A key of one's own that a format does not look at, though it was given: prompt_key, say, of alpaca's rows."""
+    used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].told_by
+    for part in ("prompt", "chosen", "rejected"):
+        if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
+            return f"{part}_key"
+    return None
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
     """A row in the named format, with its tools, its prompt worded as the dataset's prompt files say."""
+    refuse_other_media(row)
     preference = FORMATS[name].read(row, keys)
     prompt, tools = wording.of(preference.prompt), tools_of(row)
     if prompt is preference.prompt and not tools:

@@ -109,14 +109,14 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 
 
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
-    """The one that was given; if none was, the usual one, or the only one there is."""
+    """The one that was given; if none was, the usual one, or the only subset there is: a lone split may be a test set."""
     known = list(known)
     wanted = usual if given is None else given
     if wanted in known:
         return wanted
-    if given is None and len(known) == 1:
+    if given is None and len(known) == 1 and key == "subset":
         return known[0]
-    problem = f"it has several {key}s" if given is None else f"it has no {key} {given!r}"
+    problem = f"it has several {key}s" if given is None and len(known) > 1 else f"it has no {key} {wanted!r}"
     known.sort(key=lambda one: -SequenceMatcher(None, given or "", one).ratio())
     raise DataError(f"{name}: {problem}. Set {key} to one of: {', '.join(known)}.")
 

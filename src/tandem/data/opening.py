@@ -11,6 +11,7 @@ import pyarrow as pa
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
+from tandem.data.formats import unused_key
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
 from tandem.data.store_writer import Recipe, format_of, probe, write_store
 from tandem.data.template import Template
@@ -104,6 +105,11 @@ def _make(
     progress: Callable[[float], None],
 ) -> None:
     format_name, reason = format_of(files, keys)
+    if unused := unused_key(format_name, keys):
+        raise DataError(
+            f"{keys.data_path}: read as {format_name} ({reason}), which does not look at {unused} = "
+            f"{getattr(keys, unused)}. Leave it out, or name another format by dataset_name."
+        )
     max_length = made_of["limits"]["policy.max_total_sequence_length"]
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
@@ -172,7 +178,7 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
     counts = store.counts
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
-    shown, all_bad = _examples(store, counts.bad | counts.filtered), _examples(store, counts.bad)
+    all_bad, all_filtered = _examples(store, counts.bad), _examples(store, counts.filtered)
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
     if bad == counts.rows:
@@ -188,19 +194,21 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
             f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
             f"Mend them, or set data.max_bad_share={_share_for(bad, counts.rows)}."
         )
-    if data.overlong == "error" and counts.filtered.get("over-long"):
+    if data.overlong == "error" and (over := counts.filtered.get("over-long")):
         raise DataError(
-            f"{source}: {counts.filtered['over-long']} of {counts.rows} preferences are over-long:\n{shown}\n"
+            f"{source}: {over} of {counts.rows} preferences are over-long:\n{_examples(store, {'over-long': over})}\n"
             "Raise policy.max_total_sequence_length, or set data.overlong=drop."
         )
     if filtered > data.max_filtered_share * counts.rows:
         raise DataError(
             f"{source}: {filtered} of {counts.rows} rows were filtered, over "
-            f"data.max_filtered_share={data.max_filtered_share}:\n{shown}\n"
+            f"data.max_filtered_share={data.max_filtered_share}:\n{all_filtered}\n"
             f"{_remedy(counts)} or set data.max_filtered_share={_share_for(filtered, counts.rows)}."
         )
     if counts.accepted == 0:
-        raise DataError(f"{source}: no usable preference among {counts.rows} rows:\n{shown}")
+        raise DataError(
+            f"{source}: no usable preference among {counts.rows} rows:\n{_examples(store, counts.bad | counts.filtered)}"
+        )
 
 
 def _share_for(count: int, rows: int) -> float:
@@ -217,8 +225,10 @@ def _remedy(counts: Counts) -> str:
 
 
 def _examples(store: TokenStore, counts: dict[str, int]) -> str:
-    lines = []
+    lines, are_all = [], True
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")
-        lines += [f"    {e['place']}: {e['message']}" for e in store.examples if e["reason"] == reason]
-    return "\n".join(lines)
+        examples = [f"    {e['place']}: {e['message']}" for e in store.examples if e["reason"] == reason]
+        lines += examples
+        are_all = are_all and len(examples) == count
+    return "\n".join([*lines, *([] if are_all else [f"  All of them: {store.folder / 'rejects.jsonl'}"])])

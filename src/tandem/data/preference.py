@@ -12,7 +12,10 @@ from tandem.data.sources import RowError, SourceRow, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
 # Beside role and content: what chat templates read.
-MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
+REASONING = ("reasoning_content", "thinking")
+MORE = ("tool_calls", "tool_call_id", "name", *REASONING)
+# Columns of sets that show more than texts.
+OTHER_MEDIA = frozenset(["images", "image", "videos", "video", "audios", "audio"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
 def _way_out(key: str) -> str:
     if key in ("prompt", "chosen", "rejected"):
         return f"data.train.{key}_key names another."
-    return "data.train.dataset_name names the format, prompt_key, chosen_key and rejected_key its keys."
+    return "data.train.dataset_name names another format."
 
 
 def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
@@ -107,6 +110,12 @@ def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str)
     return messages
 
 
+def refuse_other_media(row: SourceRow) -> None:
+    for key in () if OTHER_MEDIA.isdisjoint(row.value) else row.value:
+        if key in OTHER_MEDIA and row.value[key]:
+            raise RowError(row.place, "not text", f"{key}: only texts can be trained on.")
+
+
 def text_of(row: SourceRow, value: Any, key: str) -> str:
     if not isinstance(value, str):
         raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text.")
@@ -116,7 +125,8 @@ def text_of(row: SourceRow, value: Any, key: str) -> str:
 def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return _clean(value, row, key)
-    return as_answer(messages_of(value if isinstance(value, list) else [value], row, key, first="assistant"), row, key)
+    messages = [value] if isinstance(value, Mapping) else value
+    return as_answer(messages_of(messages, row, key, first="assistant"), row, key)
 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:
@@ -153,7 +163,7 @@ def messages_of(value: Any, row: SourceRow, key: str, first: str = "user") -> tu
     if not isinstance(value, list):
         raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text or a list of messages.")
     if not value:
-        raise RowError(row.place, "empty prompt", f"{key} is an empty list of messages.")
+        raise RowError(row.place, "no messages", f"{key} is an empty list of messages.")
     messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
     if len(messages) == 1 and messages[0].role == first:
         return messages

@@ -123,7 +123,8 @@ def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[n
     last = in_order[wanted - 1]
     if last == in_order[-1]:
         raise DataError(
-            f"data.validation_share = {share}: {len(np.unique(digests))} different prompts among {len(digests)} "
-            "preferences are too few to hold some out. Give data.validation a set of its own."
+            f"data.validation_share = {share}: it would hold out all {len(digests)} preferences, which have "
+            f"{len(np.unique(digests))} different prompts, and leave none to train on. Lower it, or give data.validation a set "
+            "of its own."
         )
     return digests <= last

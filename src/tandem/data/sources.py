@@ -1,6 +1,6 @@
 """A file in; Chunks of unparsed records out, and of each chunk its SourceRows, or RowErrors that name file, line and column.
 
-JSONL, a JSON array, parquet, arrow and csv; text files also as .gz and .zst, told by their content. A chunk is small and
+JSONL, a JSON array, parquet, arrow and csv; each also as .gz and .zst, told by their content. A chunk is small and
 plain, so that it can be parsed, rendered and tokenised in another process.
 """
 
@@ -8,9 +8,11 @@ import csv
 import gzip
 import io
 import json
+import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +27,9 @@ from tandem.errors import DataError
 CHUNK_RECORDS = 512
 CHUNK_BYTES = 128 * 1024
 BOM = b"\xef\xbb\xbf"
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+# Known by how they start, so that they are not read as lines.
+OTHER_ARCHIVES = {"zip": b"PK\x03\x04", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", "7z": b"7z\xbc\xaf\x27\x1c"}
 # Names under which scores stand beside two completions.
 SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
@@ -80,12 +85,8 @@ def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
 def read_chunks(path: Path, name: str | None = None, at_once: int | None = None) -> Iterator[Chunk]:
     """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content."""
     name, at_once = name or str(path), at_once or CHUNK_RECORDS
-    kind = _kind_of_table(path)
-    if kind is not None:
-        yield from _table_chunks(path, kind, name, at_once)
-        return
     with path.open("rb") as raw:
-        file = _uncompressed(raw)
+        file = _uncompressed(raw, path)
         size = max(1, path.stat().st_size)
 
         def share() -> float:
@@ -93,6 +94,11 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
 
         try:
             opening = file.peek(64)
+            if (table := _kind_of_table(opening, path)) is not None:
+                unpacked = nullcontext(path) if file is raw else _unpacked(file)
+                with unpacked as place:
+                    yield from _table_chunks(place, path, table, name, at_once)
+                return
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
             if "csv" in suffixes:
@@ -141,14 +147,26 @@ def _chunks(
         yield Chunk(name, tuple(numbers), tuple(values), kind, 1.0, has_bom)
 
 
-def _uncompressed(raw: io.BufferedReader) -> io.BufferedReader:
+def _uncompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
     """The content of a file, unpacked if it starts like a gzip or zstd archive, whatever its name."""
-    magic = raw.peek(4)[:4]
-    if magic[:2] == b"\x1f\x8b":
+    magic = raw.peek(8)[:8]
+    if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
-    if magic == b"\x28\xb5\x2f\xfd":
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
         return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+    for kind, start in OTHER_ARCHIVES.items():
+        if magic.startswith(start):
+            raise DataError(f"{path}: a {kind} archive, which is not read. Unpack it, or pack it by gzip or zstd.")
     return raw
+
+
+@contextmanager
+def _unpacked(file: io.BufferedReader) -> Iterator[Path]:
+    """A file with what an archive holds: tables are read here and there."""
+    with tempfile.NamedTemporaryFile(prefix="tandem-") as unpacked:
+        shutil.copyfileobj(file, unpacked)
+        unpacked.flush()
+        yield Path(unpacked.name)
 
 
 def _numbered(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -201,22 +219,21 @@ def _decoded(file: io.BufferedReader, path: Path) -> Iterator[str]:
             raise DataError(f"{place}: not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.") from None
 
 
-def _kind_of_table(path: Path) -> str | None:
-    """parquet or arrow, told by the first bytes; a file with such a name is nothing else."""
-    with path.open("rb") as file:
-        magic = file.read(8)
-    if magic[:4] == b"PAR1":
+def _kind_of_table(opening: bytes, path: Path) -> str | None:
+    """parquet or arrow, told by the first bytes; a file with such a name (pairs.parquet, pairs.parquet.gz) is nothing else."""
+    if opening[:4] == b"PAR1":
         return "parquet"
-    if magic[:6] == b"ARROW1" or magic[:4] == b"\xff\xff\xff\xff":
+    if opening[:6] == b"ARROW1" or opening[:4] == b"\xff\xff\xff\xff":
         return "arrow"
-    return {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix.lower())
+    named = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
+    return TABLES.get(named.suffix.lower())
 
 
-def _table_chunks(path: Path, kind: str, name: str, at_once: int) -> Iterator[Chunk]:
-    """The rows of a table, numbered from 1."""
+def _table_chunks(place: Path, path: Path, kind: str, name: str, at_once: int) -> Iterator[Chunk]:
+    """The rows of the table at a place, numbered from 1; `path` is what the user knows it by."""
     number, before = 1, 0.0
     try:
-        for batch, share in _record_batches(path, kind):
+        for batch, share in _record_batches(place, kind):
             batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
             for start in range(0, batch.num_rows, at_once):
                 part = batch.slice(start, at_once)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import chain, islice
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,19 @@ from numpy.typing import NDArray
 
 from tandem.config.datasets import DatasetFields
 from tandem.data.files import SourceFile
-from tandem.data.formats import detect_format, read_preference
-from tandem.data.preference import Preference
+from tandem.data.formats import NOTHING_FITS, detect_format, read_preference
+from tandem.data.preference import REASONING, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
-from tandem.data.tokens import TokenizedPreference, encode, fitted, render
+from tandem.data.tokens import TokenizedPreference, encode, fitted, pairs_of, render
 from tandem.data.wording import Wording
 from tandem.data.workers import Died, Stalled, Watch, bounded_memory, pool
 from tandem.errors import ConfigError, DataError
 
 SHOWN_PER_REASON = 3
+# Rows whose keys are looked at until they tell a format.
+ROWS_TRIED = 1000
 # What a chat template may take for one row. A sound one takes a thousandth of a second.
 ROW_SECONDS = 30.0
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
@@ -87,7 +90,7 @@ class Recipe:
     ) -> Iterator[TokenizedPreference | RowError]:
         while rendered := self._render_some(rows, watch):
             prepared.notes.update(
-                note for item in rendered if not isinstance(item, RowError) for note in _notes(item[1])
+                note for item in rendered if not isinstance(item, RowError) for note in _notes(*item, self.pairing)
             )
             yield from encode(rendered, self.template, self.pairing)
 
@@ -111,7 +114,8 @@ class Recipe:
         if isinstance(row, RowError):
             return row
         try:
-            return render(read_preference(row, self.keys, self.format_name, self.wording), self.template)
+            preference = read_preference(row, self.keys, self.format_name, self.wording)
+            return render(preference, self.template, self.pairing)
         except RowError as error:
             return error
 
@@ -129,6 +133,8 @@ def settle(
         if isinstance(row, TokenizedPreference):
             lengths.append(row.longest)
             row = fitted(row, max_length, overlong)
+            if lengths[-1] > max_length and isinstance(row, TokenizedPreference):
+                prepared.notes[f"over-long, cut by data.overlong={overlong}"] += 1
         if isinstance(row, RowError):
             prepared.rejects.append(_as_reject(row))
             continue
@@ -250,13 +256,16 @@ def _prepared_chunks(
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
-    """The name of the files' format and why: as given, or told by the first readable row."""
+    """The name of the files' format and why: as given, or told by the first row whose keys fit one."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, at_once=1))
-    rows = (row for chunk in chunks for row in rows_of(chunk))
-    first = next((row for row in rows if isinstance(row, SourceRow)), None)
-    return detect_format(first, keys) if first else ("BinaryPreferenceDataset", "there is no readable row")
+    rows = (row for chunk in chunks for row in rows_of(chunk) if isinstance(row, SourceRow))
+    for row in islice(rows, ROWS_TRIED):
+        name, reason = found = detect_format(row, keys)
+        if found != NOTHING_FITS:
+            return name, f"{reason} of {row.place}" if len(files) > 1 or row.line > 1 else reason
+    return NOTHING_FITS
 
 
 def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
@@ -267,13 +276,25 @@ def _as_reject(row: RowError) -> dict[str, str]:
     return {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
 
 
-def _notes(rendered: Rendered) -> Iterator[str]:
+def _notes(preference: Preference, rendered: Rendered, pairing: str) -> Iterator[str]:
     """What is worth a count though the row is used."""
-    text = rendered.prompt + "".join([part.text for parts in rendered.completions for part in parts])
+    completions = rendered.completions
+    text = rendered.prompt + "".join([part.text for parts in completions for part in parts])
+    if len(completions) > 2 and any(completions[a] == completions[b] for a, b in pairs_of(preference, pairing)):
+        yield "pairs of identical completions, left out"
+    if any(said not in text for said in _reasoning(preference)):
+        yield "reasoning that the chat template leaves out"
     if CONTROL.search(text):
         yield "control characters in the text"
     if SHIELD in text:
         yield "special tokens spelled in a message, encoded as plain text"
+
+
+def _reasoning(preference: Preference) -> Iterator[str]:
+    """What the answers reason before they say it, where that stands apart."""
+    answers = [completion.answer for completion in preference.completions if not isinstance(completion.answer, str)]
+    for message in chain.from_iterable(answers):
+        yield from (said.strip() for key in REASONING if isinstance(said := message.more.get(key), str))
 
 
 def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:

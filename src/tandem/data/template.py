@@ -2,18 +2,19 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data.chat import ChatTemplate, Conversation
+from tandem.data.chat import MARK, ChatTemplate, Conversation
 from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
+from tandem.data.tool_calls import renamed, with_arguments
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 
@@ -89,15 +90,20 @@ class Template:
         completions = tuple(
             self._completion(before, prompt, answer, first) for answer, first in zip(answers, firsts, strict=True)
         )
-        for answer, parts in zip(answers, completions, strict=True):
-            _check_calls(before, answer, prompt, parts)
+        for answer in answers:
+            self._check_calls(before, answer)
         return Rendered(prompt, completions, adds_bos=False)
 
     def _shielded_turns(self, messages: tuple[Message, ...]) -> Conversation:
         return [
-            {"role": m.role, "content": self._shielded(m.content), **(self._shielded_in(m.more) if m.more else {})}
+            {"role": m.role, "content": self._shielded(m.content), **(self._more(m.more) if m.more else {})}
             for m in messages
         ]
+
+    def _more(self, more: Mapping[str, Any]) -> Any:
+        if "tool_calls" in more:
+            more = {**more, "tool_calls": with_arguments(more["tool_calls"], self._chat.arguments)}
+        return self._shielded_in(more)
 
     def _shielded_in(self, value: Any) -> Any:
         """The same for every text inside a value."""
@@ -165,7 +171,7 @@ class Template:
         Some templates open the next turn behind the answer: what counts is the first end of turn after it. A tool call
         may open with a special token of its own, so a turn that calls ends where nothing but white space follows.
         """
-        content, tail = message["content"].strip(), self._chat.tail()
+        content, tail = message["content"].strip(), self._chat.tail
         if message.get("tool_calls") or not content:
             after = 0
         elif tail is not None and rest.endswith(tail):
@@ -184,6 +190,27 @@ class Template:
             end = next((found for found in self._ends.finditer(text) if not text[found.end() :].strip()), None)
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
+    def _check_calls(self, before: "_Said", answer: Conversation) -> None:
+        """Some templates know no tool calls and leave them out without a word: an answer would be an empty turn.
+
+        A tool's name may stand anywhere in the text, so names that cannot are looked for instead.
+        """
+        if not any(message.get("tool_calls") for message in before.messages + answer):
+            return
+        messages, names = renamed(before.messages + answer, MARK)
+        try:
+            [text] = self._apply(replace(before, messages=[]), [messages], add_generation_prompt=False)
+        except RowError:  # a template that lets nothing be called but what it knows: it looks at the calls
+            return
+        missing = next((name for mark, name in names.items() if mark not in text), None)
+        if missing is not None:
+            raise RowError(
+                before.place,
+                "tool call not written",
+                f"the chat template leaves out the call of {missing!r}. Give one that writes tool calls, by "
+                "policy.tokenizer.chat_template=FILE.jinja.",
+            )
+
     def _apply(self, before: "_Said", several: list[Conversation], *, add_generation_prompt: bool) -> list[str]:
         """A conversation as text, once with each of the turns that may follow."""
         try:
@@ -191,7 +218,12 @@ class Template:
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RowError(before.place, "template fails", f"the chat template fails: {reason}") from None
+            raise RowError(
+                before.place,
+                "template fails",
+                f"the chat template fails: {reason.rstrip('.')}. Give another by policy.tokenizer.chat_template=FILE.jinja, or "
+                "conversations that it takes.",
+            ) from None
         longest = max(map(len, texts))
         if longest > MAX_RENDERED:
             raise RowError(before.place, "template fails", f"the chat template writes {longest:,} characters.")
@@ -205,23 +237,6 @@ class _Said:
     messages: Conversation
     tools: list[Any]
     place: str
-
-
-def _check_calls(before: _Said, answer: Conversation, prompt: str, parts: tuple[Part, ...]) -> None:
-    """Some templates know no tool calls and leave them out without a word: an answer would be an empty turn."""
-    calls = [call for message in before.messages + answer for call in message.get("tool_calls") or []]
-    if not calls:
-        return
-    text = prompt + "".join(part.text for part in parts)
-    names = [call.get("function", call).get("name") for call in calls if isinstance(call, Mapping)]
-    missing = next((name for name in names if isinstance(name, str) and name not in text), None)
-    if missing is not None:
-        raise RowError(
-            before.place,
-            "tool call not written",
-            f"the chat template leaves out the call of {missing!r}. Give one that writes tool calls, by "
-            "policy.tokenizer.chat_template=FILE.jinja.",
-        )
 
 
 def _rest(whole: str, written: str, place: str) -> str:

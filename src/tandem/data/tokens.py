@@ -72,16 +72,31 @@ def tokenize(
     """Every preference as token ids, in order; rows that cannot be used pass through as errors."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
-        for row in encode([render(item, template) for item in batch], template, pairing):
+        for row in encode([render(item, template, pairing) for item in batch], template, pairing):
             yield row if isinstance(row, RowError) else fitted(row, max_length, overlong)
 
 
-def render(item: Preference | RowError, template: Template) -> tuple[Preference, Rendered] | RowError:
+def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
     """A preference and its texts; an error passes through."""
+    if isinstance(item, RowError):
+        return item
     try:
-        return item if isinstance(item, RowError) else (item, template.render(item))
+        item = _compared(item, pairing)
+        return item, template.render(item)
     except RowError as error:
         return error
+
+
+def pairs_of(preference: Preference, pairing: str) -> tuple[tuple[int, int], ...]:
+    return _known_pairs(tuple(completion.rank for completion in preference.completions), pairing)
+
+
+def _compared(preference: Preference, pairing: str) -> Preference:
+    """The same without completions that no pair needs: those between the best and the worst of four, say."""
+    if len(preference.completions) == 2:
+        return preference
+    needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
+    return replace(preference, completions=tuple(preference.completions[number] for number in needed))
 
 
 def encode(
@@ -141,24 +156,29 @@ def _checked(
 ) -> TokenizedPreference | RowError:
     place = preference.place
     completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
-    tokenized = TokenizedPreference(
+    pairs = _telling(pairs_of(preference, pairing), completions)
+    if not len(prompt):
+        return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
+    if not pairs:
+        return RowError(place, "equal completions", "the completions are identical as tokens.", kind="filtered")
+    return TokenizedPreference(
         prompt,
         completions,
-        _known_pairs(tuple(completion.rank for completion in preference.completions), pairing),
+        pairs,
         tuple(float("nan") if c.score is None else c.score for c in preference.completions),
         place,
         _unscored(encoded, parts),
     )
-    if not len(prompt):
-        return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
-    if _are_equal(completions):
-        return RowError(place, "equal completions", "the completions are identical as tokens.", kind="filtered")
-    return tokenized
 
 
-def _are_equal(completions: tuple[IntArray, ...]) -> bool:
-    first = completions[0]
-    return all(len(other) == len(first) and other.tobytes() == first.tobytes() for other in completions[1:])
+def _telling(pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]) -> tuple[tuple[int, int], ...]:
+    """The pairs of two different completions: of several, two may be the same."""
+    return tuple(
+        (winner, loser)
+        for winner, loser in pairs
+        if len(completions[winner]) != len(completions[loser])
+        or completions[winner].tobytes() != completions[loser].tobytes()
+    )
 
 
 def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
@@ -182,10 +202,12 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
         return replace(row, prompt=row.prompt[-keep:])
     if overlong == "truncate_completion" and (keep := max_length - len(row.prompt)) > 0:
         cut = tuple(completion[:keep] for completion in row.completions)
-        if _are_equal(cut):
+        pairs = _telling(row.pairs, cut)
+        if not pairs:
             message = f"{too_long}, and its completions are equal once cut."
             return RowError(row.place, "equal once cut", message, kind="filtered")
-        return replace(row, completions=cut, unscored=tuple(positions[positions < keep] for positions in row.unscored))
+        unscored = tuple(positions[positions < keep] for positions in row.unscored)
+        return replace(row, completions=cut, pairs=pairs, unscored=unscored)
     why = {"truncate_prompt": " even without its prompt", "truncate_completion": " in its prompt alone"}
     return RowError(row.place, "over-long", f"{too_long}{why.get(overlong, '')}.", kind="filtered")
 

@@ -1,9 +1,12 @@
 """Files other than plain JSONL: the same rows as from JSONL, and the exact words for each file that is damaged."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -55,6 +58,13 @@ def arrow_file(rows, new=pa.ipc.new_file) -> bytes:
 
 def arrow_stream(rows) -> bytes:
     return arrow_file(rows, pa.ipc.new_stream)
+
+
+def zipped(content: bytes) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr("pairs.jsonl", content)
+    return sink.getvalue()
 
 
 def zstd(content: bytes) -> bytes:
@@ -125,10 +135,35 @@ def test_a_csv_file_gives_the_texts_that_were_written(values, name):
         ("pairs.json.gz", array),
         ("pairs.csv", as_csv),
         ("pairs.csv.zst", as_csv),
+        ("pairs.parquet.gz", as_parquet),
+        ("pairs.parquet", as_parquet),
+        ("pairs.arrow.zst", arrow_file),
+        ("stream.arrow.gz", arrow_stream),
+        ("pairs.gz", as_parquet),
     ],
 )
 def test_archives_are_told_by_their_content_whatever_their_name(values, packed, name, written):
     assert values(name, packed(written(TEXTS))) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"),
+    [
+        ("zip", zipped),
+        ("bzip2", bz2.compress),
+        ("xz", lzma.compress),
+        ("7z", lambda content: b"7z\xbc\xaf\x27\x1c" + content),
+    ],
+)
+def test_other_archives_are_not_taken_for_lines(refusal, kind, packed):
+    assert refusal("pairs.jsonl", packed(jsonl(TEXTS))) == (
+        f"pairs.jsonl: a {kind} archive, which is not read. Unpack it, or pack it by gzip or zstd."
+    )
+
+
+@pytest.mark.parametrize("name", ["pairs.parquet.gz", "pairs.parquet"])
+def test_an_archive_named_for_a_table_that_holds_none_is_refused(refusal, name):
+    assert refusal(name, gzip.compress(jsonl(TEXTS))).startswith(f"{name}: damaged, or no parquet file: ")
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl.gz", "pairs.jsonl.zst"])

@@ -7,7 +7,7 @@ from tandem.data.formats import FORMATS, ranked
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"
-OTHERWISE = "data.train.dataset_name names the format, prompt_key, chosen_key and rejected_key its keys."
+OTHERWISE = "data.train.dataset_name names another format."
 
 # Malformed rows
 
@@ -131,7 +131,7 @@ BAD = {
         "completions[0].text is null; it must hold a value.",
     ),
     "sharegpt: text": ({"conversations": "Hi"}, "wrong type", "conversations: a text, not a list of turns."),
-    "sharegpt: none": ({"conversations": []}, "empty prompt", "conversations is an empty list of messages."),
+    "sharegpt: none": ({"conversations": []}, "no messages", "conversations is an empty list of messages."),
     "sharegpt: text as turn": (
         {"conversations": ["Hi"]},
         "wrong type",
@@ -188,7 +188,7 @@ BAD = {
     "alpaca_pair: number": (
         {"output": ["yes", 3]},
         "wrong type",
-        "output[1][0]: a number, not a message with role and content.",
+        "output[1]: a number, not a text or a list of messages.",
     ),
     "question_responses: blank": ({"question": ""}, "empty prompt", "question is empty."),
     "dialogue_text: no answer": (
@@ -230,7 +230,7 @@ BAD = {
 for name in ("Tulu3Preference", "implicit_prompt"):
     BAD |= {
         f"{name}: text": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a text or a list of messages."),
-        f"{name}: none": ({"rejected": []}, "empty prompt", "rejected is an empty list of messages."),
+        f"{name}: none": ({"rejected": []}, "no messages", "rejected is an empty list of messages."),
         f"{name}: answer only": (
             {"chosen": [YES], "rejected": [NO]},
             "roles out of order",

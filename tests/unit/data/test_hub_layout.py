@@ -64,9 +64,9 @@ def test_only_data_files_count():
     assert choose([f"train/{file}" for file in [*around, *of_the_library, "a.arrow"]]) == ["train/a.arrow"]
 
 
-def test_the_split_not_given_is_train_or_the_only_one():
+def test_the_split_not_given_is_train_and_no_other():
     assert choose(["test.jsonl", "train.jsonl"]) == ["train.jsonl"]
-    assert choose(["test.jsonl"]) == ["test.jsonl"]
+    assert refusal(["test.jsonl"]) == "acme/pairs: it has no split 'train'. Set split to one of: test."
     assert refusal(["test.jsonl", "dev.jsonl"]) == (
         "acme/pairs: it has several splits. Set split to one of: validation, test."
     )

@@ -79,8 +79,7 @@ def test_a_key_that_no_setting_renames_is_told_with_those_that_say_how_a_row_rea
     assert refusal(ranked, row({"a": 1})) == (
         "bad",
         "missing key",
-        "no key completions. Keys found: a. "
-        "data.train.dataset_name names the format, prompt_key, chosen_key and rejected_key its keys.",
+        "no key completions. Keys found: a. data.train.dataset_name names another format.",
     )
 
 
@@ -89,7 +88,7 @@ BAD_PAIRS = {
     "number as completion": (
         {"chosen": 3},
         "wrong type",
-        "chosen[0]: a number, not a message with role and content.",
+        "chosen: a number, not a text or a list of messages.",
     ),
     "number as prompt": ({"prompt": 3}, "wrong type", "prompt: a number, not a text or a list of messages."),
     "object as prompt": (
@@ -141,7 +140,7 @@ BAD_PAIRS = {
         "prompt[0].role: ['user'] is none of system, user, assistant, tool.",
     ),
     "blank prompt": ({"prompt": " \n"}, "empty prompt", "prompt is empty."),
-    "no messages": ({"prompt": []}, "empty prompt", "prompt is an empty list of messages."),
+    "no messages": ({"prompt": []}, "no messages", "prompt is an empty list of messages."),
     "message without content": (
         {"prompt": [{"role": "user", "contents": "Hi"}]},
         "missing key",

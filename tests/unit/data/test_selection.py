@@ -155,9 +155,9 @@ def test_a_larger_share_holds_out_the_same_and_more(store_of):
 @pytest.mark.parametrize(
     ("prompts", "share", "counted"),
     [
-        (["a"] * 4, 0.25, "0.25: 1 different prompts among 4 preferences"),
-        (["a", "b"], 0.9, "0.9: 2 different prompts among 2 preferences"),
-        (words(40), 0.99, "0.99: 40 different prompts among 40 preferences"),
+        (["a"] * 4, 0.25, "0.25: it would hold out all 4 preferences, which have 1 different prompts"),
+        (["a", "b"], 0.9, "0.9: it would hold out all 2 preferences, which have 2 different prompts"),
+        (words(40), 0.99, "0.99: it would hold out all 40 preferences, which have 40 different prompts"),
     ],
 )
 def test_too_few_prompts_to_hold_some_out_are_refused(store_of, prompts, share, counted):
@@ -165,5 +165,5 @@ def test_too_few_prompts_to_hold_some_out_are_refused(store_of, prompts, share, 
     with pytest.raises(DataError) as caught:
         hold_out([store], share, 0)
     assert str(caught.value) == (
-        f"data.validation_share = {counted} are too few to hold some out. Give data.validation a set of its own."
+        f"data.validation_share = {counted}, and leave none to train on. Lower it, or give data.validation a set of its own."
     )

@@ -88,7 +88,10 @@ def test_a_completion_without_a_score_has_none(source):
 def test_the_format_is_told_by_the_first_row_that_can_be_read(source):
     write(source, "{", group("hi", "yes", "no"))
     store = opened(source)
-    assert (store.format, store.format_reason) == ("PreferenceDataset", "told by the keys context, completions")
+    assert (store.format, store.format_reason) == (
+        "PreferenceDataset",
+        f"told by the keys context, completions of {source}:2",
+    )
     write(source, pair())
     store = opened(source)
     assert (store.format, store.format_reason) == (
@@ -225,9 +228,11 @@ def test_an_empty_file_is_refused(source):
     assert refusal(source, Data()) == f"{source}: the file holds no rows."
 
 
-def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_reason(source):
+def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_reason(source, cache):
     write(source, pair(), "[]", "[]", "[]", "[]", pair(prompt=" "))
-    assert refusal(source, Data()) == (
+    message = refusal(source, Data())
+    (rejects,) = cache.glob("*/rejects.jsonl")
+    assert message == (
         f"{source}: 5 of 6 rows are malformed:\n"
         "  empty prompt: 1\n"
         f"    {source}:6: prompt is empty.\n"
@@ -235,6 +240,7 @@ def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_rea
         f"    {source}:2: a list, not a JSON object with a prompt and completions.\n"
         f"    {source}:3: a list, not a JSON object with a prompt and completions.\n"
         f"    {source}:4: a list, not a JSON object with a prompt and completions.\n"
+        f"  All of them: {rejects}\n"
         "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.84."
     )
 

@@ -24,6 +24,7 @@ from tandem.errors import ConfigError, DataError
 RAW = Template(letter_tokenizer(), None, {})
 CHATTING = Template(letter_tokenizer(), CHAT, {})
 KEYS = DatasetFields()
+ANOTHER_TEMPLATE = "Give another by policy.tokenizer.chat_template=FILE.jinja, or conversations that it takes."
 FILES = ("tokens.arrow", "rejects.jsonl", "manifest.json")
 
 # Writes on for ever, or writes ever more, where the user says so.
@@ -184,7 +185,7 @@ def test_a_template_that_takes_all_memory_is_a_bad_row_and_the_others_are_read(s
             "place": f"{source}:2",
             "kind": "bad",
             "reason": "template fails",
-            "message": "the chat template fails: MemoryError",
+            "message": f"the chat template fails: MemoryError. {ANOTHER_TEMPLATE}",
         }
     ]
 

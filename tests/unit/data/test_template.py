@@ -10,6 +10,7 @@ from tandem.data.template import Part, Rendered, Template, make_template
 from tandem.errors import ConfigError
 
 TOKENIZER = letter_tokenizer()
+ANOTHER = "Give another by policy.tokenizer.chat_template=FILE.jinja, or conversations that it takes."
 PAIR = Preference("hi", (Completion("yes", 0), Completion("no", 1)), "pairs.jsonl:3")
 
 
@@ -75,12 +76,15 @@ def test_kwargs_reach_the_template():
 
 def test_a_template_that_raises_is_told_with_its_reason():
     error = refusal(with_template("{{ raise_exception('no\n  turns') }}"))
-    assert (error.reason, str(error)) == ("template fails", "pairs.jsonl:3: the chat template fails: no turns")
+    assert (error.reason, str(error)) == (
+        "template fails",
+        f"pairs.jsonl:3: the chat template fails: no turns. {ANOTHER}",
+    )
 
 
 def test_a_template_that_does_not_parse_is_told_with_its_reason():
     assert str(refusal(with_template("{% for %}"))) == (
-        "pairs.jsonl:3: the chat template fails: Expected an expression, got 'end of statement block'"
+        "pairs.jsonl:3: the chat template fails: Expected an expression, got 'end of statement block'. " + ANOTHER
     )
 
 

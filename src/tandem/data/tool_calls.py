@@ -1,0 +1,55 @@
+"""Messages with tool calls in; the same out, with arguments as a template wants them, or under names that it cannot know."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Arguments = Literal["object", "text"]
+
+
+def with_arguments(calls: Any, wanted: Arguments | None) -> Any:
+    """Calls whose arguments are an object, or the JSON text of one; OpenAI's files have texts, most templates want objects."""
+    if wanted is None or not isinstance(calls, list):
+        return calls
+    return [_changed(call, lambda function: _converted(function, wanted)) for call in calls]
+
+
+def renamed(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The same conversation with every call under a name of its own, and the names there were: {"mark0x": "add"}."""
+    names: dict[str, str] = {}
+
+    def rename(function: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(function.get("name"), str):
+            return function
+        own = f"{mark}{len(names)}x"  # no name of a call is the beginning of another's
+        names[own] = function["name"]
+        return {**function, "name": own}
+
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        more = {"tool_calls": [_changed(call, rename) for call in calls]} if isinstance(calls, list) else {}
+        changed.append({**message, **more})
+    return changed, names
+
+
+def _changed(call: Any, change: Any) -> Any:
+    """A call is {"function": {"name", "arguments"}}, or {"name", "arguments"} alone."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": change(dict(call["function"]))}
+    return change(dict(call))
+
+
+def _converted(function: dict[str, Any], wanted: Arguments) -> dict[str, Any]:
+    given = function.get("arguments")
+    if wanted == "text" and isinstance(given, Mapping):
+        return {**function, "arguments": json.dumps(given, ensure_ascii=False)}
+    if wanted == "object" and isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except (ValueError, RecursionError):
+            return function
+        return {**function, "arguments": value} if isinstance(value, dict) else function
+    return function
