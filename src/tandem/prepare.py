@@ -40,6 +40,9 @@ class Preparation:
     folders: dict[str, str]
     packs: dict[str, list[Outlook]]
     pairs_per_batch: int
+    packing: str  # policy.packing.mode
+    weights: dict[str, float]  # of training sets that an epoch does not pass over once
+    has_template: bool
     max_length: int
     prompt_end: str
     completion_start: str
@@ -96,6 +99,9 @@ def prepare_data(
             for name, several in (packs | chosen).items()
         },
         pairs,
+        config.policy.packing.mode,
+        {f"train-{i}": one.weight for i, one in enumerate(config.data.training_sets) if one.weight != 1},
+        template.source is not None,
         config.policy.max_total_sequence_length,
         *_around_the_answer(sets.train[0], template.tokenizer),
     )
@@ -172,6 +178,10 @@ def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> tuple[str,
 
 def show(preparation: Preparation, reporter: Reporter) -> None:
     reporter.preflight(preparation.sets)
+    for name, weight in preparation.weights.items():
+        reporter.say(f"  {name}: an epoch passes over it {weight:g} times (weight)")
+    if not preparation.has_template:
+        reporter.say("  No chat template: the texts are taken as they are")
     for found in preparation.sets:
         reporter.say(f"\n{found.name}: tokens")
         reporter.lengths(
@@ -194,7 +204,15 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
 
 
 def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
-    reporter.say(f"\nPacks (policy.packing.mode=dataset), and a batch of {preparation.pairs_per_batch} pairs in them")
+    how = {
+        "dataset": "training uses these",
+        "batch": "training packs each batch anew",
+        "none": "training packs nothing",
+    }
+    reporter.say(
+        f"\nWhole sets as packs ({how[preparation.packing]}: policy.packing.mode={preparation.packing}), and a batch of "
+        f"{preparation.pairs_per_batch} pairs in them"
+    )
     columns = [
         "set",
         "pack length",

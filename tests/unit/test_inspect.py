@@ -69,6 +69,34 @@ def test_a_row_that_is_not_there_is_told(file):
     assert str(error.value) == f"{file}: there is no row at 9; the nearest is at 3."
 
 
+def test_the_nearest_row_is_told_by_its_line_where_lines_are_empty(file):
+    file.write_text(file.read_text().replace("\n", "\n\n"))
+    with pytest.raises(DataError, match=r"there is no row at 2; the nearest is at [13]\.$"):
+        inspected(file, 2)
+
+
+def test_nothing_in_the_data_is_obeyed_by_the_terminal(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi", "chosen": "a\x1b[31mb\x07\x9bc\r", "rejected": "No"}) + "\n")
+    show(inspected(path), Console(highlight=False, soft_wrap=True), positions=False)
+    shown = capsys.readouterr().out
+    assert "a\N{SYMBOL FOR ESCAPE}[31mb\N{SYMBOL FOR BELL}" in shown
+    assert not any(sign in shown for sign in "\x1b\x07\x9b\r")
+
+
+def test_that_there_is_no_template_is_said(file, capsys):
+    show(inspected(file, None, "policy.tokenizer.chat_template=null"), Console(), positions=False)
+    assert "No chat template: the texts are taken as they are." in capsys.readouterr().out
+
+
+def test_of_several_completions_those_in_a_pair_are_shown(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    answers = [{"completion": text, "score": score} for text, score in (("a", 3), ("b", 2), ("c", 1))]
+    path.write_text(json.dumps({"prompt": "Hi", "completions": answers}) + "\n")
+    assert [texts(one) for one in inspected(path).completions] == ["a<|im_end|>", "c<|im_end|>"]
+    assert len(inspected(path, None, "data.pairing=all").completions) == 3
+
+
 def test_the_page_escapes_the_text_and_loads_nothing(file, tmp_path):
     write_page(inspected(file), tmp_path / "page.html", positions=False)
     page = (tmp_path / "page.html").read_text()

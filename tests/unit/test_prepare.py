@@ -73,6 +73,7 @@ set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sh
 train    11        10    0         1     10         110          70       24               38%
   train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
   train: skipped 1: over-long (rejects.jsonl)
+  No chat template: the texts are taken as they are
 
 train: tokens
 of                           mean  p50  p90  p95  p99  longest
@@ -100,7 +101,7 @@ The first preference around its answer, literally
 
 train is kept in {folder}
 """
-    before, _, rest = out.partition("\nPacks (")
+    before, _, rest = out.partition("\nWhole sets as packs (")
     _, _, after = rest.partition("\nThe first")
     shown = f"{before}\nThe first{after}"
     assert [line.rstrip() for line in shown.splitlines()] == expected.splitlines()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from tandem.data.tool_calls import Arguments
+from tandem.data.tool_calls import Arguments, Calling
 
 MARK = "tandem6c1d"  # an answer that no template writes by itself
 Conversation = list[dict[str, Any]]  # each message has a role, a content, and maybe more
@@ -52,18 +52,22 @@ class ChatTemplate:
         return behind if found and MARK not in before else None
 
     @cached_property
-    def arguments(self) -> Arguments | None:
-        """As what it takes the arguments of a tool call, to write them as JSON, once; None: as either, or it writes none.
+    def calling(self) -> Calling:
+        """How tool calls are put, so that the template writes them.
 
-        Of a text most templates make a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others can join nothing but texts.
+        Of arguments as a text most templates make a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others can join nothing but
+        texts. Some write calls only of a turn whose content is null.
         """
-        takes: dict[Arguments, bool] = {}
         forms: dict[Arguments, Any] = {"object": {MARK: 1}, "text": json.dumps({MARK: 1})}
-        for form, given in forms.items():
-            call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": given}}
-            takes[form] = f'"{MARK}"' in self._tried({"role": "assistant", "content": "", "tool_calls": [call]})
-        one, *other = [form for form, is_taken in takes.items() if is_taken] or [None]
-        return None if other else one
+        for silence in ("", None):
+            taken: list[Arguments] = []
+            for form, given in forms.items():
+                call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": given}}
+                text = self._tried({"role": "assistant", "content": silence, "tool_calls": [call]})
+                taken += [form] if f'"{MARK}"' in text else []
+            if taken:
+                return Calling(silence, None if len(taken) == 2 else taken[0])
+        return Calling()
 
     def _tried(self, answer: dict[str, Any]) -> str:
         """A short conversation as text; nothing from a template that wants others."""

@@ -1,6 +1,6 @@
 """Sets in; what a user should know before training out: counts, lengths, duplicates, overlap of train and validation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,7 @@ def preflights(sets: Sets) -> list[Preflight]:
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
+    read = [replace(one, notes={**one.notes, **_again(one.name, sets)}) for one in read]
     held = [
         preflight(f"validation-{name}", chosen, sets.train)
         for name, chosen in sets.validation.items()
@@ -87,6 +88,14 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         prompt_overlap=None if train is None else _prompt_overlap(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )
+
+
+def _again(name: str, sets: Sets) -> dict[str, int]:
+    """That a training set stands before this one already, all of it."""
+    training = {other: store for other, store in sets.read.items() if other.startswith("train")}
+    first = {store.fingerprint: other for other, store in reversed(training.items())}
+    before = first[training[name].fingerprint] if name in training else name
+    return {f"preferences that stand in {before} already": len(training[name])} if before != name else {}
 
 
 def _kept(train: Preferences | None) -> str:

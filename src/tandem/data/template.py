@@ -14,7 +14,7 @@ from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
-from tandem.data.tool_calls import renamed, with_arguments
+from tandem.data.tool_calls import as_wanted, renamed
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 
@@ -96,14 +96,14 @@ class Template:
 
     def _shielded_turns(self, messages: tuple[Message, ...]) -> Conversation:
         return [
-            {"role": m.role, "content": self._shielded(m.content), **(self._more(m.more) if m.more else {})}
-            for m in messages
+            self._with_more(m) if m.more else {"role": m.role, "content": self._shielded(m.content)} for m in messages
         ]
 
-    def _more(self, more: Mapping[str, Any]) -> Any:
-        if "tool_calls" in more:
-            more = {**more, "tool_calls": with_arguments(more["tool_calls"], self._chat.arguments)}
-        return self._shielded_in(more)
+    def _with_more(self, message: Message) -> dict[str, Any]:
+        turn = {"role": message.role, "content": message.content, **message.more}
+        if "tool_calls" in turn:
+            turn = as_wanted(turn, self._chat.calling)
+        return self._shielded_in(turn)
 
     def _shielded_in(self, value: Any) -> Any:
         """The same for every text inside a value."""
@@ -171,7 +171,7 @@ class Template:
         Some templates open the next turn behind the answer: what counts is the first end of turn after it. A tool call
         may open with a special token of its own, so a turn that calls ends where nothing but white space follows.
         """
-        content, tail = message["content"].strip(), self._chat.tail
+        content, tail = (message["content"] or "").strip(), self._chat.tail
         if message.get("tool_calls") or not content:
             after = 0
         elif tail is not None and rest.endswith(tail):

@@ -2,16 +2,26 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Arguments = Literal["object", "text"]
 
 
-def with_arguments(calls: Any, wanted: Arguments | None) -> Any:
-    """Calls whose arguments are an object, or the JSON text of one; OpenAI's files have texts, most templates want objects."""
-    if wanted is None or not isinstance(calls, list):
-        return calls
-    return [_changed(call, lambda function: _converted(function, wanted)) for call in calls]
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How a template wants tool calls: what a turn that says nothing else holds, and what arguments are; None: whatever."""
+
+    silence: str | None = ""
+    arguments: Arguments | None = None
+
+
+def as_wanted(message: dict[str, Any], wanted: Calling) -> dict[str, Any]:
+    """A message whose calls a template will write. OpenAI's files have arguments as texts, most templates want objects."""
+    calls, how = message["tool_calls"], wanted.arguments
+    if how is not None and isinstance(calls, list):
+        calls = [_changed(call, lambda function: _converted(function, how)) for call in calls]
+    return {**message, "content": message["content"] or wanted.silence, "tool_calls": calls}
 
 
 def renamed(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[str, Any]], dict[str, str]]:

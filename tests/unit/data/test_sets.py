@@ -12,6 +12,7 @@ from tandem.config.datasets import DatasetFields
 from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.data import sets as sets_module
+from tandem.data.preflight import preflights
 from tandem.data.selection import Selection, hold_out
 from tandem.data.sets import Sets, Span, open_sets
 from tandem.data.store import TokenStore
@@ -78,6 +79,7 @@ def test_each_training_set_has_its_weight(here):
 def test_the_same_set_may_be_named_twice(here):
     found = opened("data.train=[b.jsonl,b.jsonl]")
     assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2
+    assert [one.notes for one in preflights(found)] == [{}, {"preferences that stand in train-0 already": 3}]
 
 
 def test_validation_sets_are_read_beside_them_by_name(here):
@@ -261,3 +263,11 @@ def test_a_bar_is_opened_for_each_set_and_told_all_its_steps(here):
 
     opened("data.train=[a.jsonl,b.jsonl]", "data.validation=c.jsonl", bar=bar)
     assert list(bars) == ["Tokenising train-0", "Tokenising train-1", "Tokenising validation-default"]
+
+
+def test_one_field_cannot_be_two_parts_of_a_preference():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["data.train.chosen_key=rejected"])
+    assert str(caught.value) == (
+        "command line: chosen_key and rejected_key are both 'rejected': a field cannot be two parts of a preference."
+    )

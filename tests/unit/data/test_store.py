@@ -80,6 +80,44 @@ def test_preferences_of_two_to_four_completions_are_read_back_as_written(source,
     assert store.longest.tolist() == [2 + 4, 4 + 4, 2 + 3, 1 + 2]
 
 
+def test_rows_that_fit_no_format_do_not_tell_it(source):
+    write(source, {"comment": "made by hand"}, pair())
+    store = opened(source)
+    assert (store.format_reason, store.counts.bad) == (
+        f"told by the keys prompt, chosen, rejected of {source}:2",
+        {"missing key": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        (
+            {"instruction": "hi", "chosen": "yes", "rejected": "no"},
+            {"prompt_key": "question"},
+            "read as alpaca (told by the keys instruction, chosen, rejected), which does not look at prompt_key = question",
+        ),
+        (
+            {"question": "hi", "response_j": "yes", "response_k": "no"},
+            {"dataset_name": "question_responses", "chosen_key": "good"},
+            "read as question_responses (as data.*.dataset_name says), which does not look at chosen_key = good",
+        ),
+    ],
+)
+def test_a_key_of_ones_own_that_the_format_does_not_look_at_is_refused(source, row, keys, message):
+    write(source, row)
+    given = DatasetFields(data_path=str(source), **keys)
+    assert refusal(source, LENIENT, keys=given) == (
+        f"{source}: {message}. Leave it out, or name another format by dataset_name."
+    )
+
+
+def test_the_keys_of_alpaca_may_be_renamed_by_either_name(source):
+    write(source, {"instruction": "hi", "good": "yes", "rejected": "no"})
+    for name in ("alpaca", "alpaca_pair"):
+        assert len(opened(source, keys=DatasetFields(dataset_name=name, chosen_key="good"))) == 1
+
+
 def test_a_completion_without_a_score_has_none(source):
     write(source, pair())
     assert np.isnan(opened(source)[0].scores).tolist() == [True, True]

@@ -450,3 +450,34 @@ def test_texts_of_extraordinary_length_are_not_encoded_together(tmp_path, monkey
     ]
     assert stores[0].counts == stores[1].counts
     assert stores[0].counts.filtered == {"over-long": 6}
+
+
+def test_what_was_cut_is_counted(source):
+    write(source, pair(), pair("what a question"), pair("why"))
+    store = opened(source, max_length=8, overlong="truncate_prompt")
+    assert len(store) == 3
+    assert store.notes == {"over-long, cut by data.overlong=truncate_prompt": 1}
+
+
+def test_pairs_of_identical_completions_are_counted(source):
+    answers = [[("a", 3), ("a", 2), ("b", 1)], [("a", 3), ("b", 2), ("c", 1)], [("a", 3), ("b", 2), ("a", 1)]]
+    write(
+        source,
+        *(
+            {"prompt": "hi", "completions": [{"completion": text, "score": score} for text, score in row]}
+            for row in answers
+        ),
+    )
+    store = opened(source, pairing="all")
+    assert store.num_pairs.tolist() == [2, 3, 2]
+    assert store.notes == {"pairs of identical completions, left out": 2}
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted(source):
+    thought = {"role": "assistant", "content": "yes", "reasoning_content": "well"}
+    write(source, pair(chosen=[thought]), pair("so"))
+    assert opened(source, template=CHATTING).notes == {"reasoning that the chat template leaves out": 1}
+    thinking = Template(
+        letter_tokenizer(), CHAT.replace("message.content", "(message.reasoning_content or '') + message.content"), {}
+    )
+    assert opened(source, template=thinking).notes == {}

@@ -98,6 +98,44 @@ def test_the_pairing_is_applied_to_ranks():
     assert result.pairs == ((0, 2), (0, 1), (2, 1))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "pairing", "kept", "pairs"),
+    [
+        ((0, 2, 1), "best_worst", "ab", ((0, 1),)),
+        ((2, 1, 0), "best_worst", "ac", ((1, 0),)),
+        ((0, 0, 1), "adjacent", "bc", ((0, 1),)),
+        ((0, 2, 1), "adjacent", "abc", ((0, 2), (2, 1))),
+    ],
+)
+def test_completions_that_no_pair_needs_are_left_out(ranks, pairing, kept, pairs):
+    result = one(preference("hi", "a", "b", "c", ranks=ranks, scores=[1.0, 2.0, 3.0]), pairing=pairing)
+    assert [c.tolist() for c in result.completions] == [[*ids(letter), EOS] for letter in kept]
+    assert result.pairs == pairs
+    assert result.scores == tuple(1.0 + "abc".index(letter) for letter in kept)
+
+
+def test_a_completion_that_no_pair_needs_may_be_longer_than_the_limit():
+    assert isinstance(one(preference("hi", "yes", "how long", "no"), max_length=6), TokenizedPreference)
+
+
+@pytest.mark.parametrize(
+    ("texts", "pairing", "pairs"),
+    [("aab", "all", ((0, 2), (1, 2))), ("aab", "adjacent", ((1, 2),)), ("aba", "all", ((0, 1), (1, 2)))],
+)
+def test_two_identical_completions_of_several_make_no_pair(texts, pairing, pairs):
+    assert one(preference("hi", *texts), pairing=pairing).pairs == pairs
+
+
+def test_a_best_and_a_worst_that_are_identical_are_filtered():
+    assert one(preference("hi", "a", "b", "a")).reason == "equal completions"
+
+
+def test_completions_that_become_identical_when_cut_make_no_pair():
+    long = preference("hi", "yes so", "yes no", "no")
+    (row,) = tokenize([long], RAW, pairing="all", max_length=5, overlong="truncate_completion")
+    assert row.pairs == ((0, 2), (1, 2))
+
+
 # Rows that cannot be used
 
 

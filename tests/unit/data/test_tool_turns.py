@@ -12,6 +12,16 @@ from tandem.data.sources import RowError
 from tandem.data.template import Part, Rendered, Template
 from tandem.data.wording import Wording
 
+
+@pytest.mark.parametrize("key", ["images", "video"])
+def test_a_row_that_shows_more_than_texts_is_refused(key):
+    error = refusal(
+        lambda source, keys: read_preference(source, keys, "BinaryPreferenceDataset", Wording()), pair(**{key: ["a"]})
+    )
+    assert error == ("bad", "not text", f"{key}: only texts can be trained on.")
+    assert read(**{key: []}) == read()
+
+
 # Texts
 
 

@@ -1,0 +1,72 @@
+"""Tool calls as templates want them, and templates that leave them out."""
+
+import json
+from typing import Any
+
+import pytest
+from calling import CALLING, TOKENIZER, TOOLS, calls, read
+from rows import said
+
+from tandem.data.sources import RowError
+from tandem.data.template import Template
+
+# A call as most templates write it, {"name": "add", "arguments": {"c": "d"}}; as one that joins texts does; as one that takes
+# either; and as one that looks at calls only where nothing is said.
+AS_JSON = TOOLS.replace(
+    "{% for name, value in call.function.arguments.items() %}{{ ' ' + name + ' ' + value }}{% endfor %}",
+    "{{ ' ' + call.function.arguments | tojson }}",
+)
+AS_TEXT = AS_JSON.replace("call.function.arguments | tojson", "call.function.arguments")
+AS_EITHER = AS_JSON.replace(
+    "call.function.arguments | tojson",
+    "(call.function.arguments if call.function.arguments is string else call.function.arguments | tojson)",
+)
+WHERE_NULL = AS_JSON.replace("m.content }}", "(m.content or '') }}").replace(
+    "m.tool_calls or []", "(m.tool_calls if m.content is none else []) or []"
+)
+WITHOUT = TOOLS[: TOOLS.index("{% for call in")] + TOOLS[TOOLS.index("{{ '<end>\n' }}{% endfor %}{% if add") :]
+
+
+def written(source: str, arguments: Any, content: str = "") -> str:
+    turn = calls(content)
+    turn["tool_calls"][0]["function"]["arguments"] = arguments
+    return Template(TOKENIZER, source, {}).render(read(chosen=[turn])).completions[0][0].text
+
+
+@pytest.mark.parametrize("source", [AS_JSON, AS_TEXT, AS_EITHER, WHERE_NULL], ids=["json", "text", "either", "null"])
+@pytest.mark.parametrize("arguments", [{"c": "d"}, '{"c": "d"}'], ids=["object", "text"])
+def test_arguments_are_written_as_json_once_whichever_way_the_data_has_them(source, arguments):
+    assert written(source, arguments) == ' call add {"c": "d"}<end>'
+
+
+def test_a_text_that_is_no_object_is_left_to_the_template():
+    assert written(AS_JSON, "c, d") == ' call add "c, d"<end>'
+    assert written(AS_JSON, "[3]") == ' call add "[3]"<end>'
+
+
+def test_what_is_said_beside_a_call_is_kept():
+    assert written(AS_JSON, {}, content="well") == "well call add {}<end>"
+
+
+@pytest.mark.parametrize("said_elsewhere", ["hi", "add", "call add"])
+def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_elsewhere(said_elsewhere):
+    silent = Template(TOKENIZER, WITHOUT, {})
+    with pytest.raises(RowError) as caught:
+        silent.render(read(prompt=said_elsewhere, chosen=[calls("well")]))
+    assert (caught.value.reason, caught.value.message) == (
+        "tool call not written",
+        "the chat template leaves out the call of 'add'. Give one that writes tool calls, by "
+        "policy.tokenizer.chat_template=FILE.jinja.",
+    )
+
+
+def test_a_call_in_the_prompt_that_the_template_leaves_out_is_refused():
+    asked = [said("user", "hi"), calls(""), said("tool", "four")]
+    with pytest.raises(RowError, match="leaves out the call of 'add'"):
+        Template(TOKENIZER, WITHOUT, {}).render(read(prompt=asked))
+    assert " call add<end>" in CALLING.render(read(prompt=asked)).prompt
+
+
+def test_a_template_that_knows_its_tools_is_believed():
+    knowing = TOOLS.replace("' call ' +", "' call ' + {'add': ''}[call.function.name] +")
+    assert json.dumps(Template(TOKENIZER, knowing, {}).render(read(chosen=[calls("")])).completions[0][0].text)
