@@ -19,7 +19,7 @@ from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import find_model, find_tokenizer
+from tandem.model.source import find_model, find_tokenizer
 
 # Shown for characters that would otherwise not be seen, or that a terminal would obey: 27, escape, as its picture U+241B.
 VISIBLE = str.maketrans(

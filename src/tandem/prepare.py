@@ -20,7 +20,7 @@ from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import find_model, find_tokenizer
+from tandem.model.source import find_model, find_tokenizer
 from tandem.packing.binning import Bins
 from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook

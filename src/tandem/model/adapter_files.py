@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache import content_of
 from tandem.errors import ConfigError
-from tandem.model.load import fetched, read_json
+from tandem.model.source import fetched, read_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

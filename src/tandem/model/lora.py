@@ -16,8 +16,9 @@ from tandem.config.lora import ALL_LINEAR, Lora
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.adapter_files import TrainedAdapter, read_adapter
-from tandem.model.load import ModelSource, empty_model, load_policy, weights_fingerprint
+from tandem.model.load import empty_model, load_policy
 from tandem.model.policy import Policy
+from tandem.model.source import ModelSource, weights_fingerprint
 
 ADAPTER = "default"  # peft's name for an only adapter
 

@@ -12,12 +12,13 @@ import torch
 
 from tandem.cache import cache_dir, remove_leftovers
 from tandem.model.audit import audit, start_loss_verdict
-from tandem.model.load import ModelSource, load_policy, weights_fingerprint
+from tandem.model.load import load_policy
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
 from tandem.model.parallel import compile_layers, in_turn, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
+from tandem.model.source import ModelSource, weights_fingerprint
 from tandem.model.workers import Workers
 from tandem.packing.layout import join
 from tandem.packing.packer import Packer

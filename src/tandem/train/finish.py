@@ -13,8 +13,8 @@ from tandem.config.section import EMBEDDED
 from tandem.data.selection import Preferences
 from tandem.export import export_adapter, export_model
 from tandem.model.adapter_files import read_adapter
-from tandem.model.load import find_model
 from tandem.model.policy import Policy
+from tandem.model.source import find_model
 from tandem.train.build import Training, load_sharded
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,8 +14,10 @@ from rich.table import Table
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
 from tandem.failpoints import fail_point
-from tandem.train.samples import Sample
-from tandem.train.validation import ValidationReport
+
+if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
+    from tandem.train.samples import Sample
+    from tandem.train.validation import ValidationReport
 
 # silent: not even warnings; of workers other than the first
 Verbosity = Literal["silent", "quiet", "normal", "verbose"]
@@ -181,13 +183,13 @@ class Reporter:
             f"{record['pairs_per_second']:.1f} pairs/s"
         )
 
-    def validations(self, title: str, reports: Sequence[ValidationReport]) -> None:
+    def validations(self, title: str, reports: Sequence["ValidationReport"]) -> None:
         """A table of validation metrics, a row per set."""
         names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
         rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
         self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, samples: Sequence["Sample"]) -> None:
         """Answers to the same prompts, the policy's below the reference's."""
         self.say(f"\nAnswers after step {step}" if step else "\nAnswers before training")
         for sample in samples:
@@ -200,8 +202,8 @@ class Reporter:
         self,
         title: str,
         times: tuple[str, str],
-        before: Sequence[ValidationReport],
-        after: Sequence[ValidationReport],
+        before: Sequence["ValidationReport"],
+        after: Sequence["ValidationReport"],
     ) -> None:
         """A table of the same metrics at two times, a row per set and metric."""
         names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]

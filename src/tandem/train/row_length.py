@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.model.load import ModelSource, empty_model
+from tandem.model.load import empty_model
 from tandem.model.lora import LoraPlan
+from tandem.model.source import ModelSource
 from tandem.packing.packer import USUAL_PACK, Packer
 from tandem.train.adamw import state_bytes
 

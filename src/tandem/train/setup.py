@@ -18,17 +18,9 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import (
-    ModelSource,
-    check_packable,
-    dropouts,
-    find_model,
-    find_source,
-    find_tokenizer,
-    has_experts,
-    uses_flex,
-)
+from tandem.model.load import check_packable, dropouts, has_experts, uses_flex
 from tandem.model.lora import LoraPlan, plan_lora
+from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches

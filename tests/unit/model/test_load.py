@@ -11,15 +11,8 @@ from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 from tandem.model.attention import windows_of
-from tandem.model.load import (
-    ModelSource,
-    check_packable,
-    dropouts,
-    find_model,
-    load_policy,
-    uses_flex,
-    weights_fingerprint,
-)
+from tandem.model.load import check_packable, dropouts, load_policy, uses_flex
+from tandem.model.source import ModelSource, find_model, weights_fingerprint
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import stop_workers
 from tandem.train.setup import set_up

@@ -16,9 +16,9 @@ from tandem.config.load import load_config
 from tandem.config.lora import Lora
 from tandem.errors import ConfigError
 from tandem.model import lora as module
-from tandem.model.load import ModelSource, find_source, weights_fingerprint
 from tandem.model.logps import chunked_logps
 from tandem.model.lora import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
+from tandem.model.source import ModelSource, find_source, weights_fingerprint
 from tandem.model.tiny import tiny_model
 from tandem.train import build
 from tandem.train.setup import set_up

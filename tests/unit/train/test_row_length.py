@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tandem.config.load import load_config
 from tandem.config.policy import Optimizer, Packing, Policy
-from tandem.model.load import ModelSource
+from tandem.model.source import ModelSource
 from tandem.train import row_length
 from tandem.train.row_length import GIB, usual_row
 from tandem.train.setup import set_up

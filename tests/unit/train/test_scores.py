@@ -170,7 +170,7 @@ def test_the_best_completion_takes_the_default_of_the_chosen_wherever_it_stands(
     completions = [{"rank": rank, "completion": text} for rank, text in ((2, "a"), (0, "b"), (1, "c"))]
     file = write([{"context": "Hi", "completions": completions}])
     defaults = ["data.default_chosen_reward=1", "data.default_rejected_reward=0", "policy.train_global_batch_size=1"]
-    assert scores_of(file, *defaults) == [(0.0, 1.0, 0.0)]
+    assert scores_of(file, *defaults, "data.pairing=all") == [(0.0, 1.0, 0.0)]
 
 
 def test_scores_reach_the_loss_pair_by_pair(write, tmp_path):
