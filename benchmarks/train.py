@@ -112,8 +112,8 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         )
     if o.lora:
         add_adapters(model, o.lora)
-    flex = packed and device.type == "cuda" and o.attention == "auto"
-    return Policy(model.train(), packed=packed, flex=flex, head_chunk=auto_head_chunk(config.vocab_size, device))
+    kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
+    return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
 
 
 def add_adapters(model: Any, dim: int) -> None:
@@ -256,7 +256,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; as training chooses them without it")
     parser.add_argument("--mode", choices=["batch", "none"], default="batch")
     parser.add_argument("--no-sharing", action="store_true", help="a prompt once for every completion")
-    parser.add_argument("--attention", choices=["auto", "sdpa"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "varlen", "sdpa"], default="auto")
     parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic", "bfloat16_nearest"], default="float32")
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")

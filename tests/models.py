@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import IMPLEMENTATION
+from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy
 
 VOCABULARY = 96
@@ -71,9 +71,9 @@ def tiny_model(architecture: str, *, seed: int = 0, **changes: Any) -> Any:
     return model.float()
 
 
-def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True) -> Policy:
+def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True, attention: AttentionKind = "sdpa") -> Policy:
     model.set_attn_implementation(IMPLEMENTATION if packed else "eager")
-    return Policy(model, packed=packed, flex=False, head_chunk=head_chunk)
+    return Policy(model, packed=packed, attention=attention, head_chunk=head_chunk)
 
 
 def random_preference(

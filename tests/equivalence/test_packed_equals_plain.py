@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
 
+from tandem.errors import TandemError
 from tandem.packing.layout import join, lay_out
 
 CPU = torch.device("cpu")
@@ -52,6 +53,27 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone(architecture, arra
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     pack = lay_out(range(4), preferences, length=384, arrangement=arrangement)
     assert_same(packed(model, pack, weights), plain(model, preferences, weights))
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("gemma2", "gpt_oss")])
+def test_sequences_seen_as_runs_of_tokens_equal_each_alone(architecture):
+    rng = np.random.default_rng(7)
+    preferences = [random_preference(rng, num_completions=n, max_prompt=50, max_completion=30) for n in (2, 3, 4)]
+    model = tiny_model(architecture)
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    packs = [lay_out([i], [preference], length=384, arrangement="repeated") for i, preference in enumerate(preferences)]
+    got = packed(model, join(packs), weights, attention="varlen")
+    assert_same(got, plain(model, preferences, weights))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+def test_runs_of_tokens_do_not_take_attention_that_they_do_not_know(architecture):
+    preference = random_preference(np.random.default_rng(7))
+    policy = as_policy(tiny_model(architecture), attention="varlen")
+    with pytest.raises(
+        TandemError, match=r"caps its scores or has sinks, which policy\.attention=varlen does not know"
+    ):
+        policy(policy.inputs(lay_out([0], [preference], length=64, arrangement="repeated"), CPU))
 
 
 @settings(max_examples=25, deadline=None)

@@ -47,7 +47,7 @@ def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
     expected = gradients(model)
     model.zero_grad()
     policy = as_policy(model, head_chunk=64)
-    policy.flex = True
+    policy.attention = "flex"
     if compiled and has_experts(model.config):
         pytest.skip("float32 experts are not compiled")
     if compiled:
@@ -59,6 +59,29 @@ def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
     for name, gradient in expected.items():
         difference = (gradients(model)[name] - gradient).abs().max() / gradient.abs().max()
         assert difference.item() < 5e-3, name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text"])
+def test_varlen_attention_equals_the_dense_one_within_rounding(architecture, compiled):
+    torch._dynamo.reset()
+    model = tiny_model(architecture, **HEADS).to(CUDA, torch.bfloat16)
+    pack = lay_out(range(4), preferences(), length=2048, arrangement="repeated")
+
+    def run(attention, compiling):
+        model.zero_grad()
+        policy = as_policy(model, head_chunk=64, attention=attention)
+        if compiling:
+            compile_layers(policy)
+        inputs = policy.inputs(pack, CUDA)
+        logps = policy(inputs)[: inputs.num_scored]
+        logps.sum().backward()
+        return logps.detach(), gradients(model)
+
+    want, got = run("sdpa", False), run("varlen", compiled)
+    assert ((got[0] - want[0]).norm() / want[0].norm()).item() < 0.01
+    for name, gradient in want[1].items():
+        assert ((got[1][name] - gradient).norm() / gradient.norm()).item() < 0.05, name
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
@@ -73,7 +96,7 @@ def test_a_preference_split_over_rows_with_tool_turns_equals_each_sequence_alone
     plain = plain_token_logps(model, long)
     want = torch.cat([logps[torch.from_numpy(long.scored(i)).long()] for i, logps in enumerate(plain)])
     policy = as_policy(model, head_chunk=64)
-    policy.flex = True
+    policy.attention = "flex"
     compile_layers(policy)
     pack = lay_out([0], [long], length=128)
     assert pack.token_ids.shape[0] > 1
@@ -104,7 +127,7 @@ def test_bfloat16_experts_compile_and_equal_the_uncompiled(architecture):
     torch._dynamo.reset()
     changes = {**HEADS, "intermediate_size": 64, "moe_intermediate_size": 64}
     policy = as_policy(tiny_model(architecture, **changes).to(CUDA, torch.bfloat16), head_chunk=64)
-    policy.flex = True
+    policy.attention = "flex"
     inputs = policy.inputs(lay_out(range(4), preferences(), length=1024), CUDA)
     plain = policy(inputs)[: inputs.num_scored]
     plain.sum().backward()
@@ -122,7 +145,7 @@ def test_all_layers_of_a_kind_share_one_graph(architecture):
     if architecture == "gemma3_text":
         layers["layer_types"] = ["sliding_attention", "full_attention"] * 3
     policy = as_policy(tiny_model(architecture, **HEADS, **layers).to(CUDA), head_chunk=64)
-    policy.flex = True
+    policy.attention = "flex"
     compile_layers(policy)
     assert len(decoder_layers(policy)) == 6
     for seed in range(3):  # other preferences, same shapes: nothing is compiled anew
@@ -219,7 +242,7 @@ def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
 def test_a_worker_without_a_preference_adds_nothing(architecture, compiled):
     torch._dynamo.reset()
     policy = as_policy(tiny_model(architecture, **HEADS).to(CUDA), head_chunk=64)
-    policy.flex = True
+    policy.attention = "flex"
     if compiled and has_experts(policy.model.config):
         pytest.skip("float32 experts are not compiled")
     if compiled:
@@ -249,7 +272,7 @@ def test_less_is_kept_for_the_backward_and_nothing_else_changes():
     for how in ("none", "selective", "full"):
         torch._dynamo.reset()
         policy = as_policy(tiny_model("llama", **shape).to(CUDA), head_chunk=64)
-        policy.flex = True
+        policy.attention = "flex"
         if how != "none":
             recompute(policy, how)
         compile_layers(policy)

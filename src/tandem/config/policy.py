@@ -152,7 +152,10 @@ class Policy(Section):
         description="compute activations again in the backward instead of keeping them: every second matrix product's, all",
     )
     compile: Literal["auto"] | bool = Field(default="auto", description="compile the layers; auto: on CUDA")
-    attention: Literal["auto", "flex", "sdpa"] = Field(default="auto", description="auto: flex on CUDA, sdpa elsewhere")
+    attention: Literal["auto", "flex", "varlen", "sdpa"] = Field(
+        default="auto",
+        description="inside packs; auto: flex on CUDA, sdpa elsewhere; varlen: flash kernels, where no prompt is shared",
+    )
     head_chunk_tokens: Positive | Literal["auto"] = Field(
         default="auto", description="scored tokens per chunk of the head"
     )
@@ -173,3 +176,12 @@ class Policy(Section):
                 "rising milestones, one fewer than there are schedulers"
             )
         return value
+
+    @model_validator(mode="after")
+    def _varlen_has_runs(self) -> "Policy":
+        if self.attention == "varlen" and (self.packing.mode == "none" or self.packing.share_prompts):
+            raise ValueError(
+                "policy.attention = varlen sees each sequence of a pack as one run of tokens: it needs "
+                "policy.packing.share_prompts=false and a policy.packing.mode other than none"
+            )
+        return self

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 
 from tandem.errors import TandemError
+from tandem.model.varlen import attend_runs, runs_of
 from tandem.packing.blocks import block_lists
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
 
 IMPLEMENTATION = "tandem_pack"
+AttentionKind = Literal["flex", "varlen", "sdpa"]
 
 # Arguments that layers pass along and that do not change attention.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
@@ -27,19 +29,21 @@ class PackMask:
     Passed to the model as the keyword `pack`; transformers hands it down to `attend` in every layer.
     """
 
-    def __init__(self, masks: dict[int | None, Any], *, flex: bool):
+    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind):
         self.masks = masks
-        self.flex = flex
+        self.kind = kind
 
 
-def make_mask(pack: Pack, windows: set[int | None], device: torch.device, *, flex: bool) -> PackMask:
-    make: Callable[[Pack, int | None, torch.device], Any] = _block_mask if flex else _dense_mask
+def make_mask(pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind) -> PackMask:
+    makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
+    makers = {"flex": _block_mask, "varlen": runs_of, "sdpa": _dense_mask}
+    make = makers[kind]
     longest = int(pack.position_ids.max()) + 1
     masks: dict[int | None, Any] = {}
     for window in sorted(windows, key=lambda w: -1 if w is None else w):
         # A window that reaches past the longest sequence is no window: layers with it share the plain mask.
         masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
-    return PackMask(masks, flex=flex)
+    return PackMask(masks, kind)
 
 
 def windows_of(model: Any) -> set[int | None]:
@@ -123,8 +127,15 @@ def attend(
     if _calls is not None:
         _calls.append(1)
     mask = pack.masks[sliding_window]
-    if pack.flex:
+    if pack.kind == "flex":
         out = _flex(query, key, value, mask, scaling, softcap, s_aux)
+    elif pack.kind == "varlen":
+        if softcap is not None or s_aux is not None:
+            raise TandemError(
+                "this model's attention caps its scores or has sinks, which policy.attention=varlen does not know. Use "
+                "policy.attention=auto."
+            )
+        out = attend_runs(query, key, value, mask, scaling)
     elif softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)

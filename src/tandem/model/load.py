@@ -7,7 +7,7 @@ import torch
 
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
-from tandem.model.attention import IMPLEMENTATION
+from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.source import ModelSource, one_line
 
@@ -71,7 +71,7 @@ def load_policy(
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
-    return Policy(model.train(), packed=packed, flex=packed and uses_flex(policy, device), head_chunk=chunk)
+    return Policy(model.train(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
 
 
 def empty_model(source: ModelSource) -> Any:
@@ -82,12 +82,33 @@ def empty_model(source: ModelSource) -> Any:
         return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
 
 
-def uses_flex(policy: PolicyConfig, device: torch.device) -> bool:
+def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
+    """How attention inside packs is computed."""
     if policy.attention == "flex" and device.type != "cuda":
         raise ConfigError(
             "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
         )
-    return policy.attention == "flex" or (policy.attention == "auto" and device.type == "cuda")
+    if policy.attention == "auto":
+        return "flex" if device.type == "cuda" else "sdpa"
+    return policy.attention
+
+
+def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, device: torch.device) -> None:
+    """Refuse what the kernels of policy.attention=varlen do not know."""
+    if policy.attention != "varlen":
+        return
+    if device.type != "cuda" and policy.compile is True:
+        raise ConfigError(
+            "policy.attention = varlen: without a GPU its layers cannot be compiled. Leave out policy.compile."
+        )
+    if device.type == "cuda" and precision == "float32":
+        raise ConfigError("policy.attention = varlen: its kernels compute in bfloat16. Use policy.attention=flex.")
+    config = source.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
+        raise ConfigError(
+            f"policy.attention = varlen: the attention of {source.name} caps its scores or has sinks, which these kernels do "
+            "not know. Use policy.attention=auto."
+        )
 
 
 def has_experts(config: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tandem.model.attention import PackMask, make_mask, windows_of
+from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_of
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.packing.layout import FILLER, Pack
 
@@ -37,11 +37,11 @@ class PackInputs:
 class Policy(nn.Module):
     """A transformers causal LM that answers packs with the log-probability of every scored token."""
 
-    def __init__(self, model: Any, *, packed: bool, flex: bool, head_chunk: int):
+    def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head_chunk: int):
         super().__init__()
         self.model = model
         self.packed = packed
-        self.flex = flex
+        self.attention = attention  # inside packs
         self.head_chunk = head_chunk
         self.head_rule = head_rule(model)
         self.windows = windows_of(model)
@@ -58,7 +58,7 @@ class Policy(nn.Module):
             tensor = torch.from_numpy(np.ascontiguousarray(array))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-        mask = make_mask(pack, self.windows, device, flex=self.flex) if self.packed else put(_real(pack))
+        mask = make_mask(pack, self.windows, device, self.attention) if self.packed else put(_real(pack))
         return PackInputs(
             token_ids=put(pack.token_ids),
             position_ids=put(pack.position_ids),

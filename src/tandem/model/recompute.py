@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # which registers its operation
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tandem.model.parallel import decoder_layers
@@ -20,6 +21,7 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 

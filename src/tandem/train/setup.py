@@ -18,7 +18,7 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import check_packable, dropouts, has_experts, uses_flex
+from tandem.model.load import attention_kind, check_packable, check_varlen, dropouts, has_experts
 from tandem.model.lora import LoraPlan, plan_lora
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
@@ -176,12 +176,13 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     check_cache_dir()
     check_packages(config.logger)
     check_scheduler(config.policy)
-    uses_flex(config.policy, device)
+    attention_kind(config.policy, device)
     source = find_model(config.policy)
     check_packable(source, config.policy)
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
+    check_varlen(source, config.policy, precision, device)
     _check_weights(config, precision)
     lora = plan_lora(source, config.policy.lora, device, precision)
     named = find_tokenizer(config.policy, source)

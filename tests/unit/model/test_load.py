@@ -11,7 +11,7 @@ from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 from tandem.model.attention import windows_of
-from tandem.model.load import check_packable, dropouts, load_policy, uses_flex
+from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
 from tandem.model.source import ModelSource, find_model, weights_fingerprint
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import stop_workers
@@ -93,7 +93,7 @@ def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(f
 
 def test_flex_attention_is_refused_on_the_cpu():
     with pytest.raises(ConfigError) as refused:
-        uses_flex(Policy(attention="flex"), CPU)
+        attention_kind(Policy(attention="flex"), CPU)
     assert str(refused.value) == (
         "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
     )

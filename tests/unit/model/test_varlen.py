@@ -1,0 +1,106 @@
+"""The runs of tokens that a pack without shared prompts is made of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import random_preference, tiny_config
+
+from tandem.config.load import load_config
+from tandem.config.policy import Packing, Policy
+from tandem.errors import ConfigError
+from tandem.model.load import check_varlen
+from tandem.model.source import ModelSource, find_model
+from tandem.model.varlen import BOUNDS_MULTIPLE, FILLER_RUN, attend_runs, runs_of
+from tandem.packing.layout import join, lay_out
+from tandem.train.setup import set_up
+
+CPU = torch.device("cpu")
+
+
+def bounds(*packs) -> list[int]:
+    runs = runs_of(join(packs), None, CPU)
+    assert len(runs.bounds) % BOUNDS_MULTIPLE == 0
+    return torch.unique_consecutive(runs.bounds).tolist()
+
+
+def pack(length: int, *, prompt: int = 3, completions: tuple[int, int] = (2, 4)):
+    preference = random_preference(np.random.default_rng(0))
+    sized = type(preference)(
+        np.ones(prompt, np.int32),
+        tuple(np.ones(size, np.int32) for size in completions),
+        preference.pairs,
+        preference.scores,
+        "",
+    )
+    return lay_out([0], [sized], length=length, arrangement="repeated")
+
+
+def test_every_sequence_is_a_run_and_filler_is_cut_short():
+    assert bounds(pack(12)) == [0, 5, 12]
+    assert bounds(pack(16)) == [0, 5, 12, 16]
+    assert bounds(pack(12 + 2 * FILLER_RUN + 7)) == [
+        0,
+        5,
+        12,
+        12 + FILLER_RUN,
+        12 + 2 * FILLER_RUN,
+        19 + 2 * FILLER_RUN,
+    ]
+
+
+def test_a_run_ends_with_its_row():
+    # A preference that is longer than a row has one row for each sequence: 5 + 3 of filler, 7 + 1.
+    assert bounds(pack(8)) == [0, 5, 8, 15, 16]
+    assert bounds(pack(12), pack(12)) == [0, 5, 12, 17, 24]
+
+
+@pytest.mark.parametrize(("size", "longest"), [(1, 128), (125, 128), (126, 256), (500, 512), (509, 512), (510, 1024)])
+def test_the_longest_run_is_rounded_up_so_that_few_lengths_occur(size, longest):
+    assert runs_of(pack(2048, completions=(size, size)), None, CPU).longest == longest
+
+
+def test_no_position_is_left_without_a_number():
+    runs = runs_of(pack(300), 2, CPU)
+    query, key = torch.randn(1, 4, 300, 8), torch.randn(1, 2, 300, 8)
+    assert attend_runs(query, key, key, runs, None).isfinite().all()
+
+
+@pytest.mark.parametrize("packing", ["{share_prompts: true}", "{mode: none}"])
+def test_varlen_needs_packs_in_which_nothing_is_shared(packing):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["policy.attention=varlen", f"policy.packing={packing}"])
+    assert str(caught.value) == (
+        "command line: policy.attention = varlen sees each sequence of a pack as one run of tokens: it needs "
+        "policy.packing.share_prompts=false and a policy.packing.mode other than none."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "message"),
+    [
+        ({"compile": True}, "cpu", "without a GPU its layers cannot be compiled. Leave out policy.compile."),
+        ({}, "cuda", "its kernels compute in bfloat16. Use policy.attention=flex."),
+    ],
+)
+def test_what_the_kernels_do_not_do_is_refused(changes, device, message):
+    policy = Policy(attention="varlen", packing=Packing(share_prompts=False), **changes)
+    with pytest.raises(ConfigError) as caught:
+        check_varlen(find_model(policy), policy, "float32", torch.device(device))
+    assert str(caught.value) == f"policy.attention = varlen: {message}"
+
+
+def test_a_model_that_caps_its_scores_is_refused():
+    policy = Policy(attention="varlen", packing=Packing(share_prompts=False))
+    with pytest.raises(ConfigError) as caught:
+        check_varlen(ModelSource("gemma", Path(), tiny_config("gemma2")), policy, "bfloat16", CPU)
+    assert str(caught.value) == (
+        "policy.attention = varlen: the attention of gemma caps its scores or has sinks, which these kernels do not know. Use "
+        "policy.attention=auto."
+    )
+
+
+def test_a_run_without_shared_prompts_is_set_up():
+    given = ["policy.attention=varlen", "policy.packing.share_prompts=false"]
+    assert set_up(load_config(None, given).config, CPU).train.arrangement == "repeated"
