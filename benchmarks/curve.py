@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drawing import COLOURS, key, line, rule, svg, text
 from precision import split
 
 HERE = Path(__file__).parent
 PERIOD, PAIRS, EPOCHS, RATE, BETA, LONGEST = 20, 32, 2, 5e-6, 0.1, 1024
-OURS, THEIRS, INK, FAINT, PAPER = "#0b6e4f", "#b3541e", "#222222", "#dddddd", "#ffffff"
 
 TOKENS = """
 import json, sys
@@ -142,27 +142,16 @@ def plot(curves: dict[str, list[list[dict[str, float]]]]) -> str:
     def y(accuracy: float) -> float:
         return top + (height - top - bottom) * (1 - (accuracy - lowest) / span)
 
-    def text(across: float, down: float, words: str, anchor: str = "start") -> str:
-        return f'<text x="{across:.1f}" y="{down:.1f}" fill="{INK}" text-anchor="{anchor}">{words}</text>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
-        text(left, 24, "held-out accuracy over seconds from the command"),
-    ]
+    parts = [text(left, 24, "held-out accuracy over seconds from the command")]
     for share in range(5):
         accuracy, seconds = lowest + span * share / 4, longest * share / 4
-        parts.append(f'<path d="M{left} {y(accuracy):.1f}H{width - right}" stroke="{FAINT}"/>')
-        parts.append(text(left - 8, y(accuracy) + 4, f"{accuracy:.2f}", "end"))
-        parts.append(text(x(seconds), height - bottom + 20, f"{seconds:.0f}", "middle"))
+        parts.append(rule(left, y(accuracy), width - right - left))
+        parts.append(text(left - 8, y(accuracy) + 4, f"{accuracy:.2f}", anchor="end"))
+        parts.append(text(x(seconds), height - bottom + 20, f"{seconds:.0f}", anchor="middle"))
     for number, (name, runs) in enumerate(curves.items()):
-        colour = (OURS, THEIRS)[number]
-        for run in runs:
-            path = " ".join(f"{x(point['command']):.1f},{y(point['accuracy']):.1f}" for point in run)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<path d="M{left + number * 160} {height - 16}h24" stroke="{colour}" stroke-width="3"/>')
-        parts.append(text(left + number * 160 + 32, height - 12, name))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        parts += [line([(x(p["command"]), y(p["accuracy"])) for p in run], COLOURS[number]) for run in runs]
+        parts += key(left + number * 160, height - 16, name, COLOURS[number])
+    return svg(width, height, parts)
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawing import key, line, rule, svg, text
 
 from tandem.packing.binning import Bins, first_fit_decreasing, pack_into_bins
 from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
@@ -304,27 +305,22 @@ def missed_targets(rows: list[dict[str, Any]], sets: dict[str, Pairs], pack_leng
 WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT = 900, 800, 370, 170
 PLOTTED = {"by round": "idle share, waiting by round", "fill": "fill", "useful": "useful share"}
 COLOURS = ["#0b5fa5", "#3fa7d6", "#2e7d32", "#8e5bb5", "#b3261e", "#d9822b", "#8a6d3b"]
-INK, FAINT, PAPER = "#1f2328", "#d0d7de", "#ffffff"
 
 
 def plot(rows: list[dict[str, Any]], workers: list[int]) -> str:
-    """Its own white ground and dark ink, so that it reads the same on a light and on a dark page."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{PAPER}"/>',
-    ]
+    """Two columns of panels."""
+    parts: list[str] = []
     for column, batch in enumerate(("fixed", "growing")):
         of_batch = [row for row in rows if row["batch"] == batch]
         title = f"{PAIRS_PER_BATCH} pairs a batch" if batch == "fixed" else f"{PAIRS_PER_WORKER} pairs a worker"
         x = 60 + column * (PANEL_WIDTH + 60)
         parts.append(text(x + PANEL_WIDTH / 2, 24, title, anchor="middle", weight="bold"))
-        for line, (metric, name) in enumerate(PLOTTED.items()):
-            parts += panel(of_batch, workers, metric, name, x, 50 + line * (PANEL_HEIGHT + 66))
+        for number, (metric, name) in enumerate(PLOTTED.items()):
+            parts += panel(of_batch, workers, metric, name, x, 50 + number * (PANEL_HEIGHT + 66))
     for number, method in enumerate(METHODS):
         x, y = 60 + number % 4 * 200, 756 + number // 4 * 24
-        parts.append(f'<path d="M{x} {y}h24" stroke="{COLOURS[number]}" stroke-width="3"{dash(method)}/>')
-        parts.append(text(x + 32, y + 4, method))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        parts += key(x, y, method, COLOURS[number], dash(method))
+    return svg(WIDTH, HEIGHT, parts)
 
 
 def panel(rows: list[dict[str, Any]], workers: list[int], metric: str, name: str, left: float, top: float) -> list[str]:
@@ -337,25 +333,19 @@ def panel(rows: list[dict[str, Any]], workers: list[int], metric: str, name: str
 
     parts = [text(left, top - 8, name)]
     for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(f'<path d="M{left} {y(share):.1f}h{PANEL_WIDTH}" stroke="{FAINT}"/>')
+        parts.append(rule(left, y(share), PANEL_WIDTH))
         parts.append(text(left - 8, y(share) + 4, f"{share:.0%}", anchor="end"))
     parts += [text(x(count), top + PANEL_HEIGHT + 18, f"{count:,}", anchor="middle") for count in workers]
     parts.append(text(left + PANEL_WIDTH / 2, top + PANEL_HEIGHT + 36, "workers", anchor="middle"))
     for method, colour in zip(METHODS, COLOURS, strict=True):
         points = [(x(row["workers"]), y(row[metric])) for row in rows if row["method"] == method]
-        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"{dash(method)}/>')
+        parts.append(line(points, colour, dash(method)))
     return parts
-
-
-def text(x: float, y: float, words: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" font-weight="{weight}">{words}</text>'
 
 
 def dash(method: str) -> str:
     """A method and its variants: drawn through, dashed, dotted."""
-    pattern = {"auto": "7 4", "sorted": "7 4", "grouped": "2 3"}.get(method.partition(", ")[2])
-    return f' stroke-dasharray="{pattern}"' if pattern else ""
+    return {"auto": "7 4", "sorted": "7 4", "grouped": "2 3"}.get(method.partition(", ")[2], "")
 
 
 def main() -> None:
@@ -384,8 +374,8 @@ def main() -> None:
     if options.plot:
         Path(options.plot).write_text(plot(rows, options.workers), encoding="utf-8")
     missed = missed_targets(of_sets, sets, options.pack_length)
-    for line in missed:
-        print(f"missed: {line}")
+    for target in missed:
+        print(f"missed: {target}")
     about = {
         "seconds": round(time.perf_counter() - started),
         "python": platform.python_version(),

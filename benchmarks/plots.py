@@ -1,0 +1,108 @@
+"""Draws what benchmarks/train.py measured: pairs a second and memory over the pack length, and where a step's time goes.
+
+    python benchmarks/plots.py RESULTS.jsonl [--lengths docs/pack-length.svg] [--step docs/step-time.svg]
+
+RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those that differ in nothing but --pack-length make a line of the
+first plot, those with --profile a bar of the second.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from drawing import COLOURS, key, line, rule, svg, text
+
+WIDTH, LEFT, RIGHT, PANEL, BAR = 760, 70, 30, 200, 26
+IDLE = "nothing runs"
+
+
+def told(run: dict[str, Any]) -> str:
+    """What kind of a run it was: the model's shape, and the options that are not the usual ones."""
+    kinds = [f"{run['weights'].partition('_')[0]} weights" if not run["lora"] else f"adapters of rank {run['lora']}"]
+    kinds += [f"checkpointing {run['checkpointing']}"] if run["checkpointing"] != "none" else []
+    return ", ".join([run["shape"], *kinds])
+
+
+def over_length(runs: list[dict[str, Any]]) -> str:
+    """Two panels, one over the other."""
+    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["pack_length"]):
+        lines[told(run)].append(run)
+    lines = {name: of for name, of in lines.items() if len(of) > 1}
+    lengths = sorted({run["pack_length"] for of in lines.values() for run in of})
+    if len(lengths) < 2:
+        raise SystemExit("no two runs differ in --pack-length alone")
+
+    def x(length: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * lengths.index(length) / (len(lengths) - 1)
+
+    parts: list[str] = []
+    for number, (field, title) in enumerate((("pairs_per_second", "pairs a second"), ("peak_gib", "GiB at most"))):
+        top = 50 + number * (PANEL + 70)
+        most = max(run[field] for of in lines.values() for run in of)
+
+        def y(value: float, top: float = top, most: float = most) -> float:
+            return top + PANEL * (1 - value / most)
+
+        parts.append(text(LEFT, top - 14, title, weight="bold"))
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            parts.append(rule(LEFT, y(share * most), WIDTH - LEFT - RIGHT))
+            parts.append(text(LEFT - 8, y(share * most) + 4, f"{share * most:.0f}", anchor="end"))
+        parts += [text(x(length), top + PANEL + 20, f"{length:,}", anchor="middle") for length in lengths]
+        for of, colour in zip(lines.values(), COLOURS, strict=False):
+            parts.append(line([(x(run["pack_length"]), y(run[field])) for run in of], colour))
+    below = 50 + 2 * (PANEL + 70)
+    parts.append(text(WIDTH - RIGHT, below - 28, "tokens in a pack", anchor="end"))
+    for number, (name, colour) in enumerate(zip(lines, COLOURS, strict=False)):
+        parts += key(LEFT, below + number * 24, name, colour)
+    return svg(WIDTH, below + len(lines) * 24, parts)
+
+
+def of_step(runs: list[dict[str, Any]]) -> str:
+    """A bar for each run, of shares that make a whole."""
+    bars = {told(run): _shares(run["where_time_goes"]) for run in runs if run.get("where_time_goes")}
+    if not bars:
+        raise SystemExit("no run has --profile")
+    kinds = [*dict.fromkeys(kind for shares in bars.values() for kind in shares if kind != IDLE), IDLE]
+    colours = dict(zip(kinds, COLOURS, strict=False)) | {IDLE: "#eeeeee"}
+    parts = [text(LEFT, 28, "where a step's time goes", weight="bold")]
+    for number, (name, shares) in enumerate(bars.items()):
+        top, at = 64 + number * (BAR + 34), float(LEFT)
+        parts.append(text(LEFT, top - 8, name))
+        for kind in kinds:
+            width = (WIDTH - LEFT - RIGHT) * shares.get(kind, 0.0)
+            parts.append(f'<rect x="{at:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colours[kind]}"/>')
+            at += width
+    below = 64 + len(bars) * (BAR + 34)
+    for number, kind in enumerate(kinds):
+        parts += key(LEFT + number % 3 * 225, below + number // 3 * 24, kind, colours[kind])
+    return svg(WIDTH, below + -(-len(kinds) // 3) * 24, parts)
+
+
+def _shares(given: dict[str, float]) -> dict[str, float]:
+    """Kernels may overlap by a little: shares of their sum and of the time in which none runs."""
+    kinds = {kind: share for kind, share in given.items() if kind not in ("idle", "seconds")}
+    scale = (1 - given["idle"]) / sum(kinds.values())
+    return {**{kind: share * scale for kind, share in kinds.items()}, IDLE: given["idle"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--lengths", type=Path)
+    parser.add_argument("--step", type=Path)
+    o = parser.parse_args()
+    runs = [json.loads(written) for written in o.results.read_text(encoding="utf-8").splitlines() if written.strip()]
+    runs = [run for run in runs if run.get("benchmark") == "train"]
+    if o.lengths is None and o.step is None:
+        sys.exit("nothing to draw: give --lengths FILE or --step FILE")
+    for place, draw in ((o.lengths, over_length), (o.step, of_step)):
+        if place is not None:
+            place.write_text(draw(runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
