@@ -64,7 +64,8 @@ class ChatTemplate:
             for form, given in forms.items():
                 call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": given}}
                 text = self._tried({"role": "assistant", "content": silence, "tool_calls": [call]})
-                taken += [form] if f'"{MARK}"' in text else []
+                if f'"{MARK}"' in text:
+                    taken.append(form)
             if taken:
                 return Calling(silence, None if len(taken) == 2 else taken[0])
         return Calling()

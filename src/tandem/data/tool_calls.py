@@ -18,9 +18,9 @@ class Calling:
 
 def as_wanted(message: dict[str, Any], wanted: Calling) -> dict[str, Any]:
     """A message whose calls a template will write. OpenAI's files have arguments as texts, most templates want objects."""
-    calls, how = message["tool_calls"], wanted.arguments
-    if how is not None and isinstance(calls, list):
-        calls = [_changed(call, lambda function: _converted(function, how)) for call in calls]
+    calls = message["tool_calls"]
+    if isinstance(calls, list):
+        calls = [_changed(call, lambda function: _converted(function, wanted.arguments)) for call in calls]
     return {**message, "content": message["content"] or wanted.silence, "tool_calls": calls}
 
 
@@ -52,7 +52,7 @@ def _changed(call: Any, change: Any) -> Any:
     return change(dict(call))
 
 
-def _converted(function: dict[str, Any], wanted: Arguments) -> dict[str, Any]:
+def _converted(function: dict[str, Any], wanted: Arguments | None) -> dict[str, Any]:
     given = function.get("arguments")
     if wanted == "text" and isinstance(given, Mapping):
         return {**function, "arguments": json.dumps(given, ensure_ascii=False)}

@@ -41,7 +41,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.packed = packed
-        self.attention = attention  # inside packs
+        self.attention: AttentionKind = attention  # inside packs
         self.head_chunk = head_chunk
         self.head_rule = head_rule(model)
         self.windows = windows_of(model)

@@ -49,8 +49,8 @@ def _bounds(tree: IntArray) -> IntArray:
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
     """[rows, heads, length, dim] in and out; a token sees those before it in its own run, within the window if there is one."""
     rows, _, length, _ = query.shape
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # [tokens, heads, dim]
-    out = (_flash if query.is_cuda else _one_by_one)(*flat, runs, scaling)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]
+    out = (_flash if query.is_cuda else _one_by_one)(q, k, v, runs, scaling)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
@@ -67,9 +67,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
     # What it calls a window does not count the token itself.
     before = -1 if runs.window is None else runs.window - 1
     bounds, longest = runs.bounds, runs.longest
-    return varlen_attn(
+    out = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(before, 0), **grouped
     )
+    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
+    return out
 
 
 @cache

@@ -45,7 +45,8 @@ class HostCopier:
                 if name not in self._memory:
                     self._memory[name] = _memory_for(tensor)
                 _local(self._memory[name]).copy_(_local(tensor), non_blocking=True)
-            self._arrival = self._stream.record_event()
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(self._stream)
         return HostCopy({name: self._memory[name] for name in tensors}, self._arrival)
 
     def _hold_update(self, *_: Any) -> None:
@@ -66,4 +67,5 @@ def _memory_for(tensor: Any) -> Any:
 
 
 def _local(tensor: Any) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
