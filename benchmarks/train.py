@@ -110,10 +110,24 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION if packed else "sdpa"
         )
+    if o.float8:
+        compute_in_float8(model, o.float8)
     if o.lora:
         add_adapters(model, o.lora)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
     return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
+
+
+def compute_in_float8(model: Any, recipe: str) -> None:
+    """The matrix products of the layers, by torchao, where both sides are multiples of 16."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    def fits(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for layer in model.base_model.layers:
+        convert_to_float8_training(layer, config=config, module_filter_fn=fits)
 
 
 def add_adapters(model: Any, dim: int) -> None:
@@ -202,7 +216,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     lengths = row_lengths(o.pack_length) if o.mode == "batch" else (o.longest,)
     if o.lengths:
         lengths = tuple(o.lengths)
-    arrangement = "shared" if shared else "separate"
+    arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
     packer = Packer(store, sizes, lengths, arrangement, o.packs, "first_fit_decreasing")  # type: ignore[arg-type]
     trained = (parameter for _, parameter in policy.trained())
     made = make_optimizer(trained, config.policy, seed=0)
@@ -259,6 +273,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--attention", choices=["auto", "varlen", "sdpa"], default="auto")
     parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic", "bfloat16_nearest"], default="float32")
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
+    parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="an experiment: matrix products by torchao")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
