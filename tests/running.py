@@ -1,13 +1,18 @@
 """Short runs of the trainer on the embedded model, inside the test's own directory."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
+from tandem.train import trainer
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
@@ -28,6 +33,24 @@ def short_run(folder: Path, *overrides: str, fresh: bool = False, per_pair: Path
     """Train into `folder` and return it."""
     loaded = load_config(None, [*SHORT, f"run.dir={folder}", *overrides])
     return train(loaded, Reporter("quiet"), fresh=fresh, per_pair=per_pair)
+
+
+class Killed(Exception):
+    pass
+
+
+@contextmanager
+def killed_after(step: int) -> Iterator[None]:
+    """A run inside dies like a killed process: after the step's numbers were written, before anything is tidied up."""
+    report = trainer._report
+
+    def dying(t: Any, number: int, *rest: Any) -> None:
+        report(t, number, *rest)
+        if number == step:
+            raise Killed
+
+    with mock.patch.object(trainer, "_report", dying), pytest.raises(Killed):
+        yield
 
 
 def metrics_of(run: Path, split: str = "train") -> list[dict[str, Any]]:

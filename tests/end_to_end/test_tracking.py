@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_tracker import put_in_front
-from running import SHORT, VARYING, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, VARYING, killed_after, largest_difference, metrics_of, short_run, weights_of
 
 from tandem import cli
 from tandem.train import trainer
@@ -23,10 +23,6 @@ SETTINGS = [
 ALL_THREE = [f"logger.{name}_enabled=true" for name in ("tensorboard", "wandb", "mlflow")]
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("plain") / "run", *SETTINGS)
@@ -37,19 +33,10 @@ def tracked(tmp_path_factory):
     """By all three, killed after step 3 and gone on with from the checkpoint of step 2."""
     run = tmp_path_factory.mktemp("tracked") / "run"
     settings = [*SETTINGS, *ALL_THREE, "logger.wandb.mode=offline", "logger.mlflow.experiment_name=mine"]
-    report = trainer._report
-
-    def dying(t, number, *rest):
-        report(t, number, *rest)
-        if number == 3:
-            raise Killed
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "CLOSE_SECONDS", 120.0)  # so short a run may end before they are open, on a busy machine
-        with patch.context() as dies:
-            dies.setattr(trainer, "_report", dying)
-            with pytest.raises(Killed):
-                short_run(run, *settings)
+        with killed_after(3):
+            short_run(run, *settings)
         return short_run(run, *settings)
 
 

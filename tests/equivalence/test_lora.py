@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from adapters import plain_model, trained_adapter, with_adapter
 from models import as_policy, plain_token_logps, random_preference, tiny_model
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from running import SHORT, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -26,7 +26,6 @@ from tandem.model.reference import CachedReference
 from tandem.model.tiny import tiny_model as embedded_model
 from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
-from tandem.train import trainer
 from tandem.train.setup import set_up
 
 CPU = torch.device("cpu")
@@ -266,24 +265,11 @@ def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
     assert margin(lost, "exported-default") < 0.5 * learned
 
 
-class Killed(Exception):
-    pass
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included(tmp_path, monkeypatch):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included(tmp_path):
     settings = [*SMALL, "policy.lora.dropout=0.2", "checkpointing.save_period=2", "export.merge_lora=false"]
     whole = run_few(tmp_path / "whole", *settings)
-    report = trainer._report
-
-    def dying(t, number, *rest):
-        report(t, number, *rest)
-        if number == 3:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_report", dying)
-        with pytest.raises(Killed):
-            run_few(tmp_path / "cut", *settings)
+    with killed_after(3):
+        run_few(tmp_path / "cut", *settings)
     cut = run_few(tmp_path / "cut", *settings)
     assert metrics_of(cut) == metrics_of(whole)
     files = [load_file(run / "model" / "adapter_model.safetensors") for run in (cut, whole)]
@@ -390,18 +376,11 @@ def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, mon
     assert loaded == [embedded_model()]
 
 
-def test_a_reference_that_changed_since_is_refused_on_resume(other, tmp_path, monkeypatch):
+def test_a_reference_that_changed_since_is_refused_on_resume(other, tmp_path):
     mine = shutil.copytree(other, tmp_path / "mine")
     settings = [f"reference.model={mine}", "checkpointing.save_period=1"]
-
-    def dying(t, number, *rest):
-        if number == 2:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_report", dying)
-        with pytest.raises(Killed):
-            run_few(tmp_path / "run", *settings)
+    with killed_after(2):
+        run_few(tmp_path / "run", *settings)
     weights = mine / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

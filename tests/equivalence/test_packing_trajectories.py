@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from running import largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
@@ -324,26 +324,13 @@ def by_hand(setup, batches):
     return lines, exported
 
 
-class Killed(Exception):
-    pass
-
-
-def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit(mixed, tmp_path, monkeypatch):
+def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit(mixed, tmp_path):
     saving = [*DATASET, "checkpointing.enabled=true", "checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = run(tmp_path / "whole", mixed, *saving)
     assert [line["step"] for line in metrics_of(whole)] == [1, 2, 3, 4, 5, 6]
-    report = trainer._report
     for last in (3, 5):  # to go on inside the first epoch, and inside the second
-
-        def dying(t, number, *rest, last=last):
-            report(t, number, *rest)
-            if number == last:
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer, "_report", dying)
-            with pytest.raises(Killed):
-                run(tmp_path / "cut", mixed, *saving)
+        with killed_after(last):
+            run(tmp_path / "cut", mixed, *saving)
     cut = run(tmp_path / "cut", mixed, *saving)
     assert metrics_of(cut) == metrics_of(whole)
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0

@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 import torch
-from running import largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
 from tandem.export import round_stochastically
-from tandem.train import checkpoint, trainer
+from tandem.train import checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
 SCHEDULE = (
@@ -20,45 +20,25 @@ SCHEDULE = (
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6", SCHEDULE]
 
 
-class Killed(Exception):
-    pass
-
-
-def killed_after(monkeypatch, step):
-    """Die like a killed process: after the step's numbers were written, before anything is tidied up."""
-    report = trainer._report
-
-    def dying(t, number, *rest):
-        report(t, number, *rest)
-        if number == step:
-            raise Killed
-
-    monkeypatch.setattr(trainer, "_report", dying)
-
-
 FEW_BITS = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"]
 
 
 @pytest.mark.parametrize("kept", [[], FEW_BITS], ids=["float32", "few bits"])
-def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path, monkeypatch):
+def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path):
     whole = short_run(tmp_path / "whole", *SAVING, *kept)
     for step in (3, 5):
-        with monkeypatch.context() as patch:
-            killed_after(patch, step)
-            with pytest.raises(Killed):
-                short_run(tmp_path / "cut", *SAVING, *kept)
+        with killed_after(step):
+            short_run(tmp_path / "cut", *SAVING, *kept)
     cut = short_run(tmp_path / "cut", *SAVING, *kept)
     assert metrics_of(cut) == metrics_of(whole)
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, monkeypatch, capsys):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
     whole = short_run(tmp_path / "whole", *SAVING)
-    with monkeypatch.context() as patch:
-        killed_after(patch, 5)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+    with killed_after(5):
+        short_run(tmp_path / "cut", *SAVING)
     tensors = next((tmp_path / "cut/checkpoints/step_4/tensors").glob("*.distcp"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
     cut = short_run(tmp_path / "cut", *SAVING)
@@ -66,12 +46,10 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, monk
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_metrics_that_were_cut_are_told_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_metrics_that_were_cut_are_told_of_and_the_run_goes_on(tmp_path, capsys):
     whole = short_run(tmp_path / "whole", *SAVING)
-    with monkeypatch.context() as patch:
-        killed_after(patch, 5)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+    with killed_after(5):
+        short_run(tmp_path / "cut", *SAVING)
     metrics = tmp_path / "cut/metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:1000])  # in the middle of a line
     cut = short_run(tmp_path / "cut", *SAVING)
@@ -83,11 +61,9 @@ def test_metrics_that_were_cut_are_told_of_and_the_run_goes_on(tmp_path, monkeyp
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_what_a_killed_process_was_still_writing_is_removed(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        killed_after(patch, 3)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+def test_what_a_killed_process_was_still_writing_is_removed(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "cut", *SAVING)
     half = tmp_path / "cut/checkpoints/.step_4.abc"
     half.mkdir()
     (half / "tensors").write_bytes(b"half")
@@ -96,21 +72,17 @@ def test_what_a_killed_process_was_still_writing_is_removed(tmp_path, monkeypatc
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_whole_checkpoint_stops_the_run_and_never_starts_from_scratch(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        killed_after(patch, 3)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+def test_no_whole_checkpoint_stops_the_run_and_never_starts_from_scratch(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "cut", *SAVING)
     (tmp_path / "cut/checkpoints/step_2/state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no checkpoint of this run is whole"):
         short_run(tmp_path / "cut", *SAVING)
 
 
-def test_another_configuration_in_the_same_directory_is_refused_with_the_difference(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        killed_after(patch, 3)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+def test_another_configuration_in_the_same_directory_is_refused_with_the_difference(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "cut", *SAVING)
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *SAVING, "dpo.reference_policy_kl_penalty=0.2")
     assert str(refused.value) == (
@@ -245,12 +217,10 @@ def test_the_tracked_metric_ranks_checkpoints(tmp_path, name, higher, split, met
     assert kept == {f"step_{step}" for step in (*order[:2], 4)}
 
 
-def test_a_checkpoint_without_optimizer_states_is_no_place_to_go_on_from(tmp_path, monkeypatch):
+def test_a_checkpoint_without_optimizer_states_is_no_place_to_go_on_from(tmp_path):
     settings = [*SAVING, "checkpointing.save_optimizer=false"]
-    with monkeypatch.context() as patch:
-        killed_after(patch, 3)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *settings)
+    with killed_after(3):
+        short_run(tmp_path / "cut", *settings)
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *settings)
     assert str(refused.value) == (
@@ -259,11 +229,9 @@ def test_a_checkpoint_without_optimizer_states_is_no_place_to_go_on_from(tmp_pat
     )
 
 
-def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        killed_after(patch, 3)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *SAVING)
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "cut", *SAVING)
     write_manifest(tmp_path / "cut/checkpoints/step_2", format_version=7)
     with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 3\."):
         short_run(tmp_path / "cut", *SAVING)

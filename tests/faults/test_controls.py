@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from running import metrics_of, short_run, weights_of
+from running import killed_after, metrics_of, short_run, weights_of
 
 from tandem.train import build, checkpoint, trainer
 from tandem.train.checkpoint import Progress
@@ -11,10 +11,6 @@ MORE = [
     "checkpointing.keep_top_k=9",
     "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 4}}",
 ]
-
-
-class Killed(Exception):
-    pass
 
 
 @pytest.fixture
@@ -37,17 +33,8 @@ def trained(small, run, *more):
 
 def cut_and_resumed(small, run, monkeypatch, *, without=None):
     """A run that dies after its third step was reported, and goes on from step 2 or 3 without something."""
-    report = trainer._report
-
-    def dying(t, number, *rest):
-        report(t, number, *rest)
-        if number == 3:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_report", dying)
-        with pytest.raises(Killed):
-            trained(small, run)
+    with killed_after(3):
+        trained(small, run)
     with monkeypatch.context() as patch:
         if without is not None:
             without(patch)

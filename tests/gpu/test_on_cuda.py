@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
-from running import SHORT, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 
 from tandem.model.load import has_experts
 from tandem.model.parallel import compile_layers, decoder_layers
@@ -214,25 +214,11 @@ def test_the_default_learns_on_the_gpu_as_on_the_cpu(tmp_path, precision):
     assert exported["loss"] == pytest.approx(last["loss"], abs=2e-3)
 
 
-def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path, monkeypatch):
-    from tandem.train import trainer
-
+def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path):
     saving = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = metrics_of(short_run(tmp_path / "whole", *saving))
-    report = trainer._report
-
-    class Killed(Exception):
-        pass
-
-    def dying(t, number, *rest):
-        report(t, number, *rest)
-        if number == 3:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_report", dying)
-        with pytest.raises(Killed):
-            short_run(tmp_path / "cut", *saving)
+    with killed_after(3):
+        short_run(tmp_path / "cut", *saving)
     cut = metrics_of(short_run(tmp_path / "cut", *saving))
     np.testing.assert_allclose([m["loss"] for m in cut], [m["loss"] for m in whole], rtol=1e-2)
 
