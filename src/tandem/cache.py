@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, writing
 from tandem.failpoints import fail_point
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
@@ -82,8 +82,9 @@ def write_whole(path: Path, text: str, what: str) -> None:
     """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8")
-        sync_file(aside)
+        with writing(path):
+            aside.write_text(text, encoding="utf-8")
+            sync_file(aside)
         fail_point(f"{what}.rename")
         aside.replace(path)
         sync_file(path.parent)
@@ -101,11 +102,12 @@ def published(folder: Path, what: str) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        fail_point(f"{what}.begin")
-        yield aside
-        aside.chmod(0o755)
-        fail_point(f"{what}.sync")
-        sync_folder(aside)
+        with writing(folder):
+            fail_point(f"{what}.begin")
+            yield aside
+            aside.chmod(0o755)
+            fail_point(f"{what}.sync")
+            sync_folder(aside)
         fail_point(f"{what}.rename")
         try:
             aside.rename(folder)

@@ -77,6 +77,11 @@ def train(
     if resume is not None:
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
+        if (Path(resume) / "state.json").is_file() and (Path(resume) / "tensors").is_dir():
+            whole = Path(resume).resolve().parent.parent
+            raise CheckpointError(
+                f"--resume {resume}: a checkpoint, not a run. A run goes on from its newest whole one: --resume {whole}"
+            )
         if not (Path(resume) / "config.yaml").is_file():
             raise CheckpointError(f"--resume {resume}: holds no config.yaml, so it is no run.")
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]

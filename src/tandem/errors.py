@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class TandemError(Exception):
@@ -44,6 +46,18 @@ def full_disk(error: BaseException | None) -> OSError | None:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         error = error.__cause__ or error.__context__
     return None
+
+
+@contextmanager
+def writing(place: object) -> Iterator[None]:
+    """A full disk met inside is told with the place that was written to."""
+    try:
+        yield
+    except Exception as error:
+        full = full_disk(error)
+        if full is None or full.filename is not None:
+            raise
+        raise OSError(full.errno, full.strerror, str(place)) from error
 
 
 class StoppedError(TandemError):

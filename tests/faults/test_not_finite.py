@@ -76,6 +76,6 @@ def test_the_command_ends_in_its_code_and_one_message(small, tmp_path):
     ended = small.run(tmp_path / "run", tmp_path / "cache", "policy.optimizer.kwargs.lr=1e30")
     assert ended.code == 5
     assert re.fullmatch(
-        r"tandem: error: loss \S+, gradient norm nan: not finite. The update was skipped and .*\n", ended.err
+        r"tandem: error: step 2: loss \S+, gradient norm nan: not finite. The update was skipped and .*\n", ended.err
     )
     assert not (tmp_path / "run/model").exists()

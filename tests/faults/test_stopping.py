@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from running import largest_difference, metrics_of, short_run, weights_of
 
+from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
@@ -79,11 +80,11 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
 
 
 def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         with signalled(monkeypatch, trainer, "train_step", 1, number), pytest.raises(StoppedError) as stopped:
             short_run(tmp_path / "run", *SETTINGS)
-        assert stopped.value.exit_code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
-    assert steps_kept(tmp_path / "run") == [1, 2, 3]
+        assert stopped.value.exit_code == 128 + number
+    assert steps_kept(tmp_path / "run") == [1, 2, 3, 4]
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
 
 
@@ -104,10 +105,38 @@ def test_what_is_kept_is_said(tmp_path, monkeypatch, capsys):
     assert out.endswith(f"warning: {tmp_path}/run/checkpoints/step_3 is kept; the same command goes on from it.")
 
 
+def test_a_checkpoint_without_optimizer_states_is_not_said_to_go_on(tmp_path, monkeypatch, capsys):
+    with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *SETTINGS, "checkpointing.save_optimizer=false")
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(
+        f"warning: {tmp_path}/run/checkpoints/step_3 is kept, without the optimizer's states "
+        "(checkpointing.save_optimizer=false): no run can go on from it."
+    )
+
+
+def test_what_is_ignored_stays_ignored(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with signalled(monkeypatch, trainer, "train_step", 2, signal.SIGHUP):
+            assert len(metrics_of(short_run(tmp_path / "run"))) == 4
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_limit_without_checkpoints_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='01:00:00'"])
+    assert str(caught.value) == (
+        "command line: checkpointing.checkpoint_must_save_by = 01:00:00 contradicts checkpointing.enabled=false: the run would "
+        "stop and lose everything."
+    )
+
+
 def test_without_checkpoints_nothing_is_said_to_be_kept(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS, "checkpointing.enabled=false")
-    assert "No checkpoint was saved yet." in capsys.readouterr().out
+    assert "No checkpoint was saved." in capsys.readouterr().out
 
 
 def test_signals_mean_what_they_meant_before_once_the_run_is_over(tmp_path):

@@ -120,6 +120,19 @@ def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
     )
 
 
+def test_resume_refuses_a_checkpoint_and_names_its_run(monkeypatch, capsys, tmp_path):
+    place = tmp_path / "run/checkpoints/step_2"
+    (place / "tensors").mkdir(parents=True)
+    for name in ("state.json", "config.yaml"):
+        (place / name).write_text("{}")
+    assert run_here(monkeypatch, capsys, "train", "--resume", str(place)) == (
+        4,
+        "",
+        f"tandem: error: --resume {place}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
+        f"{tmp_path}/run\n",
+    )
+
+
 @pytest.mark.parametrize("other", [["--fresh"], ["--config", "a.yaml"]])
 def test_resume_takes_no_other_configuration(monkeypatch, capsys, tmp_path, other):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path), *other) == (

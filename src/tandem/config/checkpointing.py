@@ -1,6 +1,6 @@
 """The section `checkpointing`: when the run saves itself, and what is kept."""
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.config.section import Positive, Section
 
@@ -29,6 +29,15 @@ class Checkpointing(Section):
         if value is not None:
             seconds_of(value)
         return value
+
+    @model_validator(mode="after")
+    def _saves_in_time(self) -> "Checkpointing":
+        if self.checkpoint_must_save_by is not None and not self.enabled:
+            raise ValueError(
+                f"checkpointing.checkpoint_must_save_by = {self.checkpoint_must_save_by} contradicts "
+                "checkpointing.enabled=false: the run would stop and lose everything"
+            )
+        return self
 
     @property
     def seconds_to_save_by(self) -> float | None:

@@ -50,6 +50,11 @@ class Dpo(Section):
     val_at_start: bool = Field(default=True, description="validate before the first step")
     val_at_end: bool = Field(default=True, description="validate after the last step")
 
+    @property
+    def validates(self) -> bool:
+        """Whether validation sets are measured at all."""
+        return self.val_period > 0 or self.val_at_start or self.val_at_end
+
     @field_validator("preference_loss", mode="before")
     @classmethod
     def _known_losses(cls, value: Any) -> Any:

@@ -32,6 +32,23 @@ class TrackedMetric:
     split: str
     metric: str
 
+    def __str__(self) -> str:
+        return f"{self.split}_{self.metric}" if self.split != "train" else f"train:{self.metric}"
+
+
+def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) -> None:
+    """Refuse to keep the worst where everyone knows which way is better."""
+    if tracked is None:
+        return
+    higher = tracked.metric.endswith("accuracy") or tracked.metric.startswith("rewards_margin")
+    lower = tracked.metric.endswith("loss")
+    if higher != higher_is_better and (higher or lower):
+        raise ConfigError(
+            f"checkpointing.higher_is_better = {str(higher_is_better).lower()}, but of {tracked} the "
+            f"{'higher' if higher else 'lower'} is better: the worst checkpoints would be kept. Set "
+            f"checkpointing.higher_is_better={str(higher).lower()}."
+        )
+
 
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
     """What checkpointing.metric_name means where these validation sets are; None ranks checkpoints by their age.
@@ -51,8 +68,8 @@ def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric
         return _known(name, f"validation-{validation[0]}", rest.removeprefix("val_"))
     # The longest first: one set's name may begin another's.
     for one in sorted(validation, key=len, reverse=True):
-        if rest.startswith(f"validation-{one}_"):
-            return _known(name, f"validation-{one}", rest.removeprefix(f"validation-{one}_"))
+        if rest.startswith((f"validation-{one}_", f"validation-{one}/")):  # the latter as trackers show it
+            return _known(name, f"validation-{one}", rest[len(f"validation-{one}_") :])
     sets = ", ".join(f"validation-{one}" for one in validation)
     raise ConfigError(
         f"checkpointing.metric_name = {name}: names no split and metric, such as validation-{validation[0]}_loss, val_loss "

@@ -54,7 +54,11 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     logging.disable_progress_bar()
     folder = _folder(key, name, revision)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.")
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
+        is_checkpoint = (folder / "state.json").is_file() and (folder / "tensors").is_dir()
+        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint else hint
+        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
     described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
         raise ConfigError(

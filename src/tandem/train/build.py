@@ -25,6 +25,7 @@ from tandem.packing.packer import Packer
 from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
+    Ranking,
     Saver,
     load_checkpoint,
     newest_verified,
@@ -109,7 +110,7 @@ class Training:
         """Remember the metric that ranks checkpoints, if this is its split."""
         tracked = self.setup.tracked
         if tracked is not None and tracked.split == split:
-            self.progress = replace(self.progress, tracked=metrics[tracked.metric])
+            self.progress = replace(self.progress, tracked=metrics[tracked.metric], tracked_as=str(tracked))
 
     def save(self, metrics_bytes: int | None = None) -> None:
         """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
@@ -155,7 +156,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         checkpointing.keep_top_k,
         workers,
         HostCopier(workers.device, optimizer),
-        higher_is_better=checkpointing.higher_is_better,
+        ranking=Ranking(str(setup.tracked or ""), checkpointing.higher_is_better),
         took=partial(stopping.took, "save"),
     )
     return Training(

@@ -37,6 +37,7 @@ class Progress:
     batch: int = 0  # batches of this epoch already done
     metrics_bytes: int = 0
     tracked: float | None = None  # the tracked metric, when it was last measured
+    tracked_as: str = ""  # which it is
     owes_validation: bool = False  # stopped before the validation that was due after this step
 
 
@@ -60,11 +61,11 @@ class Saver:
         workers: Workers,
         copier: HostCopier,
         *,
-        higher_is_better: bool,
+        ranking: "Ranking",
         took: Callable[[float], None],
     ):
         """`took` is told the seconds of every checkpoint that was written."""
-        self.folder, self._keep, self._higher, self._took = folder, keep, higher_is_better, took
+        self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
         self._workers, self._copier = workers.apart(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
@@ -93,7 +94,7 @@ class Saver:
         workers = self._workers
         write_checkpoint(self.folder, snapshot, workers)
         self._took(time.perf_counter() - started)
-        workers.agreed(lambda: prune(self.folder, self._keep, higher_is_better=self._higher), by=workers.is_first)
+        workers.agreed(lambda: prune(self.folder, self._keep, self._ranking), by=workers.is_first)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
@@ -207,10 +208,10 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, keep: int, *, higher_is_better: bool) -> None:
+def prune(folder: Path, keep: int, ranking: "Ranking") -> None:
     """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first."""
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
-    ranked = sorted(places, key=lambda place: _rank(place, higher_is_better=higher_is_better))
+    ranked = sorted(places, key=ranking.rank)
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
@@ -244,11 +245,23 @@ def point(link: Path, target: Path) -> None:
     aside.replace(link)
 
 
-def _rank(place: Path, *, higher_is_better: bool) -> tuple[bool, float, int]:
-    """Lower is better; a checkpoint from before the metric was measured comes last, and so does a damaged one."""
-    try:
-        facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
-        value = facts["progress"]["tracked"]
-    except (OSError, ValueError, KeyError, TypeError):
-        value = None
-    return value is None, (-1 if higher_is_better else 1) * (value or 0.0), -step_of(place)
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """By which metric checkpoints are ranked, and which way."""
+
+    tracked_as: str
+    higher_is_better: bool
+
+    def rank(self, place: Path) -> tuple[bool, float, int]:
+        """Lower is better; a checkpoint from before the metric was measured comes last, and so does a damaged one.
+
+        Of several that the same validation ranks the first is better: it is the one that was validated.
+        """
+        try:
+            facts = json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]
+            value = facts["tracked"] if facts.get("tracked_as") == self.tracked_as else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            value = None
+        if value is None:
+            return True, 0.0, -step_of(place)
+        return False, -value if self.higher_is_better else value, step_of(place)

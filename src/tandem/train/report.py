@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
+from tandem.errors import writing
 from tandem.failpoints import fail_point
 
 if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
@@ -43,10 +44,11 @@ class MetricsFile:
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record) + "\n"
         half = len(line) // 2
-        for part in (line[:half], line[half:]):
-            fail_point("metrics.write")
-            self._file.write(part)
-            self._file.flush()
+        with writing(self._path):
+            for part in (line[:half], line[half:]):
+                fail_point("metrics.write")
+                self._file.write(part)
+                self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
         """All lines so far, those of the run before it was resumed too."""
@@ -195,8 +197,8 @@ class Reporter:
         for sample in samples:
             self.say(f"  {sample.place}: {_one_line(sample.prompt)}")
             if sample.reference is not None:
-                self.say(f"    reference: {_one_line(sample.reference)}")
-            self.say(f"    policy:    {_one_line(sample.policy)}")
+                self.say(f"    reference: {_answer(sample.reference)}")
+            self.say(f"    policy:    {_answer(sample.policy)}")
 
     def change(
         self,
@@ -230,7 +232,9 @@ class Reporter:
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        # On a narrow terminal lines wrap: a number that is cut says something else.
+        needed = self.console.measure(table, options=self.console.options.update(width=1000)).maximum
+        self.console.print(table, width=max(self.console.width, needed), crop=False, no_wrap=True, overflow="ignore")
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
@@ -258,6 +262,11 @@ def _one_line(text: str) -> str:
     """On one line of a screen, its end cut off if need be."""
     line = " ".join(text.split())
     return line if len(line) <= LINE else line[: LINE - 1] + "…"
+
+
+def _answer(text: str) -> str:
+    """What white space alone would not show is spelled."""
+    return _one_line(text) if text.strip() else f"{_one_line(repr(text[:20]))} ({len(text)} characters of white space)"
 
 
 def _short(metric: str) -> str:

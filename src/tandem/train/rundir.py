@@ -18,36 +18,75 @@ MAY_CHANGE = (
     "run.dir",
     "run.deterministic",
     "dpo.max_num_steps",
+    "dpo.max_num_epochs",
     "dpo.val_",
     "data.validation",
     "data.num_workers",
     "data.val_data_paths",
+    "data.on_bad_row",  # what is read is known by its content
+    "data.max_bad_share",
+    "data.max_filtered_share",
+    "policy.activation_checkpointing",
+    "policy.attention",
+    "policy.compile",
+    "policy.head_chunk_tokens",
+    "policy.packing.packs_per_micro_batch",
+    "reference.mode",
     "checkpointing.",
+    "export.",
     "logger.",
 )
+# The same where each batch is packed by itself: rows then decide nothing but speed.
+MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_prompts", "policy.packing.algorithm")
 
 
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
-    """The run's directory: as given, or the unfinished one of the same configuration, or the next free number."""
-    run = loaded.config.run
-    if run.dir is not None and Path(run.dir).is_file():
-        raise ConfigError(f"run.dir = {run.dir}: a file, not a directory. Choose another run.dir.")
-    if run.dir is not None and not fresh:
-        given = Path(run.dir)
+    """The run's directory: as given, or the unfinished one of the same configuration, or the next free number.
+
+    checkpointing.checkpoint_dir, given alone, is the run's directory.
+    """
+    config = loaded.config
+    key = "run.dir" if config.run.dir is not None else "checkpointing.checkpoint_dir"
+    named = config.run.dir if config.run.dir is not None else config.checkpointing.checkpoint_dir
+    if named is not None and Path(named).is_file():
+        raise ConfigError(f"{key} = {named}: a file, not a directory. Choose another {key}.")
+    if named is not None and not fresh:
+        given = Path(named)
         if (given / "config.yaml").is_file():
             refuse_other_config(given, loaded)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
-            raise ConfigError(f"run.dir = {given}: not empty and not a run. Choose another directory.")
+            raise ConfigError(f"{key} = {given}: not empty and not a run. Choose another directory.")
         return given
-    parent, stem = (Path(run.dir).parent, Path(run.dir).name) if run.dir else (Path("runs"), run.name)
-    numbers = sorted(
-        int(number) for path in parent.glob(f"{stem}-*") if (number := path.name[len(stem) + 1 :]).isdigit()
+    parent, stem = (Path(named).parent, Path(named).name) if named else (Path("runs"), config.run.name)
+    newest = _newest(parent, stem)
+    if newest and not fresh:
+        run = parent / f"{stem}-{newest}"
+        if not is_finished(run) and _stored_config(run) == yaml.safe_load(loaded.as_yaml()):
+            return run
+    return parent / f"{stem}-{newest + 1}"
+
+
+def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
+    """A new run's elder that could have gone on under this configuration, and how; None if there is none."""
+    if loaded.config.run.dir is not None:
+        return None
+    stem, _, number = run.name.rpartition("-")
+    elder = run.with_name(f"{stem}-{int(number) - 1}") if number.isdigit() else run
+    stored = _stored_config(elder) if elder != run and not is_finished(elder) else None
+    if stored is None or _differences(stored, loaded):
+        return None
+    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    changed = [f"{key}={new.get(key)}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return (
+        f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To go on with "
+        f"it: tandem train --resume {elder} {' '.join(changed)}"
     )
-    if numbers and not fresh:
-        newest = parent / f"{stem}-{numbers[-1]}"
-        if not is_finished(newest) and _stored_config(newest) == yaml.safe_load(loaded.as_yaml()):
-            return newest
-    return parent / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
+
+
+def _newest(parent: Path, stem: str) -> int:
+    """The highest number of the directories stem-1, stem-2, ...; 0 if there are none."""
+    numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 def is_finished(run: Path) -> bool:
@@ -63,16 +102,31 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
             f"{run}/config.yaml is damaged: it cannot be read as a configuration. Every checkpoint of the run holds a copy: "
             "put it back from there, or choose another run.dir."
         )
-    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
-    differences = [
-        f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (not key.startswith(MAY_CHANGE) or key == "data.validation_share")
-    ]
-    if differences:
+    if differences := _differences(stored, loaded):
         raise CheckpointError(
             f"{run} holds a run with another configuration:\n" + "\n".join(differences) + "\n"
             "Take the old values back, or choose another run.dir for another run."
+        )
+
+
+def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
+    """What differs between a run's configuration and this one, and would change what is learned."""
+    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
+    free = MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ())
+    return [
+        f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and (not key.startswith(free) or key == "data.validation_share")
+    ]
+
+
+def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool) -> None:
+    """A run that has not begun does not go on from what lies in a folder that another wrote to."""
+    if has_checkpoints and folder != run / "checkpoints" and not (run / "metrics.jsonl").exists():
+        raise CheckpointError(
+            f"checkpointing.checkpoint_dir = {folder}: it holds checkpoints of another run, and {run} is a new one. Choose "
+            "another checkpointing.checkpoint_dir, or leave it out."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from tandem.cache import check_cache_dir
 from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, needs_scores, reads, spelled
 from tandem.config.schema import Config
-from tandem.config.tracked import TrackedMetric, tracked_metric
+from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
@@ -53,12 +53,15 @@ class Setup:
 
     @property
     def tracked(self) -> TrackedMetric | None:
-        """The metric that ranks checkpoints."""
-        return tracked_metric(self.config.checkpointing.metric_name, list(self.validation))
+        """The metric that ranks checkpoints; None where their age does."""
+        named = self.config.checkpointing.metric_name
+        return tracked_metric(named, list(self.validation)) if named or self.config.dpo.validates else None
 
     def checkpoint_dir(self, run: Path) -> Path:
+        """Of a run: inside it, unless a place of their own is given beside run.dir."""
         given = self.config.checkpointing.checkpoint_dir
-        return run / "checkpoints" if given is None else Path(given)
+        apart = given is not None and self.config.run.dir is not None and Path(given).resolve() != run.resolve()
+        return Path(given) if apart else run / "checkpoints"
 
     def packers(self) -> dict[str, Packer]:
         """The training set and every validation set, by split."""
@@ -243,7 +246,13 @@ def _packers(
 
 def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
     """What the configuration asks of the sets that only they can tell."""
-    tracked_metric(config.checkpointing.metric_name, list(sets.validation))
+    tracked = tracked_metric(config.checkpointing.metric_name, list(sets.validation))
+    check_direction(tracked, higher_is_better=config.checkpointing.higher_is_better)
+    if config.checkpointing.metric_name and tracked and tracked.split != "train" and not config.dpo.validates:
+        raise ConfigError(
+            f"checkpointing.metric_name = {config.checkpointing.metric_name}: nothing is ever validated (dpo.val_period, "
+            "val_at_start, val_at_end). Validate, or track train:loss."
+        )
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "

@@ -5,12 +5,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tandem.errors import StoppedError
 
-SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+# A closed terminal, and what job schedulers send before the time is up, are asked to stop by too.
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
 OUT_OF_TIME = ("checkpointing.checkpoint_must_save_by", 143)
 # Why a run stops before its end, and the exit code; workers tell each other the number, from 1.
 REASONS = (*((one.name, code) for one, code in SIGNALS.items()), OUT_OF_TIME)
@@ -49,8 +50,10 @@ class Stopping:
 
 
 @contextmanager
-def stopped_by_signals(stopping: Stopping, *, alone: bool = True, says: bool = True) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the run to stop; a second one of either ends the process at once.
+def stopped_by_signals(
+    stopping: Stopping, *, alone: bool = True, says: bool = True, saves: bool = True
+) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and their like ask the run to stop; a second one of any ends the process at once.
 
     Not among several workers (`alone` is false; one of them `says` it): torchrun passes on what they have heard
     already, so the second may be the first.
@@ -61,13 +64,17 @@ def stopped_by_signals(stopping: Stopping, *, alone: bool = True, says: bool = T
 
     def asked(number: int, _: Any) -> None:
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
-        for one in SIGNALS:
+        for one in before:
             signal.signal(one, signal.SIG_DFL if alone else signal.SIG_IGN)
         if says:
-            again = b" Once more stops at once." if alone else b""
-            os.write(2, b"tandem: stopping: the step is finished and saved first." + again + b"\n")
+            first = "finished and saved" if saves else "finished"
+            again = " Once more stops at once." if alone else ""
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"tandem: stopping: the step is {first} first.{again}\n".encode())
 
-    before = {one: signal.signal(one, asked) for one in SIGNALS}
+    # What is ignored stays ignored: nohup does so with SIGHUP.
+    heard = [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, asked) for one in heard}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cache import remove_leftovers, write_whole
+from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
 from tandem.model.workers import Workers, compute_deterministically, start_workers
@@ -20,7 +21,14 @@ from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
-from tandem.train.rundir import choose_run_dir, held, is_finished, refuse_longer
+from tandem.train.rundir import (
+    choose_run_dir,
+    held,
+    is_finished,
+    left_unfinished,
+    refuse_longer,
+    refuse_others_checkpoints,
+)
 from tandem.train.setup import Setup, set_up
 from tandem.train.step import PendingStep, train_step
 from tandem.train.stopping import Stopping, stopped_by_signals
@@ -63,15 +71,18 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         reporter.preflight(setup.preflights())
         reporter.choices(setup.choices())
         reporter.say(f"Rows: {setup.rows}")
+        if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
+            reporter.warn(elder)
         _warn_of_lost_updates(setup, reporter)
         _warn_of_short_run(setup, reporter)
-        with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first):
+        saves = loaded.config.checkpointing.enabled
+        with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
                 with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
             except StoppedError:
-                reporter.warn(_what_is_kept(kept))
+                reporter.warn(_what_is_kept(kept, loaded.config.checkpointing))
                 raise
             except (RuntimeError, MemoryError) as error:
                 if told := out_of_memory(error, setup.train.length, loaded.config.policy):
@@ -94,8 +105,10 @@ def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> Path
 def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
     """Hold the run's directory, and that of its checkpoints if it is elsewhere, until the end; write what is known."""
     stack.enter_context(held(run))
-    if loaded.config.checkpointing.checkpoint_dir is not None:
-        stack.enter_context(held(setup.checkpoint_dir(run)))
+    kept = setup.checkpoint_dir(run)
+    if kept != run / "checkpoints":
+        stack.enter_context(held(kept))
+    refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
     remove_leftovers(run, "config.yaml", "verdicts.json", "model")
     write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
@@ -123,19 +136,27 @@ def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
+    asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
+    if asked is not None and setup.num_steps < asked:
+        hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
+        reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
     wanted = setup.config.policy.optimizer.kwargs.lr
     if setup.highest_rate < 0.99 * wanted:
         steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
-        more = "More epochs" if setup.config.dpo.max_num_steps is None else "A greater dpo.max_num_steps"
+        more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
         reporter.warn(
             f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
             f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
 
 
-def _what_is_kept(folder: Path) -> str:
+def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:
     place = max(checkpoints(folder), key=step_of, default=None)
-    return f"{place} is kept; the same command goes on from it." if place else "No checkpoint was saved yet."
+    if place is None:
+        return "No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet."
+    if not checkpointing.save_optimizer:
+        return f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
+    return f"{place} is kept; the same command goes on from it."
 
 
 def _loop(t: Training) -> list[ValidationReport]:
@@ -223,7 +244,10 @@ def _saving(t: Training, step: int) -> bool:
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
-    report = pending.read(t.setup.train.store)
+    try:
+        report = pending.read(t.setup.train.store)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {step}: {error}") from None
     record = {
         "step": step,
         "split": "train",

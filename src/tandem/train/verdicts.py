@@ -165,6 +165,8 @@ def _best_long_ago(course: Sequence[Record], loss: PreferenceLoss) -> str | None
 
 def _sound(course: Sequence[Record]) -> str:
     first, last = course[0], course[-1]
+    if first is last:
+        return f"nothing stands out: accuracy {last['accuracy']:.2f}, margin {last['rewards_margin_mean']:.3f}."
     return (
         f"nothing stands out: accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, margin "
         f"{first['rewards_margin_mean']:.3f} -> {last['rewards_margin_mean']:.3f}."

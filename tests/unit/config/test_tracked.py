@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.tracked import METRICS, TrackedMetric, tracked_metric
+from tandem.config.tracked import METRICS, TrackedMetric, check_direction, tracked_metric
 from tandem.errors import ConfigError
 
 SETS = ["default", "default-long", "code", "code_2"]
@@ -17,6 +17,7 @@ SETS = ["default", "default-long", "code", "code_2"]
         ("val:validation-default_loss", "validation-default", "loss"),
         ("validation-default-long_rewards_margin_mean", "validation-default-long", "rewards_margin_mean"),
         ("val:validation-code_2_sft_loss", "validation-code_2", "sft_loss"),
+        ("validation-code/accuracy", "validation-code", "accuracy"),
         ("train:loss", "train", "loss"),
         ("train:rewards_chosen_mean", "train", "rewards_chosen_mean"),
     ],
@@ -61,3 +62,28 @@ def test_what_cannot_be_tracked_is_refused(name, sets, message):
     with pytest.raises(ConfigError) as error:
         tracked_metric(name, sets)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher", "message"),
+    [
+        ("accuracy", False, "false, but of validation-a_accuracy the higher is better"),
+        ("rewards_margin_p50", False, "false, but of validation-a_rewards_margin_p50 the higher is better"),
+        ("loss", True, "true, but of validation-a_loss the lower is better"),
+        ("sft_loss", True, "true, but of validation-a_sft_loss the lower is better"),
+    ],
+)
+def test_the_worst_is_not_kept_where_it_is_known_which_way_is_better(metric, higher, message):
+    with pytest.raises(ConfigError) as error:
+        check_direction(TrackedMetric("validation-a", metric), higher_is_better=higher)
+    assert str(error.value) == (
+        f"checkpointing.higher_is_better = {message}: the worst checkpoints would be kept. Set "
+        f"checkpointing.higher_is_better={str(not higher).lower()}."
+    )
+    check_direction(TrackedMetric("train", metric), higher_is_better=not higher)
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_which_way_is_better_is_left_to_the_user_where_it_is_not_known(higher):
+    check_direction(TrackedMetric("train", "logps_chosen_mean"), higher_is_better=higher)
+    check_direction(None, higher_is_better=higher)

@@ -1,0 +1,154 @@
+"""Where a run is kept, what it goes on from, and what it never goes on from."""
+
+import pytest
+from running import killed_after, metrics_of, short_run
+
+from tandem.config.load import load_config
+from tandem.errors import CheckpointError, ConfigError
+from tandem.train.checkpoint import Ranking, checkpoints, step_of
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
+
+SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
+QUICK = [
+    *SAVING,
+    *("policy.train_global_batch_size=8", "policy.scheduler=null"),
+    *("dpo.val_at_start=false", "dpo.val_at_end=false", "dpo.val_period=0"),
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*overrides, fresh=False):
+    return train(load_config(None, [*QUICK, *overrides]), Reporter("quiet"), fresh=fresh)
+
+
+def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path):
+    elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
+    short_run(tmp_path / "one", *SAVING, elsewhere)
+    for fresh in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            short_run(tmp_path / "two", *SAVING, elsewhere, "dpo.reference_policy_kl_penalty=0.2", fresh=fresh)
+        name = "two-1" if fresh else "two"
+        assert str(caught.value) == (
+            f"checkpointing.checkpoint_dir = {tmp_path}/elsewhere: it holds checkpoints of another run, and {tmp_path}/{name} is "
+            "a new one. Choose another checkpointing.checkpoint_dir, or leave it out."
+        )
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_elsewhere(tmp_path):
+    elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
+    with killed_after(3):
+        short_run(tmp_path / "one", *SAVING, elsewhere)
+    cut = short_run(tmp_path / "one", *SAVING, elsewhere)
+    assert metrics_of(cut) == metrics_of(short_run(tmp_path / "whole", *SAVING))
+
+
+def test_a_place_for_checkpoints_given_alone_is_the_runs_directory(here):
+    with killed_after(3):
+        run("checkpointing.checkpoint_dir=results")
+    assert {step_of(place) for place in checkpoints(here / "results/checkpoints")} == {2}
+    assert str(run("checkpointing.checkpoint_dir=results")) == "results"
+    assert len(metrics_of(here / "results")) == 6
+    assert str(run("checkpointing.checkpoint_dir=results", fresh=True)) == "results-1"
+    assert {step_of(place) for place in checkpoints(here / "results-1/checkpoints")} == {2, 4, 6}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "policy.activation_checkpointing=full",
+        "policy.packing.pack_length=1024",
+        "policy.packing.packs_per_micro_batch=2",
+        "policy.packing.share_prompts=false",
+        "policy.head_chunk_tokens=64",
+        "reference.mode=live",
+        "dpo.max_num_epochs=3",
+        "export.dtype=bfloat16",
+    ],
+)
+def test_what_changes_nothing_that_is_learned_may_change_on_the_way(tmp_path, change):
+    whole = short_run(tmp_path / "whole", *SAVING)
+    with killed_after(3):
+        short_run(tmp_path / "cut", *SAVING)
+    cut = short_run(tmp_path / "cut", *SAVING, change)
+    losses = [[line["loss"] for line in metrics_of(one)] for one in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_rows_of_a_set_packed_once_may_not_change(tmp_path):
+    packed = [*SAVING, "policy.packing.mode=dataset", "policy.packing.pack_length=512"]
+    with killed_after(3):
+        short_run(tmp_path / "cut", *packed)
+    with pytest.raises(CheckpointError, match=r"policy\.packing\.pack_length: 512 there, 1024 now"):
+        short_run(tmp_path / "cut", *packed, "policy.packing.pack_length=1024")
+
+
+def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
+    with killed_after(3):
+        run()
+    assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/default-2"
+    assert (
+        "warning: runs/default-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
+        "alone, which changes nothing that is learned. To go on with it: tandem train --resume runs/default-1 "
+        "checkpointing.keep_top_k=2 logger.num_val_samples_to_print=1"
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("others", [["run.seed=1"], ["run.dir=mine"]])
+def test_nothing_is_said_where_it_could_not_or_need_not(here, capsys, others):
+    with killed_after(3):
+        run()
+    run(*others)
+    assert "unfinished" not in capsys.readouterr().out
+
+
+def test_a_metric_that_is_never_measured_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        run("checkpointing.metric_name=val_loss")
+    assert str(caught.value) == (
+        "checkpointing.metric_name = val_loss: nothing is ever validated (dpo.val_period, val_at_start, val_at_end). Validate, "
+        "or track train:loss."
+    )
+
+
+def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
+    short_run(tmp_path / "run", "dpo.max_num_steps=500", "policy.train_global_batch_size=128", "data.drop_last=false")
+    assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+# Which is the best
+
+
+@pytest.fixture
+def kept(tmp_path):
+    def write(*facts):
+        for step, tracked, tracked_as in facts:
+            place = tmp_path / f"step_{step}"
+            place.mkdir()
+            value = "null" if tracked is None else tracked
+            (place / "state.json").write_text(f'{{"progress": {{"tracked": {value}, "tracked_as": "{tracked_as}"}}}}')
+        return lambda ranking: [step_of(place) for place in sorted(checkpoints(tmp_path), key=ranking.rank)]
+
+    return write
+
+
+def test_of_those_that_one_validation_ranks_the_one_that_was_validated_is_best(kept):
+    order = kept((2, None, ""), (3, 0.5, "a"), (4, 0.5, "a"), (5, 0.5, "a"), (6, 0.7, "a"))
+    assert order(Ranking("a", higher_is_better=False)) == [3, 4, 5, 6, 2]
+    assert order(Ranking("a", higher_is_better=True)) == [6, 3, 4, 5, 2]
+
+
+def test_values_of_another_metric_do_not_count(kept):
+    order = kept((2, 400.0, "a"), (4, 0.1, "b"), (6, 0.2, "b"))
+    assert order(Ranking("b", higher_is_better=True)) == [6, 4, 2]
+
+
+def test_without_a_metric_the_newest_is_best(kept):
+    assert kept((2, None, ""), (4, None, ""))(Ranking("", higher_is_better=False)) == [4, 2]
