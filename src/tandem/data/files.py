@@ -86,6 +86,9 @@ def _saved(path: Path, given: DatasetFields) -> list[Path]:
             raise DataError(f"{path}: saved with its rows rearranged by an index. Save it again, flattened.")
         if any(Path(name).name != name for name in names):
             raise DataError(f"{path}: state.json names files outside of the folder.")
+        missing = next((name for name in names if not (path / name).is_file()), None)
+        if missing is not None:
+            raise DataError(f"{path}: state.json names {missing}, which is not there. Save the dataset again.")
         return [path / name for name in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a whole folder of datasets' save_to_disk ({error}).") from None

@@ -21,6 +21,7 @@ from tandem.data.preference import (
     score_of,
     text_of,
     tools_of,
+    with_system,
 )
 from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
@@ -38,7 +39,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
             f"none of the keys {', '.join(names)}. Keys found: {', '.join(row.value)}. data.train.prompt_key, chosen_key and "
             "rejected_key name others; data.train.dataset_name names another format.",
         )
-    return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
+    return _pair(row, with_system(row, prompt_of(row, keys.prompt_key)), keys.chosen_key, keys.rejected_key)
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -63,7 +64,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
         where = f"{key}[{i}]"
         score = _score(item, row, where)
         if score is None:
-            raise RowError(row.place, "missing key", f"no key {where}.score (or reward).")
+            raise RowError(row.place, "missing key", f"{where} has no score (or reward).")
         text = next((name for name in ("completion", "response", "text", "content") if name in item), "completion")
         answers.append((completion_of(row, field_of(item, text, row, f"{where}."), f"{where}.{text}"), score))
     order = sorted({score for _, score in answers}, reverse=True)
@@ -100,17 +101,13 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
     turns = field_of(row.value, "conversations", row)
     if not isinstance(turns, list):
         raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
-    given = row.value.get("system")
-    system = messages_of([{"role": "system", "content": given}], row, "system") if given else ()
     translated = [_from_sharegpt(turn, row, f"conversations[{i}]") for i, turn in enumerate(turns)]
     prompt = ended_before_answer(messages_of(translated, row, "conversations"), row, "conversations")
-    if system and prompt[0].role == "system":
-        raise RowError(row.place, "late system turn", "conversations[0]: a system turn beside the key system.")
     texts = [
         completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
         for key in (keys.chosen_key, keys.rejected_key)
     ]
-    return checked(Preference(system + prompt, _two(row, texts), row.place))
+    return checked(Preference(with_system(row, prompt), _two(row, texts), row.place))
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -150,8 +147,10 @@ def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
     """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
     preferred = field_of(row.value, "overall_preference", row)
+    if isinstance(preferred, float) and preferred.is_integer():  # as tables write it where a row has none
+        preferred = int(preferred)
     if not isinstance(preferred, int) or isinstance(preferred, bool):
-        raise RowError(row.place, "wrong type", f"overall_preference: {kind_of(preferred)}, not a whole number.")
+        raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not a whole number.")
     ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
     texts = [completion_of(row, field_of(row.value, key, row), key) for key in ("response1", "response2")]
     completions = tuple(Completion(text, rank) for text, rank in zip(texts, ranks, strict=True))
@@ -171,14 +170,15 @@ def _is_dialogue(value: Any) -> bool:
     return isinstance(value, str) and ASSISTANT in value
 
 
-def _is_one_answer(value: Any) -> bool:
+def _is_answer(value: Any) -> bool:
     """Not a whole conversation, as some sets have it beside a prompt that repeats its first turn."""
-    return not (isinstance(value, list) and len(value) > 1)
+    first = value[0] if isinstance(value, list) and value else None
+    return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 
 
 # In the order they are tried; {prompt}, {chosen} and {rejected} stand for the configured keys.
 FORMATS: dict[str, Format] = {
-    "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_one_answer),
+    "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
     "PreferenceDataset": Format(ranked, ("context", "completions")),
     "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
     "aligner": Format(aligner, ("{prompt}", "chosen_response", "rejected_response")),
@@ -274,6 +274,8 @@ def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
     before = f"\n\n{before.lstrip()}"
     if not found or not TURN.match(before):
         raise RowError(row.place, "no dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
+    if TURN.search(answer):
+        raise RowError(row.place, "wrong roles", f"{key} ends in a 'Human:' turn; it must end in an 'Assistant:' turn.")
     return before, answer.strip()
 
 
@@ -301,7 +303,7 @@ def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> P
     user assistant user [assistant] and user assistant user [assistant tool assistant]: the answers are in brackets
     """
     keys = (chosen_key, rejected_key)
-    both = [messages_of(field_of(row.value, key, row), row, key) for key in keys]
+    both = [messages_of(field_of(row.value, key, row), row, key, allowed="a list of messages") for key in keys]
     for key, messages in zip(keys, both, strict=True):
         if messages[-1].role != "assistant":
             message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant's."

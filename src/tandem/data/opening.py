@@ -13,7 +13,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_writer import Recipe, format_of, probe, write_store
+from tandem.data.store_writer import NO_SYSTEM, Recipe, format_of, probe, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
 from tandem.data.wording import Wording, wording_of
@@ -50,6 +50,11 @@ def open_store(
     else:
         store = _find_or_make(source, keys, template, data, limits, progress)
     judge(store, source, data)
+    if keys.system_prompt_file is not None and NO_SYSTEM in store.notes:
+        raise DataError(
+            f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves system turns out. Give one "
+            "that writes them, by policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
+        )
     return store
 
 
@@ -76,6 +81,11 @@ def _find_or_make(
 ) -> TokenStore:
     files = find_files(source, keys)
     wording = wording_of(keys, source)
+    if wording.system is not None and template.source is None:
+        raise DataError(
+            f"{source}: system_prompt_file = {keys.system_prompt_file}, but there is no chat template to write a system turn "
+            "with. Give policy.tokenizer.chat_template=FILE.jinja, or leave it out."
+        )
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
         "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
@@ -139,14 +149,20 @@ def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: 
     there = {**made_of["limits"], **made_of["text"]}
     for what, value in now.items():
         if what in there and there[what] != value:
+            then, today = (_as_set(what, of) for of in (there[what], value))
             raise DataError(
-                f"{folder}: prepared with {what} = {there[what]}, now {value}. Set {what}={there[what]}, or prepare it again."
+                f"{folder}: prepared with {what} = {then}, now {today}. Set {what}={then}, or prepare it again."
                 if what in limits
                 else f"{folder}: prepared with another {what}. {PREPARE_AGAIN}"
             )
     for name, path, content in made_of["sources"]:
         if Path(path).is_file() and content_of(Path(path)) != content:
             raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN}")
+
+
+def _as_set(what: str, value: Any) -> Any:
+    """A limit as a configuration spells it."""
+    return ("drop" if what == "data.overlong" else "null") if value is None else value
 
 
 @lru_cache(maxsize=1)  # a run has one template, and maybe several sets; this takes a quarter of a second

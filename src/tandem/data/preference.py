@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from tandem.data.shield import SHIELD
@@ -51,8 +52,8 @@ class Preference:
 
 def checked(preference: Preference) -> Preference:
     answers = [completion.answer for completion in preference.completions]
-    if any(_says_nothing(answer) for answer in answers):
-        raise RowError(preference.place, "empty completion", "a completion is empty.", kind="filtered")
+    if len(answers) == 2 and any(map(says_nothing, answers)):  # of more, it may be in no pair
+        raise empty_completion(preference.place)
     if all(answer == answers[0] for answer in answers):
         raise RowError(
             preference.place,
@@ -65,7 +66,11 @@ def checked(preference: Preference) -> Preference:
     return preference
 
 
-def _says_nothing(answer: str | tuple[Message, ...]) -> bool:
+def empty_completion(place: str) -> RowError:
+    return RowError(place, "empty completion", "a completion is empty.", kind="filtered")
+
+
+def says_nothing(answer: str | tuple[Message, ...]) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
@@ -98,7 +103,21 @@ def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
     return ended_before_answer(messages_of(value, row, key), row, key)
 
 
+def with_system(row: SourceRow, prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
+    """The prompt behind the system turn that stands beside it in the row, if one does."""
+    given = row.value.get("system")
+    if not given:
+        return prompt
+    system = Message("system", text_of(row, given, "system"))
+    turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    if turns[0].role == "system":
+        raise RowError(row.place, "late system turn", "a system turn in the prompt, beside the key system. Remove one.")
+    return (system, *turns)
+
+
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
+    if messages[-1].role == "user" and not messages[-1].content.strip():
+        raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user's turn is empty.")
     if messages[-1].role == "system":
         raise RowError(row.place, "no user turn", f"{key}: a system turn alone; there is nothing to answer.")
     if messages[-1].role == "assistant":
@@ -118,7 +137,7 @@ def refuse_other_media(row: SourceRow) -> None:
 
 def text_of(row: SourceRow, value: Any, key: str) -> str:
     if not isinstance(value, str):
-        raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text.")
+        raise RowError(row.place, "wrong type", f"{key}: {shown(value)}, not a text.")
     return _clean(value, row, key)
 
 
@@ -155,13 +174,15 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
     if not value or (isinstance(value, str) and not value.strip()):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RowError(row.place, "bad tools", f"tools: {kind_of(value)}, not a list of objects that describe tools.")
+        raise RowError(row.place, "bad tools", f"tools: {shown(value)}, not a list of objects that describe tools.")
     return tuple(_clean_within(value, row, "tools"))
 
 
-def messages_of(value: Any, row: SourceRow, key: str, first: str = "user") -> tuple[Message, ...]:
+def messages_of(
+    value: Any, row: SourceRow, key: str, first: str = "user", allowed: str = "a text or a list of messages"
+) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise RowError(row.place, "wrong type", f"{key}: {kind_of(value)}, not a text or a list of messages.")
+        raise RowError(row.place, "wrong type", f"{key}: {shown(value)}, not {allowed}.")
     if not value:
         raise RowError(row.place, "no messages", f"{key} is an empty list of messages.")
     messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
@@ -192,10 +213,35 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
         raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
     is_plain = len(item) == 2 and "content" in item
     more = {} if is_plain else {key: _clean_within(item[key], row, f"{where}.{key}") for key in MORE if item.get(key)}
+    if "tool_calls" in more:
+        check_calls(more["tool_calls"], row, f"{where}.tool_calls")
+    for key in REASONING:
+        if not isinstance(more.get(key, ""), str):
+            raise RowError(row.place, "wrong type", f"{where}.{key}: {shown(more[key])}, not a text.")
     if "tool_calls" in more and item.get("content") is None:
         return Message(role, "", more)
     content = field_of(item, "content", row, f"{where}.")
     return Message(role, _clean(_text(content, row, f"{where}.content"), row, f"{where}.content"), more)
+
+
+def check_calls(calls: Any, row: SourceRow, where: str) -> None:
+    """Each has a name, and arguments that are an object, the JSON text of one, or none."""
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise RowError(row.place, "bad tool call", f"{where}: {shown(calls)}, not a list of calls.")
+    for i, call in enumerate(calls):
+        function = call.get("function", call)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RowError(row.place, "bad tool call", f"{where}[{i}]: it names no function.")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.strip():
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise RowError(row.place, "bad tool call", f"{where}[{i}]: its arguments are no JSON.") from None
+        if arguments and not isinstance(arguments, Mapping):
+            message = f"{where}[{i}]: its arguments are {shown(arguments)}, not an object."
+            raise RowError(row.place, "bad tool call", message)
 
 
 def _text(content: Any, row: SourceRow, where: str) -> str:
@@ -212,6 +258,11 @@ def _text(content: Any, row: SourceRow, where: str) -> str:
             raise RowError(row.place, "not a text part", f"{where}[{i}]: only parts of type text can be trained on.")
         texts.append(text)
     return "".join(texts)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: a number itself, anything longer by its kind."""
+    return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else kind_of(value)
 
 
 def _clean(text: str, row: SourceRow, key: str) -> str:
@@ -247,7 +298,7 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
     if value is None:
         return None
     try:
-        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+        if not isinstance(value, bool) and isinstance(value, int | float | Decimal) and math.isfinite(value):
             return float(value)
     except OverflowError:  # an integer beyond every float
         pass

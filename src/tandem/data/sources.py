@@ -93,7 +93,9 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
             return raw.tell() / size
 
         try:
-            opening = file.peek(64)
+            opening = file.peek(512)
+            if opening[257:262] == b"ustar":
+                raise DataError(f"{path}: a tar archive, which is not read. Unpack it.")
             if (table := _kind_of_table(opening, path)) is not None:
                 unpacked = nullcontext(path) if file is raw else _unpacked(file)
                 with unpacked as place:
@@ -196,9 +198,18 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
                 place = f"{path}:{reader.line_num}"
                 yield reader.line_num, RowError(place, "wrong number of fields", message), 0
             else:
-                yield reader.line_num, _with_numbers(value), sum(map(len, texts))
+                yield reader.line_num, _with_numbers(_with_messages(value)), sum(map(len, texts))
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num + 1}: malformed csv in the row from here: {error}.") from None
+
+
+def _with_messages(value: dict[str, Any]) -> dict[str, Any]:
+    """Lists of messages, which a table of texts can hold as JSON alone."""
+    for name, text in value.items():
+        if text and text.startswith("[{") and '"role"' in text:
+            with suppress(ValueError, RecursionError):
+                value[name] = json.loads(text)
+    return value
 
 
 def _with_numbers(value: dict[str, Any]) -> dict[str, Any]:

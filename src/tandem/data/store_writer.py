@@ -37,6 +37,7 @@ ROW_SECONDS = 30.0
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
+NO_SYSTEM = "system turns that the chat template leaves out"
 NOTHING = np.zeros(0, np.int32)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -284,10 +285,29 @@ def _notes(preference: Preference, rendered: Rendered, pairing: str) -> Iterator
         yield "pairs of identical completions, left out"
     if any(said not in text for said in _reasoning(preference)):
         yield "reasoning that the chat template leaves out"
+    if SHIELD not in text:
+        yield from _left_out(preference, rendered, text)
     if CONTROL.search(text):
         yield "control characters in the text"
     if SHIELD in text:
         yield "special tokens spelled in a message, encoded as plain text"
+
+
+def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator[str]:
+    """What a chat template does not write, and what it has the model learn that nobody said."""
+    turns = preference.prompt if not isinstance(preference.prompt, str) else ()
+    lost = {message.role for message in turns if message.content.strip() not in text}
+    if "system" in lost:
+        yield NO_SYSTEM
+    if lost - {"system"}:
+        yield "turns of the prompt that the chat template leaves out"
+    names = [str(tool.get("function", tool).get("name", "")) for tool in preference.tools]
+    if any(name not in text for name in names):
+        yield "tools that the chat template leaves out"
+    for completion, parts in zip(preference.completions, rendered.completions, strict=True):
+        if isinstance(completion.answer, str) and not parts[0].text.lstrip().startswith(completion.answer.strip()[:20]):
+            yield "answers before which the chat template writes more, which is scored"
+            return
 
 
 def _reasoning(preference: Preference) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, TemplateError, meta
 
 from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data.chat import MARK, ChatTemplate, Conversation
@@ -271,7 +272,23 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
         raise ConfigError(
             f"policy.tokenizer.chat_template = {given!r}: give default, null (raw text), or a file ending in .jinja."
         )
+    _check_values(source, config.chat_template_kwargs)
     return Template(tokenizer, source, config.chat_template_kwargs)
+
+
+def _check_values(source: str | None, given: dict[str, Any]) -> None:
+    """A value that the template never looks at would be ignored without a word."""
+    if not given:
+        return
+    try:
+        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source or ""))
+    except TemplateError:  # what transformers adds to Jinja is not known here
+        return
+    if unread := sorted(given.keys() - read):
+        raise ConfigError(
+            f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template reads no such value. It reads "
+            f"{', '.join(sorted(read))}."
+        )
 
 
 def _as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.preference import Preference
+from tandem.data.preference import Preference, empty_completion, says_nothing
 from tandem.data.shield import SHIELD, pieces
 from tandem.data.sources import RowError
 from tandem.data.spm import SentencePiece
@@ -96,6 +96,8 @@ def _compared(preference: Preference, pairing: str) -> Preference:
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
+    if any(says_nothing(preference.completions[number].answer) for number in needed):
+        raise empty_completion(preference.place)
     return replace(preference, completions=tuple(preference.completions[number] for number in needed))
 
 
@@ -160,7 +162,8 @@ def _checked(
     if not len(prompt):
         return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
     if not pairs:
-        return RowError(place, "equal completions", "the completions are identical as tokens.", kind="filtered")
+        which = "the completions" if len(completions) == 2 else "the completions of every pair"
+        return RowError(place, "equal completions", f"{which} are identical as tokens.", kind="filtered")
     return TokenizedPreference(
         prompt,
         completions,

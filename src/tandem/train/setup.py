@@ -60,8 +60,9 @@ class Setup:
     def checkpoint_dir(self, run: Path) -> Path:
         """Of a run: inside it, unless a place of their own is given beside run.dir."""
         given = self.config.checkpointing.checkpoint_dir
-        apart = given is not None and self.config.run.dir is not None and Path(given).resolve() != run.resolve()
-        return Path(given) if apart else run / "checkpoints"
+        if given is None or self.config.run.dir is None or Path(given).resolve() == run.resolve():
+            return run / "checkpoints"
+        return Path(given)
 
     def packers(self) -> dict[str, Packer]:
         """The training set and every validation set, by split."""

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import tarfile
 import zipfile
 
 import pyarrow as pa
@@ -121,6 +122,21 @@ def test_every_kind_of_file_gives_the_rows_that_were_written(values, name, writt
 @pytest.mark.parametrize("name", ["pairs.csv", "pairs.CSV"])
 def test_a_csv_file_gives_the_texts_that_were_written(values, name):
     assert values(name, as_csv(TEXTS)) == TEXTS
+
+
+def test_messages_stand_in_a_csv_file_as_json(values):
+    asked = [{"role": "user", "content": "Why?"}]
+    rows = [{"prompt": json.dumps(asked), "chosen": '[{"role"', "rejected": "[{}]"}]
+    assert values("pairs.csv", as_csv(rows)) == [{**rows[0], "prompt": asked}]
+
+
+def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
+    (tmp_path / "inside.jsonl").write_bytes(jsonl(TEXTS))
+    for name, mode in (("pairs.tar.gz", "w:gz"), ("pairs.tar", "w")):
+        with tarfile.open(tmp_path / "made", mode) as archive:
+            archive.add(tmp_path / "inside.jsonl")
+        content = (tmp_path / "made").read_bytes()
+        assert refusal(name, content) == f"{name}: a tar archive, which is not read. Unpack it."
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, zstd])

@@ -183,6 +183,10 @@ def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
     assert refusal(save(tmp_path / "b", TULU, _data_files=[{"filename": "../x.arrow"}])) == (
         f"{tmp_path}/b: state.json names files outside of the folder."
     )
+    (save(tmp_path / "c", TULU) / "data-00000-of-00001.arrow").unlink()
+    assert refusal(tmp_path / "c") == (
+        f"{tmp_path}/c: state.json names data-00000-of-00001.arrow, which is not there. Save the dataset again."
+    )
     (tmp_path / "b/state.json").write_text("{", encoding="utf-8")
     assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a whole folder of datasets' save_to_disk (")
 

@@ -82,17 +82,17 @@ BAD = {
     "HelpSteer3: text": (
         {"overall_preference": "-1"},
         "wrong type",
-        "overall_preference: a text, not a whole number.",
+        "overall_preference: '-1', not a whole number.",
     ),
     "HelpSteer3: fraction": (
         {"overall_preference": 0.5},
         "wrong type",
-        "overall_preference: a number, not a whole number.",
+        "overall_preference: 0.5, not a whole number.",
     ),
     "HelpSteer3: truth": (
         {"overall_preference": True},
         "wrong type",
-        "overall_preference: true or false, not a whole number.",
+        "overall_preference: True, not a whole number.",
     ),
     "aligner: text": ({"chosen_reward": "2"}, "bad score", "chosen_reward: '2' is not a finite number."),
     "aligner: NaN": (
@@ -113,7 +113,7 @@ BAD = {
     "scored: no score": (
         {"completions": [{"completion": "yes", "score": 2}, {"completion": "no"}]},
         "missing key",
-        "no key completions[1].score (or reward).",
+        "completions[1] has no score (or reward).",
     ),
     "scored: infinite": (
         {"completions": [{"completion": "yes", "reward": float("inf")}, {"completion": "no"}]},
@@ -161,10 +161,10 @@ BAD = {
     "sharegpt: two system texts": (
         {"system": "Be kind.", "conversations": [turn("system", "Be brief."), turn("human", "Hi")]},
         "late system turn",
-        "conversations[0]: a system turn beside the key system.",
+        "a system turn in the prompt, beside the key system. Remove one.",
     ),
-    "sharegpt: number as system": ({"system": 3}, "wrong type", "system[0].content: a number, not a text."),
-    "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system[0].content: {S}"),
+    "sharegpt: number as system": ({"system": 3}, "wrong type", "system: 3, not a text."),
+    "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system: {S}"),
     "sharegpt: text as answer": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a turn with from and value."),
     "sharegpt: answer by the user": (
         {"rejected": turn("human", "no")},
@@ -188,7 +188,7 @@ BAD = {
     "alpaca_pair: number": (
         {"output": ["yes", 3]},
         "wrong type",
-        "output[1]: a number, not a text or a list of messages.",
+        "output[1]: 3, not a text or a list of messages.",
     ),
     "question_responses: blank": ({"question": ""}, "empty prompt", "question is empty."),
     "dialogue_text: no answer": (
@@ -229,7 +229,7 @@ BAD = {
 }
 for name in ("Tulu3Preference", "implicit_prompt"):
     BAD |= {
-        f"{name}: text": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a text or a list of messages."),
+        f"{name}: text": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a list of messages."),
         f"{name}: none": ({"rejected": []}, "no messages", "rejected is an empty list of messages."),
         f"{name}: answer only": (
             {"chosen": [YES], "rejected": [NO]},

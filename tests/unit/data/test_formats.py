@@ -231,3 +231,37 @@ def test_conversations_beside_a_prompt_are_read_as_conversations():
     name, _ = detect_format(whole, DatasetFields())
     assert name == "implicit_prompt"
     assert FORMATS[name].read(whole, DatasetFields()).prompt == (Message("user", "Hi"),)
+
+
+def test_completions_of_several_messages_beside_a_prompt_are_answers():
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    several = [calls, said("tool", "four"), said("assistant", "four.")]
+    for chosen, rejected in ((several, several), (several, "no"), ("yes", several)):
+        assert detect_format(pair(chosen=chosen, rejected=rejected), KEYS)[0] == "BinaryPreferenceDataset"
+    whole = [said("user", "Hi"), said("assistant", "yes")]
+    assert detect_format(pair(chosen=whole, rejected=whole), KEYS)[0] == "implicit_prompt"
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [ASKED]])
+def test_a_system_text_beside_the_prompt_is_its_first_turn(prompt):
+    found = FORMATS["BinaryPreferenceDataset"].read(pair(prompt=prompt, system="Be kind."), KEYS)
+    assert found.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
+    assert FORMATS["BinaryPreferenceDataset"].read(pair(system=""), KEYS).prompt == "Hi"
+
+
+def test_a_dialogue_that_ends_with_the_human_is_refused():
+    dialogue = {**GOOD["dialogue_text"], "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c"}
+    assert refusal(FORMATS["dialogue_text"].read, row(dialogue)) == (
+        "bad",
+        "wrong roles",
+        "chosen ends in a 'Human:' turn; it must end in an 'Assistant:' turn.",
+    )
+
+
+@pytest.mark.parametrize("content", ["", "  ", []])
+def test_a_prompt_whose_last_turn_says_nothing_is_refused(content):
+    assert refusal(FORMATS["BinaryPreferenceDataset"].read, pair(prompt=[said("user", content)])) == (
+        "bad",
+        "empty prompt",
+        "prompt[0]: the user's turn is empty.",
+    )

@@ -88,9 +88,9 @@ BAD_PAIRS = {
     "number as completion": (
         {"chosen": 3},
         "wrong type",
-        "chosen: a number, not a text or a list of messages.",
+        "chosen: 3, not a text or a list of messages.",
     ),
-    "number as prompt": ({"prompt": 3}, "wrong type", "prompt: a number, not a text or a list of messages."),
+    "number as prompt": ({"prompt": 3}, "wrong type", "prompt: 3, not a text or a list of messages."),
     "object as prompt": (
         {"prompt": said("user", "Hi")},
         "wrong type",

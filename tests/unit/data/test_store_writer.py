@@ -481,3 +481,30 @@ def test_reasoning_that_the_template_leaves_out_is_counted(source):
         letter_tokenizer(), CHAT.replace("message.content", "(message.reasoning_content or '') + message.content"), {}
     )
     assert opened(source, template=thinking).notes == {}
+
+
+def test_what_the_template_leaves_out_or_adds_is_counted(source):
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    again = [
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "so"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    write(source, pair(asked), pair(again), {**pair("why"), "tools": tools})
+    assert opened(source, template=CHATTING).notes == {"tools that the chat template leaves out": 1}
+    last = "{% set message = messages[-1] if messages[-1].role == 'user' else messages[-2] %}{{ message.content }}<end>"
+    answer = "{% if messages[-1].role == 'assistant' %}{{ 'assistant:' + messages[-1].content }}<end>{% endif %}"
+    assert opened(source, template=Template(letter_tokenizer(), last + answer, {})).notes == {
+        "system turns that the chat template leaves out": 1,
+        "turns of the prompt that the chat template leaves out": 1,
+        "tools that the chat template leaves out": 1,
+        "answers before which the chat template writes more, which is scored": 3,
+    }
+
+
+def test_an_empty_completion_that_no_pair_needs_costs_nothing(source):
+    answers = [{"completion": text, "score": score} for text, score in (("a", 3), (" ", 2), ("b", 1))]
+    write(source, {"prompt": "hi", "completions": answers}, {"prompt": "so", "completions": answers[::2]})
+    assert (len(opened(source)), opened(source).counts.filtered) == (2, {})
+    assert opened(source, pairing="all").counts.filtered == {"empty completion": 1}

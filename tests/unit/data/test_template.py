@@ -69,6 +69,17 @@ def test_a_template_that_ends_in_eos_gets_no_second():
     assert with_template(ending).render(PAIR) == Rendered("hi</s>", texts("yes</s>", "no</s>"), adds_bos=False)
 
 
+def test_a_value_that_the_template_does_not_read_is_refused():
+    tokenizer = letter_tokenizer(chat_template=CHAT + "{{ date if thinking else '' }}")
+    make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"date": "today", "thinking": False}))
+    with pytest.raises(ConfigError) as caught:
+        make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"thinkin": False}))
+    assert str(caught.value) == (
+        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template reads no such value. It reads "
+        "add_generation_prompt, date, messages, thinking."
+    )
+
+
 def test_kwargs_reach_the_template():
     template = with_template("{{ mood }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", mood="calm")
     assert template.render(PAIR).prompt == "calmhi</s>"

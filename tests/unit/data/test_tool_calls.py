@@ -39,9 +39,36 @@ def test_arguments_are_written_as_json_once_whichever_way_the_data_has_them(sour
     assert written(source, arguments) == ' call add {"c": "d"}<end>'
 
 
-def test_a_text_that_is_no_object_is_left_to_the_template():
-    assert written(AS_JSON, "c, d") == ' call add "c, d"<end>'
-    assert written(AS_JSON, "[3]") == ' call add "[3]"<end>'
+@pytest.mark.parametrize(
+    ("tool_calls", "message"),
+    [
+        ("foo", "chosen[0].tool_calls: a text, not a list of calls."),
+        ([3], "chosen[0].tool_calls: a list, not a list of calls."),
+        ([{"function": {"arguments": {}}}], "chosen[0].tool_calls[0]: it names no function."),
+        ([{"function": "add"}], "chosen[0].tool_calls[0]: it names no function."),
+        ([{"name": "add", "arguments": "c, d"}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
+        ([{"name": "add", "arguments": '{"c": '}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
+        ([{"name": "add", "arguments": "[3]"}], "chosen[0].tool_calls[0]: its arguments are a list, not an object."),
+        ([{"name": "add", "arguments": 3}], "chosen[0].tool_calls[0]: its arguments are 3, not an object."),
+    ],
+)
+def test_a_malformed_call_is_refused_with_its_place(tool_calls, message):
+    answer = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    with pytest.raises(RowError) as caught:
+        read(chosen=[answer])
+    assert (caught.value.reason, caught.value.message) == ("bad tool call", message)
+
+
+@pytest.mark.parametrize("arguments", [{}, None, "", "{}"])
+def test_a_call_may_have_no_arguments(arguments):
+    call = {"function": {"name": "add"} if arguments is None else {"name": "add", "arguments": arguments}}
+    read(chosen=[{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_reasoning_is_a_text():
+    with pytest.raises(RowError) as caught:
+        read(chosen=[{"role": "assistant", "content": "yes", "reasoning_content": 3}])
+    assert caught.value.message == "chosen[0].reasoning_content: 3, not a text."
 
 
 def test_what_is_said_beside_a_call_is_kept():

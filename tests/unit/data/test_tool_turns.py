@@ -82,7 +82,7 @@ def test_a_template_that_does_not_end_turns_leads_on_and_only_the_last_gets_eos(
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     forgetful = Template(TOKENIZER, TOOLS.replace("m.content }}", "(m.content if loop.last else '') }}", 1), {})
     with pytest.raises(RowError) as caught:
-        forgetful.render(read(prompt=[said("user", "")], chosen=four("so"), rejected="no"))
+        forgetful.render(read(prompt=[said("user", "hi")], chosen=four("so"), rejected="no"))
     assert caught.value.reason == "prompt is no prefix"
 
 
@@ -125,7 +125,7 @@ def test_no_tools_are_none(none):
         ({"name": "add"}, "tools: an object, not a list of objects that describe tools."),
         ('{"name": "add"}', "tools: an object, not a list of objects that describe tools."),
         (["add"], "tools: a list, not a list of objects that describe tools."),
-        (7, "tools: a number, not a list of objects that describe tools."),
+        (7, "tools: 7, not a list of objects that describe tools."),
     ],
 )
 def test_tools_that_are_none_are_refused(tools, message):

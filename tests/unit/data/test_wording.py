@@ -167,8 +167,16 @@ def test_a_prompt_file_serves_raw_text_too(opened, files):
 
 
 def test_a_system_turn_needs_a_template(opened, files):
-    with pytest.raises(DataError, match="the prompt is a list of messages, but there is no chat template"):
+    with pytest.raises(
+        DataError, match=r"system_prompt_file = \S+, but there is no chat template to write a system turn with"
+    ):
         opened(files(system_prompt_file="be kind"), None)
+
+
+def test_a_system_turn_that_the_template_leaves_out_is_refused(opened, files):
+    deaf = CHAT.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}")
+    with pytest.raises(DataError, match=r"system_prompt_file = \S+, but the chat template leaves system turns out"):
+        opened(files(system_prompt_file="be kind"), deaf)
 
 
 def test_a_set_is_tokenised_anew_when_a_files_text_changes_and_only_then(opened, files):
