@@ -9,15 +9,20 @@ class Checkpointing(Section):
     """When the run saves itself, and what is kept."""
 
     enabled: bool = Field(default=True, description="save checkpoints")
-    checkpoint_dir: str | None = Field(default=None, description="where they are; null: {run.dir}/checkpoints")
+    checkpoint_dir: str | None = Field(
+        default=None,
+        description="where they are; null: {run.dir}/checkpoints; given without run.dir: the run's directory",
+    )
     save_period: Positive = Field(default=50, description="steps between checkpoints; the last step is always saved")
     keep_top_k: Positive = Field(default=3, description="checkpoints kept, by metric_name; the latest is kept too")
     metric_name: str | None = Field(
         default=None,
-        description="what ranks them, such as validation-default_accuracy or train:loss; null: the loss of the first "
-        "validation set, without one their age",
+        description="what ranks them, by the latest validation at or before each: validation-default_loss, val_loss (of the first "
+        "set), train:loss; null: the loss of the first validation set, without one their age",
     )
-    higher_is_better: bool = Field(default=False, description="of metric_name")
+    higher_is_better: bool = Field(
+        default=False, description="of metric_name; must be true of accuracies and margins, false of losses"
+    )
     save_optimizer: bool = Field(default=True, description="false: smaller checkpoints, from which no run can go on")
     checkpoint_must_save_by: str | None = Field(
         default=None, description="DD:HH:MM:SS after the start by which the run has saved and stopped; null: no limit"
