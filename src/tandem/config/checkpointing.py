@@ -17,8 +17,8 @@ class Checkpointing(Section):
     keep_top_k: Positive = Field(default=3, description="checkpoints kept, by metric_name; the latest is kept too")
     metric_name: str | None = Field(
         default=None,
-        description="what ranks them, by the latest validation at or before each: validation-default_loss, val_loss (of the first "
-        "set), train:loss; null: the loss of the first validation set, without one their age",
+        description="what ranks them, by the latest validation at or before each: validation-default_loss, val_loss (of the "
+        "first set), train:loss; null: the loss of the first validation set, without one their age",
     )
     higher_is_better: bool = Field(
         default=False, description="of metric_name; must be true of accuracies and margins, false of losses"
