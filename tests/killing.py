@@ -65,7 +65,8 @@ class Child:
         return Ended(self.process.exitcode, self._said("out"), self._said("err"))
 
     def _said(self, stream: str) -> str:
-        return (self.folder / f"{self.process.pid}.{stream}").read_text(errors="replace")
+        file = self.folder / f"{self.process.pid}.{stream}"
+        return file.read_text(errors="replace") if file.exists() else ""  # killed before it could say anything
 
 
 def start(said: Path, arguments: list[str], **environment: str) -> Child:

@@ -115,7 +115,7 @@ def test_a_checkpoint_without_optimizer_states_is_not_said_to_go_on(tmp_path, mo
     )
 
 
-def test_what_is_ignored_stays_ignored(tmp_path, monkeypatch):
+def test_under_nohup_a_closed_terminal_is_ignored(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with signalled(monkeypatch, trainer, "train_step", 2, signal.SIGHUP):

@@ -72,8 +72,9 @@ def stopped_by_signals(
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, f"tandem: stopping: the step is {first} first.{again}\n".encode())
 
-    # What is ignored stays ignored: nohup does so with SIGHUP.
-    heard = [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    # Under nohup a closed terminal is to be ignored.
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    heard = [one for one in SIGNALS if one not in ignored]
     before = {one: signal.signal(one, asked) for one in heard}
     try:
         yield

@@ -78,10 +78,15 @@ def _accuracy_flat(course: Sequence[Record], loss: PreferenceLoss) -> str | None
     if (known := _guess_and_error(course)) is None or abs(last["accuracy"] - known[0]) >= known[1]:
         return None
     guess, error = known
+    far = last.get("kl_per_token", 0.0)
+    way_out = (
+        f"The policy moved all the same, {far:.2f} nats a token from the reference: try a smaller policy.optimizer.kwargs.lr."
+        if far > FAR
+        else "Train longer or with a greater policy.optimizer.kwargs.lr; if it stays, read the pairs that --per-pair FILE writes."
+    )
     return (
         f"accuracy is flat: {last['accuracy']:.3f} over {last['num_pairs']:,} pairs, where {guess + error:.3f} would stand out "
-        f"from {guess:.3f}. Train longer or with a greater policy.optimizer.kwargs.lr; if it stays, read the pairs that "
-        "--per-pair FILE writes."
+        f"from {guess:.3f}. {way_out}"
     )
 
 

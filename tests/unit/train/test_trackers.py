@@ -130,6 +130,21 @@ def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monke
     assert warned == ["5000 of 5000 records did not reach wandb; metrics.jsonl has them all."]
 
 
+def test_one_that_does_not_answer_is_told_of_while_the_run_goes_on(monkeypatch, tmp_path):
+    put_in_front(monkeypatch, tmp_path / "p", log=FOR_EVER)
+    monkeypatch.setattr(feeding, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(feeding, "SLOW_SECONDS", 0.2)
+    warned = Said()
+    feed = feed_of(tmp_path, warned)
+    with within(30):
+        while not warned:
+            feed.put(1, {"a": 0.5})
+            time.sleep(0.05)
+        feed.put(2, {"a": 0.5})
+    assert warned == ["wandb: no answer for 0.2 seconds. The run goes on; metrics.jsonl has everything."]
+    feed.close()
+
+
 def test_one_that_hangs_over_its_end_alone_is_said_to_be_cut_off(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", finish=FOR_EVER)
     warned = Said()

@@ -41,6 +41,10 @@ def test_accuracy_is_flat_within_two_standard_errors_of_guessing():
     assert text.startswith(
         "accuracy is flat: 0.590 over 100 pairs, where 0.600 would stand out from 0.500. Train longer"
     )
+    # a greater rate is no advice where the policy has run away
+    assert found(course({}, {"accuracy": 0.59, "kl_per_token": 1.5}))["accuracy_flat"].endswith(
+        "The policy moved all the same, 1.50 nats a token from the reference: try a smaller policy.optimizer.kwargs.lr."
+    )
     # more pairs, less noise
     assert "accuracy_flat" not in found(course({}, {"accuracy": 0.59, "num_pairs": 200}))
 
@@ -165,3 +169,7 @@ def test_a_metric_that_some_steps_lack_is_judged_by_none():
     steps = [step | {"step": step["step"] + 1, "margin_length_correlation": 0.9} for step in steps]
     assert "length_learnt" in found(steps)
     assert "length_learnt" not in found([*steps, {**steps[-1], "step": 50, "margin_length_correlation": None}])
+
+
+def test_one_validation_is_no_development():
+    assert "->" not in next(iter(found(course({"accuracy": 0.9, "step": 4})).values()))

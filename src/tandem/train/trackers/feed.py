@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from tandem.train.trackers.adapters import Metrics, Opening
 from tandem.train.trackers.child import CLOSE_SECONDS
 
 QUEUE_RECORDS = 1000
+SLOW_SECONDS = 30.0
 # -P: a folder `wandb` in the working directory is not the package.
 CHILD = (sys.executable, "-P", "-m", "tandem.train.trackers.child")
 
@@ -47,6 +49,8 @@ class Feed:
         self._left = list(trackers)
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._num_put = self._num_delivered = 0
+        self._asked_at: float | None = None  # of what has not been answered yet
+        self._said_slow = False
         self._killed = False
         log = Path(opening.log_dir) / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +74,13 @@ class Feed:
         if not self._left:  # said already
             return
         self._num_put += 1
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS and not self._said_slow:
+            self._said_slow = True
+            names = ", ".join(self._left)
+            self._warn(
+                f"{names}: no answer for {SLOW_SECONDS:g} seconds. The run goes on; metrics.jsonl has everything."
+            )
         if self._queue.qsize() < QUEUE_RECORDS:
             self._queue.put({"step": step, "metrics": metrics})
 
@@ -109,14 +120,16 @@ class Feed:
             self._process.wait()
 
     def _ask(self, message: dict[str, Any], stdin: IO[str], stdout: IO[str]) -> None:
+        self._asked_at = time.monotonic()
         stdin.write(json.dumps(message) + "\n")
         stdin.flush()
         line = stdout.readline()
+        self._asked_at = None
         if not line:
             raise OSError(f"exit code {self._process.wait()}")
         answer = json.loads(line)
         if answer["place"]:
             self._say(f"Tracked by {message['tracker']}: {answer['place']}")
         for name, reason in answer["failed"].items():
-            self._warn(f"{name} is switched off: {reason}. The run goes on; metrics.jsonl has everything.")
+            self._warn(f"{name} is switched off: {reason.rstrip('.')}. The run goes on; metrics.jsonl has everything.")
             self._left.remove(name)
