@@ -27,6 +27,8 @@ VISIBLE = str.maketrans(
     | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
     | {"\n": "⏎\n", "\t": "⇥\t"}
 )
+LONGEST_CHARACTER = 4  # bytes, and so tokens at most
+SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tandem inspect</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -161,9 +163,26 @@ def _completion(preference: TokenizedPreference, number: int, tokenizer: Any) ->
 def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token]:
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     special = added | set(tokenizer.all_special_ids)
+    texts = _texts([int(id) for id in ids], tokenizer)
     return [
-        Token(int(id), tokenizer.decode([int(id)]), start + i, int(id) in special, scored) for i, id in enumerate(ids)
+        Token(int(id), text, start + i, int(id) in special, scored)
+        for i, (id, text) in enumerate(zip(ids, texts, strict=True))
     ]
+
+
+def _texts(ids: list[int], tokenizer: Any) -> list[str]:
+    """The text of each token. A character split over several stands at the last of them: "", "", "\N{UNICORN FACE}"."""
+    texts: list[str] = []
+    held: list[int] = []
+    for id in ids:
+        held.append(id)
+        text = tokenizer.decode(held)
+        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(held) < LONGEST_CHARACTER
+        texts.append("" if is_part else text)
+        held = held if is_part else []
+    if held:
+        texts[-1] = tokenizer.decode(held)
+    return texts
 
 
 def _tokens_in_words(tokens: list[Token]) -> str:
@@ -177,5 +196,5 @@ def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:
         style = "bold magenta" if token.special else shade if i % 2 else f"{shade} on grey19"
         text.append(token.text.translate(VISIBLE), style=style)
         if positions:
-            text.append(f"{token.position} ", style="dim")
+            text.append(f"{str(token.position).translate(SUBSCRIPTS)} ", style="dim")
     return text

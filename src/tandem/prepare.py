@@ -240,7 +240,7 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
     reporter.table(columns, rows)
     reporter.say(
         f"  times padding: positions that rows padded to the longest of {PADDED_TOGETHER} sequences would compute, over "
-        "those computed in packs"
+        "those computed in packs; fill: of rows as they are, which may be shorter than a pack"
     )
 
 

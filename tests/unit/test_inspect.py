@@ -84,6 +84,14 @@ def test_nothing_in_the_data_is_obeyed_by_the_terminal(tmp_path, capsys):
     assert not any(sign in shown for sign in "\x1b\x07\x9b\r")
 
 
+def test_a_character_of_several_tokens_is_shown_whole(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "naïve 🦄?", "chosen": "一 🦄", "rejected": "a \ufffd b"}) + "\n")
+    found = inspected(path)
+    assert "naïve 🦄?" in texts(found.prompt)
+    assert [texts(one) for one in found.completions] == ["一 🦄<|im_end|>", "a \ufffd b<|im_end|>"]
+
+
 def test_that_there_is_no_template_is_said(file, capsys):
     show(inspected(file, None, "policy.tokenizer.chat_template=null"), Console(), positions=False)
     assert "No chat template: the texts are taken as they are." in capsys.readouterr().out

@@ -43,6 +43,8 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
         _refuse_prepared(path)
         files = _saved(path, given) if _is_saved(path) else _of_folder(path, given)
         return [SourceFile(file, str(file)) for file in files]
+    if path.exists():
+        raise DataError(f"{data_path}: neither a file nor a folder, but a pipe or a device. Write its rows to a file.")
     if is_hub_name(data_path):
         found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
         return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]

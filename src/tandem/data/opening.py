@@ -25,6 +25,7 @@ BYTES_PER_WORKER = 512 * 1024
 NOT_JSON = (
     "It is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
 )
+IS_ARRAY = "Is it one JSON array? Such a file is named .json."
 PREPARE_AGAIN = "Prepare it again, with tandem prepare."
 
 
@@ -198,7 +199,7 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
     if bad == counts.rows:
-        unlike = "" if set(counts.bad) != {"malformed JSON"} else f"\n{NOT_JSON}"
+        unlike = {("malformed JSON",): f"\n{NOT_JSON}", ("not an object",): f"\n{IS_ARRAY}"}.get(tuple(counts.bad), "")
         raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
     if bad and data.on_bad_row == "error":
         raise DataError(

@@ -16,7 +16,7 @@ from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore
 from tandem.data.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 
 # Where a format that is named after a published set is found, unless a path is given.
 PUBLISHED = {
@@ -59,8 +59,11 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         given = _with_path(given, split)
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
-        with bar(f"Tokenising {split}", BAR_STEPS) as advance:
-            return open_store(path, given, template, config.data, length, _steps(advance))
+        try:
+            with bar(f"Tokenising {split}", BAR_STEPS) as advance:
+                return open_store(path, given, template, config.data, length, _steps(advance))
+        except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
+            raise DataError(str(error).replace("data.train.", f"{_key_of(split)}.")) from None
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
@@ -97,6 +100,12 @@ def _joined(
     )
     held_out: dict[str, Preferences] = {"default": Selection(stores, np.flatnonzero(held))} if share else {}
     return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
+
+
+def _key_of(split: str) -> str:
+    """Where a set is configured."""
+    name = split.removeprefix("validation-")
+    return "data.train" if name == split else "data.validation" if name == "default" else f"data.val_data_paths.{name}"
 
 
 def _with_path(given: DatasetFields, split: str) -> DatasetFields:

@@ -76,6 +76,8 @@ class Setup:
         c, dpo = self.config, self.config.dpo
         total = sum(self.batches.num_pairs_of(epoch) for epoch in range(dpo.max_num_epochs))
         averaging = {True: "per token", False: "summed"}
+        sets = c.data.training_sets
+        weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
         template = "none (raw text)" if self.template.source is None else "chat template"
         return [
             ("model", _named(c.policy.model_name, self.source.folder)),
@@ -92,6 +94,7 @@ class Setup:
                 f"{averaging[dpo.sft_average_log_probs]} in the SFT loss",
             ),
             ("pairing", c.data.pairing),
+            *([("weights of sets", weights)] if weights else []),
             ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
             ("batch", f"{c.policy.train_global_batch_size} pairs{self._in_packs()}"),
             (

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,13 @@ def refusal(path: str | Path, **given) -> str:
     with pytest.raises(DataError) as caught:
         find_files(str(path), DatasetFields(**given))
     return str(caught.value)
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal(tmp_path / "pipe") == (
+        f"{tmp_path}/pipe: neither a file nor a folder, but a pipe or a device. Write its rows to a file."
+    )
 
 
 def test_a_saved_dataset_is_its_arrow_files(tmp_path):

@@ -17,7 +17,7 @@ from tandem.data.selection import Selection, hold_out
 from tandem.data.sets import Sets, Span, open_sets
 from tandem.data.store import TokenStore
 from tandem.data.template import Template
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 
 RAW = Template(letter_tokenizer(), None, {})
 
@@ -263,6 +263,17 @@ def test_a_bar_is_opened_for_each_set_and_told_all_its_steps(here):
 
     opened("data.train=[a.jsonl,b.jsonl]", "data.validation=c.jsonl", bar=bar)
     assert list(bars) == ["Tokenising train-0", "Tokenising train-1", "Tokenising validation-default"]
+
+
+def test_what_is_said_of_a_sets_keys_names_its_own(here):
+    Path("odd.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejecte": "c"}\n')
+    for given, key in (
+        ("data.train=odd.jsonl", "data.train"),
+        ("data.validation=odd.jsonl", "data.validation"),
+        ("data.val_data_paths.w=odd.jsonl", "data.val_data_paths.w"),
+    ):
+        with pytest.raises(DataError, match=rf"{key}\.rejected_key names another"):
+            opened("data.train=a.jsonl", given)
 
 
 def test_one_field_cannot_be_two_parts_of_a_preference():
