@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
 from tandem.errors import writing
@@ -226,15 +227,14 @@ class Reporter:
             return
         if title:
             self.say(title)
-        table = Table(box=None, pad_edge=False)
-        for column in columns:
-            is_text = column in ("set", "metric", "of")
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        # On a narrow terminal lines wrap: a number that is cut says something else.
-        needed = self.console.measure(table, options=self.console.options.update(width=1000)).maximum
-        self.console.print(table, width=max(self.console.width, needed), crop=False, no_wrap=True, overflow="ignore")
+        widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+        for cells in (columns, *rows):
+            padded = [
+                cell + " " * (width - cell_len(cell)) if name in ("set", "metric", "of") else cell.rjust(width)
+                for name, cell, width in zip(columns, cells, widths, strict=True)
+            ]
+            # On a narrow terminal a line wraps: rich's own tables cut numbers, and a number that is cut says something else.
+            self.console.print(Text("  ".join(padded), "bold" if cells is columns else ""), soft_wrap=True)
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from tandem.train.report import Reporter
+from tandem.train.samples import Sample
 
 RECORD = {
     "step": 3,
@@ -73,3 +74,19 @@ def test_for_a_program_records_and_the_result_are_lines_of_json_and_warnings_sta
         {"run_dir": str(tmp_path), "final": {"train": last}},
     ]
     assert said.err == "warning: careful\n"
+
+
+def test_no_number_of_a_table_is_cut_on_a_narrow_terminal():
+    file = io.StringIO()
+    reporter = Reporter(console=Console(file=file, force_terminal=True, width=20, color_system=None))
+    reporter.table(["set", "loss", "accuracy"], [["validation-default", "0.6931", "0.5000"], ["v", "0.7", "0.25"]])
+    assert file.getvalue() == (
+        "set                   loss  accuracy\nvalidation-default  0.6931    0.5000\nv                      0.7      0.25\n"
+    )
+
+
+def test_an_answer_of_white_space_is_spelled(capsys):
+    Reporter().samples(1, [Sample("pairs.jsonl:1", "Hi", policy="\n" * 30, reference="  ")])
+    shown = capsys.readouterr().out
+    assert "    reference: '  ' (2 characters of white space)\n" in shown
+    assert shown.endswith(" (30 characters of white space)\n")
