@@ -266,7 +266,7 @@ def _one_line(text: str) -> str:
 
 def _answer(text: str) -> str:
     """What white space alone would not show is spelled."""
-    return _one_line(text) if text.strip() else f"{_one_line(repr(text[:20]))} ({len(text)} characters of white space)"
+    return _one_line(text) if text.strip() else f"{text[:20]!r} ({len(text)} characters of white space)"
 
 
 def _short(metric: str) -> str:
