@@ -1,5 +1,6 @@
 """The runs of tokens that a pack without shared prompts is made of."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,8 @@ def test_a_run_ends_with_its_row():
     # A preference that is longer than a row has one row for each sequence: 5 + 3 of filler, 7 + 1.
     assert bounds(pack(8)) == [0, 5, 8, 15, 16]
     assert bounds(pack(12), pack(12)) == [0, 5, 12, 17, 24]
+    full = replace(pack(12), tree=np.zeros((1, 12), np.int64))  # one tree, numbered alike in both rows
+    assert bounds(full, full) == [0, 12, 24]
 
 
 @pytest.mark.parametrize(("size", "longest"), [(1, 128), (125, 128), (126, 256), (500, 512), (509, 512), (510, 1024)])
