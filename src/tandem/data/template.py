@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data.chat import MARK, ChatTemplate, Conversation
@@ -219,6 +219,8 @@ class Template:
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, TemplateSyntaxError):
+                reason = f"line {error.lineno}: {reason}"
             raise RowError(
                 before.place,
                 "template fails",
