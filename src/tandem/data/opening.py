@@ -199,7 +199,10 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     if counts.rows == 0:
         raise DataError(f"{source}: the file holds no rows.")
     if bad == counts.rows:
-        unlike = {("malformed JSON",): f"\n{NOT_JSON}", ("not an object",): f"\n{IS_ARRAY}"}.get(tuple(counts.bad), "")
+        (only, *others) = counts.bad
+        unlike = (
+            {"malformed JSON": f"\n{NOT_JSON}", "not an object": f"\n{IS_ARRAY}"}.get(only, "") if not others else ""
+        )
         raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
     if bad and data.on_bad_row == "error":
         raise DataError(
