@@ -418,3 +418,8 @@ def test_a_writer_that_fails_half_way_leaves_nothing(source, cache, monkeypatch)
             opened(source)
     assert list(cache.iterdir()) == []
     assert len(opened(source)) == 1
+
+
+def test_an_array_named_for_lines_is_told_what_it_should_be_named(source):
+    source.write_text(json.dumps([pair()]))
+    assert refusal(source, Data()).endswith("Is it one JSON array? Such a file is named .json.")
