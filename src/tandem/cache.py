@@ -120,6 +120,11 @@ def published(folder: Path, what: str) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a run saved itself there, which makes it neither a run nor a model."""
+    return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
+
+
 def remove_leftovers(folder: Path, *names: str) -> None:
     """What a killed process was still writing under these names: hidden, never read, perhaps large.
 

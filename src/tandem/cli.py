@@ -72,12 +72,13 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
+    from tandem.cache import is_checkpoint
     from tandem.config.load import load_config
 
     if resume is not None:
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
-        if (Path(resume) / "state.json").is_file() and (Path(resume) / "tensors").is_dir():
+        if is_checkpoint(Path(resume)):
             whole = Path(resume).resolve().parent.parent
             raise CheckpointError(
                 f"--resume {resume}: a checkpoint, not a run. A run goes on from its newest whole one: --resume {whole}"

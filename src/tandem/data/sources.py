@@ -21,7 +21,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from tandem.data.json_array import MAX_BYTES, DuplicateKey, decode, elements
-from tandem.errors import DataError
+from tandem.errors import DataError, full_disk
 
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
 CHUNK_RECORDS = 512
@@ -111,6 +111,8 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
                 lines = ((number, line, len(line)) for number, line in _numbered(file, path) if line.strip())
                 yield from _chunks(lines, "lines", name, share, opening, at_once)
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
+            if full_disk(error):  # where a packed table was unpacked
+                raise
             raise DataError(f"{path}: the archive is damaged or cut off ({_one_line(error)}).") from None
 
 
@@ -207,8 +209,8 @@ def _with_messages(value: dict[str, Any]) -> dict[str, Any]:
     """Lists of messages, which a table of texts can hold as JSON alone."""
     for name, text in value.items():
         if text and text.startswith("[{") and '"role"' in text:
-            with suppress(ValueError, RecursionError):
-                value[name] = json.loads(text)
+            with suppress(ValueError, RecursionError, DuplicateKey):  # else it stays the text it is
+                value[name] = decode(text)
     return value
 
 

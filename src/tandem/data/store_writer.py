@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -301,8 +301,8 @@ def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator
         yield NO_SYSTEM
     if lost - {"system"}:
         yield "turns of the prompt that the chat template leaves out"
-    names = [str(tool.get("function", tool).get("name", "")) for tool in preference.tools]
-    if any(name not in text for name in names):
+    described = [tool.get("function", tool) for tool in preference.tools]
+    if any(str(one.get("name", "")) not in text for one in described if isinstance(one, Mapping)):
         yield "tools that the chat template leaves out"
     for completion, parts in zip(preference.completions, rendered.completions, strict=True):
         if isinstance(completion.answer, str) and not parts[0].text.lstrip().startswith(completion.answer.strip()[:20]):

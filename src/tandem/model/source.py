@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cache import content_of, fingerprint
+from tandem.cache import content_of, fingerprint, is_checkpoint
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
@@ -56,8 +56,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     if not (folder / "config.json").is_file():
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
-        is_checkpoint = (folder / "state.json").is_file() and (folder / "tensors").is_dir()
-        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint else hint
+        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
         raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
     described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):

@@ -1,6 +1,7 @@
 """Which directory a run has: a new one, or one to go on with. One process at a time may hold it."""
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,8 @@ def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
     if stored is None or _differences(stored, loaded):
         return None
     old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
-    changed = [f"{key}={new.get(key)}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    changed = [f"{key}={new[key] if isinstance(new.get(key), str) else json.dumps(new.get(key))}" for key in keys]
     return (
         f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To go on with "
         f"it: tandem train --resume {elder} {' '.join(changed)}"

@@ -491,7 +491,7 @@ def test_what_the_template_leaves_out_or_adds_is_counted(source):
         {"role": "user", "content": "so"},
     ]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    write(source, pair(asked), pair(again), {**pair("why"), "tools": tools})
+    write(source, pair(asked), pair(again), {**pair("why"), "tools": [*tools, {"function": "odd"}]})
     assert opened(source, template=CHATTING).notes == {"tools that the chat template leaves out": 1}
     last = "{% set message = messages[-1] if messages[-1].role == 'user' else messages[-2] %}{{ message.content }}<end>"
     answer = "{% if messages[-1].role == 'assistant' %}{{ 'assistant:' + messages[-1].content }}<end>{% endif %}"
