@@ -1,12 +1,13 @@
 """Times the way from a file of pairs to tokens: tandem, TRL's dataset preparation, and bare `tokenizers` encoding.
 
-    python benchmarks/prepare.py --tokenizer DIR --trl-python PATH [--rows 100000] [--data FILE] [--memory 1000000]
+    python benchmarks/prepare.py --tokenizer DIR --trl-python PATH [--rows 100000] [--data FILE …] [--memory 1000000]
 
 All three read the same pairs on the same cores, one after another, each in a process of its own; imports and loading
 the tokenizer are not counted, but what tandem does with it then is. TRL and tandem get as many processes as there are
 cores; bare encoding (`encode_batch` over all rendered texts, kept in memory) uses its own threads.
+Several files of `--data` are several sets of one run, read one after another in the same process.
 `--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
-A file of `--data` whose keys TRL does not know is compared with bare encoding alone.
+Where TRL does not know the keys of a file, bare encoding alone is compared.
 Prints a table and, as its last line, one JSON object; exits with 1 when a target is missed.
 """
 
@@ -17,16 +18,16 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
 NUM_CORES = len(os.sched_getaffinity(0))
 
 TANDEM = """
-import sys, time
+import json, sys, time
 from pathlib import Path
 from tandem.config.datasets import Data, DatasetFields
 from tandem.config.policy import Tokenizer
@@ -38,12 +39,13 @@ cores = int(sys.argv[3])
 lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
 start = time.perf_counter()
 template = make_template(tokenizer, Tokenizer())
-store = open_store(sys.argv[1], DatasetFields(), template, lenient, 4096)
-print(time.perf_counter() - start, int(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum()))
+stores = [open_store(file, DatasetFields(), template, lenient, 4096) for file in json.loads(sys.argv[1])]
+seconds = time.perf_counter() - start
+print(seconds, int(sum(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum() for store in stores)))
 """
 
 TRL = """
-import sys, time
+import json, sys, time
 from types import SimpleNamespace
 from datasets import disable_caching, disable_progress_bars, load_dataset
 from transformers import AutoTokenizer
@@ -51,12 +53,15 @@ from trl import DPOTrainer
 disable_caching(); disable_progress_bars()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 start = time.perf_counter()
-rows = load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[4])
 this = SimpleNamespace(_tokenizer=tokenizer)
 args = SimpleNamespace(dataset_num_proc=int(sys.argv[3]), max_length=None)
-rows = DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train")
+sets = []
+for file in json.loads(sys.argv[1]):
+    rows = load_dataset("json", data_files=file, split="train", cache_dir=sys.argv[4])
+    sets.append(DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train"))
 seconds = time.perf_counter() - start
-print(seconds, sum(len(ids) for name in ("prompt_ids", "chosen_ids", "rejected_ids") for ids in rows[name]))
+names = "prompt_ids", "chosen_ids", "rejected_ids"
+print(seconds, sum(len(ids) for rows in sets for name in names for ids in rows[name]))
 """
 
 BARE = """
@@ -71,17 +76,20 @@ from tandem.data.tokenizer import load_tokenizer
 from tandem.data.wording import Wording
 tokenizer = load_tokenizer(Path(sys.argv[2]))
 template = make_template(tokenizer, Tokenizer())
-texts = []
-for row in read_rows(Path(sys.argv[1])):
-    try:
-        name, _ = detect_format(row, DatasetFields())
-        rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
-    except Exception:
-        continue
-    texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
+sets = []
+for file in json.loads(sys.argv[1]):
+    texts = []
+    for row in read_rows(Path(file)):
+        try:
+            name, _ = detect_format(row, DatasetFields())
+            rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
+        except Exception:
+            continue
+        texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
+    sets.append(texts)
 start = time.perf_counter()
-encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-print(time.perf_counter() - start, sum(len(one.ids) for one in encoded))
+sets = [tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) for texts in sets]
+print(time.perf_counter() - start, sum(len(one.ids) for encoded in sets for one in encoded))
 """
 
 
@@ -90,7 +98,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer that has a chat template")
     parser.add_argument("--trl-python", help="an interpreter that has TRL; without it TRL is left out")
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--data", help="a JSONL file to read instead of generated pairs")
+    parser.add_argument("--data", nargs="+", type=Path, help="files to read instead of generated pairs")
     parser.add_argument("--memory", type=int, default=0, metavar="ROWS", help="compare peak memory with 10,000 rows")
     parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many")
     given = parser.parse_args()
@@ -101,7 +109,7 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
-    data = Path(given.data) if given.data else generate(scratch / "pairs.jsonl", given.rows, words=90)
+    data = given.data or [generate(scratch / "pairs.jsonl", given.rows, words=90)]
     seconds, tokens, unread = {}, {}, []
     for name, python, program in (
         ("tandem", sys.executable, TANDEM),
@@ -110,7 +118,7 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
     ):
         if python is not None:
             try:
-                timed = [measure(python, program, data, given.tokenizer, scratch)[:2] for _ in range(given.repeat)]
+                timed = [measure(python, program, data, given.tokenizer, scratch) for _ in range(given.repeat)]
             except CannotRead:
                 unread.append(name)
                 continue
@@ -119,11 +127,9 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
     if "trl" in seconds:
         ratios["versus_trl"] = seconds["trl"] / seconds["tandem"]
     if given.memory:
+        short = scratch / "short.jsonl"
         peaks = [
-            measure(
-                sys.executable, TANDEM, generate(scratch / "short.jsonl", rows, words=12), given.tokenizer, scratch
-            )[2]
-            for rows in (10_000, given.memory)
+            peak_memory(generate(short, rows, words=12), given.tokenizer, scratch) for rows in (10_000, given.memory)
         ]
         ratios["memory_growth"] = peaks[1] / peaks[0]
         print(f"peak memory: {peaks[0] / 2**20:.0f} MiB at 10,000 rows, {peaks[1] / 2**20:.0f} MiB at {given.memory:,}")
@@ -138,7 +144,8 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
         print(f"{name:8}{'cannot read':>23}")
     for name, value in ratios.items():
         print(f"{name}: {value:.2f} (target {TARGETS[name]}, {'met' if met[name] else 'MISSED'})")
-    return {"rows": given.rows, "cores": NUM_CORES, "seconds": seconds, "tokens": tokens, "ratios": ratios, "met": met}
+    rows = {"files": [file.name for file in data]} if given.data else {"rows": given.rows}
+    return {**rows, "cores": NUM_CORES, "seconds": seconds, "tokens": tokens, "ratios": ratios, "met": met}
 
 
 def generate(file: Path, rows: int, words: int) -> Path:
@@ -165,29 +172,40 @@ class CannotRead(Exception):
     """A program has no way to read the pairs as they are."""
 
 
-def measure(python: str, program: str, data: Path, tokenizer: str, scratch: Path) -> tuple[float, int, int]:
-    """Seconds and tokens as the program says, and the peak memory of it and its children together."""
-    with tempfile.TemporaryDirectory(dir=scratch) as cache:
-        environment = {**os.environ, "TANDEM_CACHE": f"{cache}/tandem", "HF_HOME": f"{cache}/hf", "HF_HUB_OFFLINE": "1"}
-        command = [python, "-c", program, str(data), tokenizer, str(NUM_CORES), f"{cache}/datasets"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        peak = [0]
-        watcher = threading.Thread(target=watch, args=(process, peak))
-        watcher.start()
+def measure(python: str, program: str, data: list[Path], tokenizer: str, scratch: Path) -> tuple[float, int]:
+    """Seconds and tokens, as the program says."""
+    with started(python, program, data, tokenizer, scratch) as process:
         printed, complaints = process.communicate()
-        watcher.join()
     if process.returncode and program is TRL and "\nKeyError: " in complaints:
         raise CannotRead  # of its keys it knows prompt, chosen and rejected only
     if process.returncode:
         sys.exit(f"{complaints}\n{python} failed")
     seconds, tokens = printed.split()[-2:]
-    return float(seconds), int(tokens), peak[0]
+    return float(seconds), int(tokens)
 
 
-def watch(process: "subprocess.Popen[str]", peak: list[int]) -> None:
-    while process.poll() is None:
-        peak[0] = max(peak[0], sum(map(proportional_bytes, family(process.pid))))
-        time.sleep(0.2)
+def peak_memory(data: Path, tokenizer: str, scratch: Path) -> int:
+    """Of tandem's processes together. Looking takes time from them, so that this is not timed as well."""
+    peak = 0
+    with started(sys.executable, TANDEM, [data], tokenizer, scratch) as process:
+        while process.poll() is None:
+            peak = max(peak, sum(map(proportional_bytes, family(process.pid))))
+            time.sleep(0.2)
+    if process.returncode:
+        sys.exit(f"{sys.executable} failed")
+    return peak
+
+
+@contextmanager
+def started(
+    python: str, program: str, data: list[Path], tokenizer: str, scratch: Path
+) -> "Iterator[subprocess.Popen[str]]":
+    with tempfile.TemporaryDirectory(dir=scratch) as cache:
+        environment = {**os.environ, "TANDEM_CACHE": f"{cache}/tandem", "HF_HOME": f"{cache}/hf", "HF_HUB_OFFLINE": "1"}
+        arguments = [json.dumps([str(file) for file in data]), tokenizer, str(NUM_CORES), f"{cache}/datasets"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen([python, "-c", program, *arguments], **pipes, env=environment) as process:
+            yield process
 
 
 def family(pid: int) -> Iterator[int]:

@@ -1,53 +1,60 @@
-"""Compares the time of steps during which a checkpoint is written behind the run's back with steps of a run that saves none.
+"""Compares steps beside which a checkpoint is written with the steps of the same run before it.
 
-    python benchmarks/saving.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape qwen2.5-0.5b] --folder /tmp/saving
+    python benchmarks/saving.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape qwen2.5-1.5b] --folder /tmp/saving
 
-The twelve steps behind a save are compared, the copy off the device among them. Exits 1 when they take over 5 % longer on
-average. Its last line is one JSON object.
+The checkpoint is saved in the middle of the run; the copy off the device is within the steps behind it. Batches differ in
+length, so that seconds are compared by the token. Exits 1 when they are over 5 % more. Its last line is one JSON object.
 """
 
 import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 from made_model import SHAPES, make_model, run
 
 SETTINGS = [
     "policy.train_global_batch_size=128",
-    "dpo.max_num_steps=24",
-    "dpo.max_num_epochs=4",
+    "dpo.max_num_epochs=9",
     "dpo.val_at_start=false",
     "dpo.val_at_end=false",
     "policy.max_total_sequence_length=4096",
+    "checkpointing.keep_top_k=1",
 ]
-SAVE_PERIOD = 12  # about the steps that a checkpoint takes to write
+WARM_UP = 5  # steps not counted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-saving"))
+    parser.add_argument("--steps", type=int, default=12, help="steps that are counted, before the save and behind it")
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of the run")
     options = parser.parse_args()
+    save_at = WARM_UP + options.steps
     model = make_model(options.shape, options.tokenizer, options.folder / options.shape)
-    given = [f"policy.model_name={model}", f"data.train.data_path={options.data}", *SETTINGS]
-    saving = [f"checkpointing.save_period={SAVE_PERIOD}", "checkpointing.keep_top_k=1"]
-    _, plain = run([*given, "checkpointing.enabled=false"], options.folder / "plain")
-    _, saved = run([*given, *saving], options.folder / "saving")
-    times = {
-        name: [record["step_seconds"] for record in records[SAVE_PERIOD:]]
-        for name, records in (("plain", plain), ("saving", saved))
-    }
-    means = {name: statistics.mean(values) for name, values in times.items()}
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    ratio = means["saving"] / means["plain"]
-    for name, values in times.items():
-        print(f"{name:<7} mean {means[name]:.3f} s a step, median {medians[name]:.3f}, longest {max(values):.3f}")
-    print(f"steps while saving take {ratio - 1:+.1%} on average")
-    print(json.dumps({"means": means, "medians": medians, "ratio": ratio, "times": times}))
+    given = [f"policy.model_name={model}", f"data.train.data_path={options.data}", *SETTINGS, *options.more]
+    steps = [f"dpo.max_num_steps={save_at + options.steps}", f"checkpointing.save_period={save_at}"]
+    _, records = run([*given, *steps], options.folder / "run")
+    parts = {"before": records[WARM_UP:save_at], "beside": records[save_at:]}
+    pace = {name: mean_pace(part) for name, part in parts.items()}
+    ratio = pace["beside"] / pace["before"]
+    for name, part in parts.items():
+        seconds = [record["step_seconds"] for record in part]
+        print(
+            f"{name:<7} {1e6 * pace[name]:.2f} µs a token; a step {statistics.mean(seconds):.3f} s, longest {max(seconds):.3f}"
+        )
+    print(f"steps beside a save take {ratio - 1:+.1%}")
+    times = {name: [[r["step_seconds"], r["num_tokens"]] for r in part] for name, part in parts.items()}
+    print(json.dumps({"shape": options.shape, "pace": pace, "ratio": ratio, "times": times}))
     raise SystemExit(ratio > 1.05)
+
+
+def mean_pace(records: list[dict[str, Any]]) -> float:
+    return sum(record["step_seconds"] for record in records) / sum(record["num_tokens"] for record in records)
 
 
 if __name__ == "__main__":

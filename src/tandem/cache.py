@@ -5,9 +5,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tandem.errors import ConfigError, writing
@@ -137,13 +138,14 @@ def remove_leftovers(folder: Path, *names: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_manifest(folder: Path, **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own."""
-    files = {
-        str(path.relative_to(folder)): sha256_of(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
+def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own.
+
+    known: of files that are not worth reading again, by their names in the folder.
+    """
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    names = {str(path.relative_to(folder)): path for path in paths}
+    files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read
     text = json.dumps({**manifest, OWN: fingerprint(manifest)}, indent=1, sort_keys=True)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")

@@ -39,7 +39,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caps
     whole = short_run(tmp_path / "whole", *SAVING)
     with killed_after(5):
         short_run(tmp_path / "cut", *SAVING)
-    tensors = next((tmp_path / "cut/checkpoints/step_4/tensors").glob("*.distcp"))
+    tensors = next((tmp_path / "cut/checkpoints/step_4/tensors").glob("*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
     cut = short_run(tmp_path / "cut", *SAVING)
     assert "Falling back to an earlier checkpoint" in capsys.readouterr().out
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     write_manifest(tmp_path / "cut/checkpoints/step_2", format_version=7)
-    with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 3\."):
+    with pytest.raises(CheckpointError, match=r"step_2: written in format 7; this tandem reads format 4\."):
         short_run(tmp_path / "cut", *SAVING)
 
 

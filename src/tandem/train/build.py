@@ -121,10 +121,13 @@ class Training:
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        optimizer = self.optimizer if checkpointing.save_optimizer else None
-        tensors = state_tensors(self.policy, optimizer, self.workers.number)
-        self.saver.start(tensors, self.progress, self.fingerprints, self.config)
+        self.saver.start(self.saved_tensors(), self.progress, self.fingerprints, self.config)
         self.reporter.detail(f"saving step {self.progress.step}")
+
+    def saved_tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
+        return state_tensors(self.policy, optimizer, self.workers.number)
 
 
 def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stopping: Stopping, config: str) -> Training:
@@ -159,7 +162,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         ranking=Ranking(str(setup.tracked or ""), checkpointing.higher_is_better),
         took=partial(stopping.took, "save"),
     )
-    return Training(
+    training = Training(
         setup,
         run,
         policy,
@@ -178,6 +181,9 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         expected,
         samples,
     )
+    if checkpointing.enabled:
+        saver.reserve(training.saved_tensors())
+    return training
 
 
 def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:

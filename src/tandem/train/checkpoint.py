@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from tandem.cache import published, read_manifest, write_manifest
-from tandem.errors import CheckpointError, ToldError, full_disk
+from tandem.errors import CheckpointError, writing
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
 from tandem.train.host_copy import HostCopier, HostCopy
+from tandem.train.parts import Part, fill_parts, names_in, part_of, write_parts
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RANDOM = "random."
-# Said of every save and load by one process, which is what is meant.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Progress:
 class Snapshot:
     """A copy of everything a run goes on from; the run may change its own meanwhile."""
 
-    tensors: HostCopy
+    parts: HostCopy
     progress: Progress
     fingerprints: dict[str, str]
     config: str
@@ -70,10 +69,14 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
 
+    def reserve(self, tensors: dict[str, Any]) -> None:
+        """Get ready, behind the run's back, to save such tensors."""
+        self._copier.reserve(self._own_parts(tensors))
+
     def start(self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str) -> None:
         """Begin to write; the one before must be written, for its copy of the tensors is in the same memory."""
         assert self._writing is None
-        snapshot = Snapshot(self._copier.copy(tensors), progress, fingerprints, config)
+        snapshot = Snapshot(self._copier.copy(self._own_parts(tensors)), progress, fingerprints, config)
         self._writing = self._thread.submit(self._write, snapshot)
 
     def check(self) -> None:
@@ -88,6 +91,15 @@ class Saver:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._copier.close()
+
+    def _own_parts(self, tensors: dict[str, Any]) -> dict[str, Part]:
+        """What this worker saves: its parts, and the first also what every worker holds whole."""
+        return {
+            name: part_of(tensor)
+            for name, tensor in tensors.items()
+            if self._workers.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
+        }
 
     def _write(self, snapshot: Snapshot) -> None:
         started = time.perf_counter()
@@ -105,27 +117,24 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
         return
     with ExitStack() as stack:
         aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
-        _save_tensors(snapshot.tensors.arrived(), aside / "tensors", workers)
+        name = f"tensors/worker_{workers.number}.safetensors"
+
+        def write() -> str:
+            with writing(place):
+                (aside / "tensors").mkdir(exist_ok=True)
+                return write_parts(aside / name, snapshot.parts.arrived())
 
         def complete() -> None:
             fail_point("checkpoint.tensors")
             facts = {"progress": asdict(snapshot.progress), "fingerprints": snapshot.fingerprints}
             (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
             (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
-            write_manifest(aside, format_version=FORMAT_VERSION)
+            write_manifest(aside, digests, format_version=FORMAT_VERSION)
             stack.close()
             point(folder / "latest", place)
 
+        digests = dict(workers.gather((name, workers.agreed(write, by=True) or "")))
         workers.agreed(complete, by=workers.is_first)
-
-
-def _save_tensors(tensors: dict[str, Any], folder: Path, workers: Workers) -> None:
-    try:
-        dcp.save(tensors, checkpoint_id=folder, process_group=workers.host_group, no_dist=workers.count == 1)
-    except dcp.api.CheckpointException as error:
-        # It is raised on every worker when any fails. What failed here says it; elsewhere, another does.
-        own = error.failures.get(workers.number)
-        raise (full_disk(own[0]) or own[0]) if own else ToldError(1) from None
 
 
 def load_checkpoint(
@@ -154,16 +163,15 @@ def load_checkpoint(
                 "Put it back as it was, or start anew with --fresh."
             )
     tensors = state_tensors(policy, optimizer, workers.number)
-    kept = dcp.FileSystemReader(place / "tensors").read_metadata().state_dict_metadata
+    kept = names_in(place / "tensors")
     # Among more workers than there were, some have no random state to go on from: theirs is new.
     tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
-    if not tensors.keys() <= kept.keys():
+    if not tensors.keys() <= kept:
         raise CheckpointError(
             f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
             "it exactly. Start anew with --fresh."
         )
-    alone = workers.count == 1
-    dcp.load(tensors, checkpoint_id=place / "tensors", process_group=workers.host_group, no_dist=alone)  # in place
+    fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
     _set_random_states(tensors, workers.number)
     progress = Progress(**facts["progress"])
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
@@ -215,8 +223,10 @@ def prune(folder: Path, keep: int, ranking: "Ranking") -> None:
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
+            # Under its own name a checkpoint is whole, also when a run is killed while one is removed.
+            aside = place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
             fail_point("checkpoint.prune")
-            shutil.rmtree(place)
+            shutil.rmtree(aside)
 
 
 def set_newer_aside(place: Path) -> None:
