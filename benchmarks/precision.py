@@ -1,20 +1,22 @@
-"""What each precision learns: the same runs in float32 weights and states and in fewer bits, over seeds.
+r"""What each precision learns: the same runs in float32 weights and states and in fewer bits, over seeds.
 
-    python benchmarks/precision.py --model FOLDER --data hh_harmless_test.jsonl.gz llms_from_scratch_preference.json [--seeds 3]
+    python benchmarks/precision.py --model FOLDER --data hh_harmless_test.jsonl.gz llms_from_scratch_preference.json \
+        [--seeds 3] [--jobs 4]
 
 A seventh of every file is held out, the same for all. Learning rate 5e-6, beta 0.1, batches of 32 pairs, two epochs, no
 warm-up, bfloat16 computation. Prints held-out loss and accuracy at the end, mean and spread over seeds, and whether a
-precision ends within two standard errors of float32. Its last line is one JSON object.
+precision ends within two standard errors of float32. `--jobs` runs so many at a time. Its last line is one JSON object.
 """
 
 import argparse
 import gzip
 import json
+import multiprocessing
 import random
 import shutil
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tandem.config.load import load_config
 from tandem.train.report import Reporter
@@ -77,31 +79,41 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-precision"))
     parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run")
     o = parser.parse_args()
-    found: dict[str, Any] = {}
-    for file in o.data:
-        kept, held_out = split(file, o.folder / file.name)
-        given = [
-            f"policy.model_name={o.model}",
-            f"data.train.data_path={kept}",
-            f"data.validation.data_path={held_out}",
+    with ProcessPoolExecutor(o.jobs, multiprocessing.get_context("spawn")) as processes:
+        print(json.dumps({file.name: of_file(file, o, processes) for file in o.data}))
+
+
+def of_file(file: Path, o: argparse.Namespace, processes: ProcessPoolExecutor) -> dict[str, list[dict[str, float]]]:
+    """The runs of every precision with the pairs of a file."""
+    kept, held_out = split(file, o.folder / file.name)
+    given = [
+        f"policy.model_name={o.model}",
+        f"data.train.data_path={kept}",
+        f"data.validation.data_path={held_out}",
+    ]
+    started = {
+        name: [
+            processes.submit(
+                ended,
+                [*given, *SETTINGS, *PRECISIONS[name], f"run.seed={seed}", *o.more],
+                o.folder / f"{file.name}-{seed}-{number}",
+            )
+            for seed in range(o.seeds)
         ]
-        print(f"\n{file.name}\n{'':<42} {'loss':>16} {'accuracy':>16}")
-        for name in o.precisions:
-            runs = [
-                ended(
-                    [*given, *SETTINGS, *PRECISIONS[name], f"run.seed={seed}", *o.more],
-                    o.folder / f"{file.name}-{seed}",
-                )
-                for seed in range(o.seeds)
-            ]
-            found.setdefault(file.name, {})[name] = runs
-            told = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
-            near = "" if name == "float32" else f"  {compared(found[file.name], name)}"
-            print(f"{name:<42} {told[0]:>16} {told[1]:>16}{near}", flush=True)
-    print(json.dumps(found))
+        for number, name in enumerate(o.precisions)
+    }
+    print(f"\n{file.name}\n{'':<42} {'loss':>16} {'accuracy':>16}")
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, running in started.items():
+        runs = found[name] = [one.result() for one in running]
+        told = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
+        near = "" if name == "float32" else f"  {compared(found, name)}"
+        print(f"{name:<42} {told[0]:>16} {told[1]:>16}{near}", flush=True)
+    return found
 
 
 def mean_of(runs: list[dict[str, float]], what: str) -> float:
