@@ -125,6 +125,8 @@ def inspect_row(
     from tandem.config.load import load_config
     from tandem.config.section import EMBEDDED
 
+    if given := next((one for one in overrides or [] if one.lstrip("+").startswith("data.train.data_path=")), None):
+        raise ConfigError(f"inspect {data} shows that file, so that {given} has no say in it. Leave it out.")
     # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
     usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
     changes = [*usual, *(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]

@@ -263,8 +263,13 @@ def _several(row: SourceRow, key: str) -> list[Mapping[str, Any]]:
 
 def _score(item: Mapping[str, Any], row: SourceRow, where: str) -> float | None:
     # A table has every column in every row: null where the row has none.
-    name = "reward" if item.get("score") is None else "score"
-    return score_of(item.get(name), row, f"{where}.{name}")
+    given = {name: score_of(item.get(name), row, f"{where}.{name}") for name in ("score", "reward")}
+    score, reward = given["score"], given["reward"]
+    if score is not None and reward is not None and score != reward:
+        raise RowError(
+            row.place, "bad score", f"{where}: score {score:g} and reward {reward:g} differ, and only one can count."
+        )
+    return reward if score is None else score
 
 
 def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:

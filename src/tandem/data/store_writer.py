@@ -62,7 +62,7 @@ class Prepared:
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     longer_than: Counter[int] = field(default_factory=Counter)
-    digests: bytes = b""  # of the tokens of each accepted preference, 8 bytes each
+    digests: bytes = b""  # of each accepted preference, 8 bytes each
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
 
@@ -186,8 +186,10 @@ def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
             notes.update(prepared.notes)
             longer_than.update(prepared.longer_than)
             digests.append(prepared.digests)
-    unique = np.unique(np.frombuffer(b"".join(digests), np.uint64))
-    accepted = sum(len(part) for part in digests) // 8
+    preferences = np.frombuffer(b"".join(digests), np.dtype("<u8"))
+    unique, accepted = np.unique(preferences), len(preferences)
+    if contradicted := int(np.isin(preferences ^ np.uint64(1), unique).sum()):
+        notes["preferences that another row states the other way round"] = contradicted
     return {
         "counts": {
             "rows": accepted + bad.total() + filtered.total(),
@@ -331,10 +333,15 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 
 
 def _digest(row: TokenizedPreference) -> bytes:
+    """Of the tokens of a preference. That of two completions and its opposite, which prefers the other, differ in one bit."""
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
-    for completion in row.completions:
-        digest.update(b"|" + completion.tobytes())
-    return digest.digest()
+    completions = [completion.tobytes() for completion in row.completions]
+    winner, loser = row.pairs[0]
+    opposite = len(completions) == 2 and completions[winner] > completions[loser]
+    for completion in sorted(completions) if len(completions) == 2 else completions:
+        digest.update(b"|" + completion)
+    number = int.from_bytes(digest.digest(), "little")
+    return (number & ~1 | opposite).to_bytes(8, "little")
 
 
 def _stream(rows: list[TokenizedPreference]) -> bytes:

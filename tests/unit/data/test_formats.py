@@ -119,6 +119,16 @@ def test_scored_answers_may_go_by_other_names(text_key, score_key):
         assert texts_and_ranks(preference) == [("no", 1), ("yes", 0)]
 
 
+def test_a_score_and_a_reward_that_differ_are_refused():
+    assert refusal(ranked, group(A | {"score": 1, "reward": 2}, B)) == (
+        "bad",
+        "bad score",
+        "completions[0]: score 1 and reward 2 differ, and only one can count.",
+    )
+    same = ranked(group(A | {"score": 2, "reward": 2.0}, B), KEYS)
+    assert same.completions[0].score == 2.0
+
+
 def test_a_null_score_beside_a_reward_is_no_score():
     """As in a table, where each row has every column."""
     preference = ranked(group(A | {"score": None, "reward": 2}, B | {"score": 1, "reward": None}), KEYS)

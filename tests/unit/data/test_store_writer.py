@@ -354,6 +354,21 @@ def test_each_preference_that_stood_before_is_a_duplicate(source, monkeypatch, r
     assert (len(store), store.num_duplicates) == (8, 3)
 
 
+def test_preferences_that_contradict_each_other_are_noted(source):
+    opposite = pair(chosen="no", rejected="yes")
+    write(source, pair(), pair(), opposite, pair("so"), pair("so", chosen="no", rejected="yess"))
+    store = opened(source)
+    assert store.notes == {"preferences that another row states the other way round": 3}
+    assert store.num_duplicates == 1
+
+
+def test_the_order_in_which_ranked_completions_stand_makes_no_other_preference(source):
+    answers = [{"completion": "yes", "score": 1}, {"completion": "no", "score": 0}]
+    write(source, *({"prompt": "hi", "completions": some} for some in (answers, answers[::-1])))
+    store = opened(source)
+    assert (store.num_duplicates, store.notes) == (1, {})
+
+
 def test_preferences_over_each_limit_are_counted_those_left_out_too(source):
     # Tokens of prompt and longest completion with its end: 256, 257, 512, 513 and 1,025.
     write(source, *(pair("p" * (n - 5), "yyyy", "no") for n in (256, 257, 512, 513, 1025)))
