@@ -32,6 +32,7 @@ from pathlib import Path
 from tandem.config.datasets import Data, DatasetFields
 from tandem.config.policy import Tokenizer
 from tandem.data.opening import open_store
+from tandem.data.store_writer import Processes
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path(sys.argv[2]))
@@ -39,7 +40,9 @@ cores = int(sys.argv[3])
 lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
 start = time.perf_counter()
 template = make_template(tokenizer, Tokenizer())
-stores = [open_store(file, DatasetFields(), template, lenient, 4096) for file in json.loads(sys.argv[1])]
+with Processes(template) as kept:
+    files = json.loads(sys.argv[1])
+    stores = [open_store(file, DatasetFields(), template, lenient, 4096, processes=kept) for file in files]
 seconds = time.perf_counter() - start
 print(seconds, int(sum(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum() for store in stores)))
 """

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_writer import NO_SYSTEM, Recipe, format_of, probe, write_store
+from tandem.data.store_writer import NO_SYSTEM, Processes, Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
 from tandem.data.wording import Wording, wording_of
@@ -36,8 +37,31 @@ def open_store(
     data: Data,
     max_length: int,
     progress: Callable[[float], None] = lambda share: None,
+    processes: Processes | None = None,
 ) -> TokenStore:
-    """The tokenised form of a set, checked: enough of its rows could be used."""
+    """The tokenised form of a set, checked: enough of its rows could be used.
+
+    processes: those of the sets before, if there are any.
+    """
+    with nullcontext(processes) if processes else Processes(template) as processes:
+        store = _open(source, keys, processes, data, max_length, progress)
+    judge(store, source, data)
+    if keys.system_prompt_file is not None and NO_SYSTEM in store.notes:
+        raise DataError(
+            f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves system turns out. Give one "
+            "that writes them, by policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
+        )
+    return store
+
+
+def _open(
+    source: str,
+    keys: DatasetFields,
+    processes: Processes,
+    data: Data,
+    max_length: int,
+    progress: Callable[[float], None],
+) -> TokenStore:
     limits = {
         "policy.max_total_sequence_length": max_length,
         "data.pairing": data.pairing,
@@ -47,16 +71,8 @@ def open_store(
     }
     if is_prepared(Path(source)):
         _refuse_settings(source, keys)
-        store = _open_prepared(Path(source), template, limits)
-    else:
-        store = _find_or_make(source, keys, template, data, limits, progress)
-    judge(store, source, data)
-    if keys.system_prompt_file is not None and NO_SYSTEM in store.notes:
-        raise DataError(
-            f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves system turns out. Give one "
-            "that writes them, by policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
-        )
-    return store
+        return _open_prepared(Path(source), processes, limits)
+    return _find_or_make(source, keys, processes, data, limits, progress)
 
 
 def is_prepared(path: Path) -> bool:
@@ -75,14 +91,14 @@ def _refuse_settings(source: str, keys: DatasetFields) -> None:
 def _find_or_make(
     source: str,
     keys: DatasetFields,
-    template: Template,
+    processes: Processes,
     data: Data,
     limits: dict[str, Any],
     progress: Callable[[float], None],
 ) -> TokenStore:
     files = find_files(source, keys)
     wording = wording_of(keys, source)
-    if wording.system is not None and template.source is None:
+    if wording.system is not None and processes.template.source is None:
         raise DataError(
             f"{source}: system_prompt_file = {keys.system_prompt_file}, but there is no chat template to write a system turn "
             "with. Give policy.tokenizer.chat_template=FILE.jinja, or leave it out."
@@ -92,12 +108,12 @@ def _find_or_make(
         "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
         "wording": [wording.prompt, wording.system],
         "limits": limits,
-        "text": _text_facts(template),
+        "text": _text_facts(processes),
     }
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
-        _make(folder, name, files, keys, wording, template, data, made_of, progress)
+        _make(folder, name, files, keys, wording, processes, data, made_of, progress)
     try:
         return TokenStore(folder, read_manifest(folder))
     except (ValueError, OSError, pa.ArrowInvalid) as error:
@@ -110,7 +126,7 @@ def _make(
     files: list[SourceFile],
     keys: DatasetFields,
     wording: Wording,
-    template: Template,
+    processes: Processes,
     data: Data,
     made_of: dict[str, Any],
     progress: Callable[[float], None],
@@ -123,14 +139,15 @@ def _make(
         )
     max_length = made_of["limits"]["policy.max_total_sequence_length"]
     scores = (data.default_chosen_reward, data.default_rejected_reward)
-    recipe = Recipe(template, keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
+    recipe = Recipe(keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
     with published(folder, "tokens") as aside:
-        facts = write_store(files, recipe, aside, num_workers=_num_workers(data, files), progress=progress)
+        num_workers = _num_workers(data, files)
+        facts = write_store(files, recipe, processes, aside, num_workers=num_workers, progress=progress)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
 
 
-def _open_prepared(folder: Path, template: Template, limits: dict[str, Any]) -> TokenStore:
+def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
     """A folder of `tandem prepare`, if it was made of what the configuration says, and its sources are as they were."""
     try:
         manifest = read_manifest(folder)
@@ -139,14 +156,14 @@ def _open_prepared(folder: Path, template: Template, limits: dict[str, Any]) -> 
             raise DataError(
                 f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
             )
-        _compare(folder, manifest["made_of"], template, limits)
+        _compare(folder, manifest["made_of"], processes, limits)
         return TokenStore(folder, manifest)
     except (ValueError, OSError, KeyError, pa.ArrowInvalid) as error:
         raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
 
 
-def _compare(folder: Path, made_of: dict[str, Any], template: Template, limits: dict[str, Any]) -> None:
-    now = {**limits, **(_text_facts(template) if made_of["text"] else {})}
+def _compare(folder: Path, made_of: dict[str, Any], processes: Processes, limits: dict[str, Any]) -> None:
+    now = {**limits, **(_text_facts(processes) if made_of["text"] else {})}
     there = {**made_of["limits"], **made_of["text"]}
     for what, value in now.items():
         if what in there and there[what] != value:
@@ -167,14 +184,15 @@ def _as_set(what: str, value: Any) -> Any:
 
 
 @lru_cache(maxsize=1)  # a run has one template, and maybe several sets; this takes a quarter of a second
-def _text_facts(template: Template) -> dict[str, str]:
+def _text_facts(processes: Processes) -> dict[str, str]:
     """What decides the tokens of a text: the tokenizer, the chat template, and what it writes today."""
+    template = processes.template
     t = template.tokenizer
     facts = {
         "tokenizer": [state_of(t), t.eos_token, t.bos_token],
         "chat template": template.source,
         "policy.tokenizer.chat_template_kwargs": template.kwargs,
-        "text by the chat template, which may read the date": probe(template),
+        "text by the chat template, which may read the date": processes.probe(),
     }
     return {name: fingerprint(value) for name, value in facts.items()}
 

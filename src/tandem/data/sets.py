@@ -14,6 +14,7 @@ from tandem.config.section import EMBEDDED
 from tandem.data.opening import open_store
 from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore
+from tandem.data.store_writer import Processes
 from tandem.data.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError
@@ -55,13 +56,13 @@ def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
     """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so."""
 
-    def opened(split: str, given: DatasetFields, embedded: str) -> TokenStore:
+    def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
         given = _with_path(given, split)
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
         try:
             with bar(f"Tokenising {split}", BAR_STEPS) as advance:
-                return open_store(path, given, template, config.data, length, _steps(advance))
+                return open_store(path, given, template, config.data, length, _steps(advance), processes)
         except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
             raise DataError(str(error).replace("data.train.", f"{_key_of(split)}.")) from None
 
@@ -72,10 +73,12 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             "Use policy.packing.mode=batch, or leave out the weights."
         )
     names = ["train"] if len(given) == 1 else [f"train-{i}" for i in range(len(given))]
-    stores = {name: opened(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)}
-    validation = {
-        name: opened(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()
-    }
+    with Processes(template) as processes:
+        stores = {name: opened(name, one, str(TRAIN), processes) for name, one in zip(names, given, strict=True)}
+        validation = {
+            name: opened(f"validation-{name}", one, str(VALIDATION), processes)
+            for name, one in config.data.validation_sets.items()
+        }
     read = stores | {f"validation-{name}": store for name, store in validation.items()}
     return _joined(stores, [one.weight for one in given], read, validation, config)
 

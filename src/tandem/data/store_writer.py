@@ -25,7 +25,7 @@ from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
 from tandem.data.tokens import TokenizedPreference, encode, fitted, pairs_of, render
 from tandem.data.wording import Wording
-from tandem.data.workers import Died, Stalled, Watch, bounded_memory, pool
+from tandem.data.workers import Died, Pool, Stalled, Watch, bounded_memory
 from tandem.errors import ConfigError, DataError
 
 SHOWN_PER_REASON = 3
@@ -68,9 +68,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides what a set's rows become. Called with a chunk, in whatever process."""
+    """All that decides what a set's rows become, but the template. Called with a chunk, in whatever process."""
 
-    template: Template
     keys: DatasetFields
     format_name: str
     wording: Wording
@@ -79,30 +78,30 @@ class Recipe:
     overlong: str
     default_scores: tuple[float | None, float | None] = (None, None)  # of the best completion, and of the others
 
-    def __call__(self, chunk: Chunk, watch: Watch) -> Prepared:
+    def __call__(self, template: Template, chunk: Chunk, watch: Watch) -> Prepared:
         prepared = Prepared()
         if chunk.has_bom:
             prepared.notes["byte-order mark at the start of a file"] += 1
-        rows = self._tokenized(_numbered_rows(chunk), prepared, watch)
+        rows = self._tokenized(template, _numbered_rows(chunk), prepared, watch)
         return settle(rows, prepared, self.max_length, self.overlong, self.default_scores)
 
     def _tokenized(
-        self, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
+        self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
     ) -> Iterator[TokenizedPreference | RowError]:
-        while rendered := self._render_some(rows, watch):
+        while rendered := self._render_some(template, rows, watch):
             prepared.notes.update(
                 note for item in rendered if not isinstance(item, RowError) for note in _notes(*item, self.pairing)
             )
-            yield from encode(rendered, self.template, self.pairing)
+            yield from encode(rendered, template, self.pairing)
 
     def _render_some(
-        self, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch
+        self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch
     ) -> list[tuple[Preference, Rendered] | RowError]:
         """The next rows as texts: all of a chunk at once, but for texts of extraordinary length."""
         rendered, characters = [], 0
         with bounded_memory():
             for number, row in rows:
-                item = self._rendered(row, number, watch)
+                item = self._rendered(template, row, number, watch)
                 rendered.append(item)
                 characters += 0 if isinstance(item, RowError) else item[1].num_characters
                 if characters > CHARACTERS_AT_ONCE:
@@ -110,13 +109,15 @@ class Recipe:
         watch.off()
         return rendered
 
-    def _rendered(self, row: SourceRow | RowError, number: int, watch: Watch) -> tuple[Preference, Rendered] | RowError:
+    def _rendered(
+        self, template: Template, row: SourceRow | RowError, number: int, watch: Watch
+    ) -> tuple[Preference, Rendered] | RowError:
         watch.at(number)
         if isinstance(row, RowError):
             return row
         try:
             preference = read_preference(row, self.keys, self.format_name, self.wording)
-            return render(preference, self.template, self.pairing)
+            return render(preference, template, self.pairing)
         except RowError as error:
             return error
 
@@ -149,16 +150,75 @@ def settle(
     return prepared
 
 
+class Processes:
+    """Processes that render and encode by one template, under bounds. Kept from set to set: each learns the words once."""
+
+    def __init__(self, template: Template):
+        self.template = template
+        self._pool: Pool[tuple[Recipe, Chunk] | None, Any] = Pool(partial(_work, template), 1, ROW_SECONDS)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+
+    def probe(self) -> str:
+        """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
+        if self.template.source is None:
+            return ""
+        try:
+            return next(self._pool.map([None]))
+        except Stalled:
+            raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
+        except Died:
+            raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
+
+    def prepared(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[Prepared]:
+        """What becomes of each chunk, in order; in this process if there are no others."""
+        if num_workers == 0:
+            watch = Watch()
+            yield from (recipe(self.template, chunk, watch) for chunk in chunks)
+            return
+        try:
+            yield from self._pool.map(((recipe, chunk) for chunk in chunks), num_workers)
+        except Stalled as stalled:
+            raise DataError(
+                f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
+                "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
+            ) from None
+        except Died as died:
+            chunk = died.item[1]
+            raise DataError(
+                f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: the process that tokenised these rows was killed. "
+                "Out of memory? Try data.num_workers=1."
+            ) from None
+
+
+def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
+    """In a process of its own: a chunk by its recipe, or the probe."""
+    if asked is not None:
+        recipe, chunk = asked
+        return recipe(template, chunk, watch)
+    watch.at(0)
+    try:
+        with bounded_memory():
+            return template.probe()
+    except RowError as error:
+        raise ConfigError(f"{error.message}") from None
+
+
 def write_store(
     files: list[SourceFile],
     recipe: Recipe,
+    processes: Processes,
     folder: Path,
     *,
     num_workers: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     """Write `tokens.arrow` and `rejects.jsonl` into a folder; return what a manifest should say about them."""
-    return write_prepared(_prepared_chunks(files, recipe, num_workers, progress), folder)
+    return write_prepared(processes.prepared(recipe, _chunks(files, progress), num_workers), folder)
 
 
 def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
@@ -204,58 +264,13 @@ def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
     }
 
 
-def probe(template: Template) -> str:
-    """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
-    if template.source is None:
-        return ""
-    try:
-        with pool(partial(_render_probe, template), 1, row_seconds=ROW_SECONDS) as worker:
-            return next(worker.map([None]))
-    except Stalled:
-        raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
-    except Died:
-        raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
-
-
-def _render_probe(template: Template, _: None, watch: Watch) -> str:
-    watch.at(0)
-    try:
-        with bounded_memory():
-            return template.probe()
-    except RowError as error:
-        raise ConfigError(f"{error.message}") from None
-
-
-def _prepared_chunks(
-    files: list[SourceFile], recipe: Recipe, num_workers: int, progress: Callable[[float], None]
-) -> Iterator[Prepared]:
-    """What became of each chunk, in the order of the files and their rows."""
+def _chunks(files: list[SourceFile], progress: Callable[[float], None]) -> Iterator[Chunk]:
+    """The chunks of all files, in the order of the files and their rows."""
     sizes = [max(1, file.path.stat().st_size) for file in files]
-
-    def chunks() -> Iterator[Chunk]:
-        for number, file in enumerate(files):
-            for chunk in read_chunks(file.path, file.name):
-                progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
-                yield chunk
-
-    if num_workers == 0:
-        watch = Watch()
-        yield from (recipe(chunk, watch) for chunk in chunks())
-        return
-    try:
-        with pool(recipe, num_workers, row_seconds=ROW_SECONDS) as workers:
-            yield from workers.map(chunks())
-    except Stalled as stalled:
-        raise DataError(
-            f"{stalled.item.file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
-            "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
-        ) from None
-    except Died as died:
-        first, last = died.item.numbers[0], died.item.numbers[-1]
-        raise DataError(
-            f"{died.item.file}:{first}-{last}: the process that tokenised these rows was killed. Out of memory? "
-            "Try data.num_workers=1."
-        ) from None
+    for number, file in enumerate(files):
+        for chunk in read_chunks(file.path, file.name):
+            progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
+            yield chunk
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:

@@ -75,14 +75,19 @@ def pool(work: Callable[[T, Watch], R], num_workers: int, *, row_seconds: float)
 
 
 class Pool(Generic[T, R]):
-    """Up to a number of processes. At most two items for each are under way, so that memory stays bounded."""
+    """Up to a number of processes, kept from one `map` to the next. At most two items for each are under way, so that memory
+    stays bounded."""
 
     def __init__(self, work: Callable[[T, Watch], R], num_workers: int, row_seconds: float):
         self._work, self._num_workers, self._row_seconds = work, num_workers, row_seconds
         self._workers: list[_Worker] = []
 
-    def map(self, items: Iterable[T]) -> Iterator[R]:
-        """The result of every item, in order; an error raised by the work is raised here."""
+    def map(self, items: Iterable[T], num_workers: int | None = None) -> Iterator[R]:
+        """The result of every item, in order; an error raised by the work is raised here.
+
+        num_workers: how many may work from now on.
+        """
+        self._num_workers = num_workers or self._num_workers
         under_way: deque[_Task] = deque()  # in the order of the items
         not_given: deque[_Task] = deque()
         stream = iter(items)

@@ -17,6 +17,7 @@ from tandem.data import opening as store_module
 from tandem.data import sources, store_writer, workers
 from tandem.data import template as template_module
 from tandem.data.opening import open_store
+from tandem.data.store_writer import Processes
 from tandem.data.template import Template
 from tandem.data.workers import METHOD
 from tandem.errors import ConfigError, DataError
@@ -340,6 +341,25 @@ def test_a_byte_order_mark_is_noted_for_each_file_that_has_one(tmp_path, monkeyp
     store = opened(tmp_path / f"?-{name}")
     assert store.notes == {"byte-order mark at the start of a file": 2}
     assert [row.prompt.tolist() for row in store] == [ids("hi"), ids("so")] * 3
+
+
+@forking
+def test_sets_share_their_processes_and_are_what_they_are_alone(source, tmp_path, monkeypatch):
+    others = tmp_path / "others.jsonl"
+    write(source, *(pair(f"hi {number}") for number in range(20)))
+    write(others, *({"question": f"so {number}", "response_j": "yes", "response_k": "no"} for number in range(20)))
+    monkeypatch.setattr(sources, "CHUNK_RECORDS", 4)
+    alone = [contents(opened(one, template=CHATTING, num_workers=2)) for one in (source, others)]
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "another"))
+    working = []
+    with Processes(CHATTING) as processes:
+        for number, one in enumerate((source, others)):
+            store = open_store(str(one), KEYS, CHATTING, lenient(num_workers=2), 100, processes=processes)
+            assert contents(store) == alone[number]
+            working.append({child.pid for child in multiprocessing.active_children()})
+    assert len(working[0]) == 2
+    assert working[0] == working[1]
+    assert multiprocessing.active_children() == []
 
 
 # Duplicates and lengths
