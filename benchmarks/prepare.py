@@ -32,7 +32,7 @@ from pathlib import Path
 from tandem.config.datasets import Data, DatasetFields
 from tandem.config.policy import Tokenizer
 from tandem.data.opening import open_store
-from tandem.data.store_writer import Processes
+from tandem.data.processes import Processes
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path(sys.argv[2]))

@@ -1,7 +1,7 @@
 """A dataset in; its TokenStore out: prepared ahead, found in the cache by a fingerprint, or made now."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +13,10 @@ from tandem.cache import cache_dir, content_of, fingerprint, published, read_man
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.processes import Processes
+from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_writer import NO_SYSTEM, Processes, Recipe, format_of, write_store
+from tandem.data.store_writer import NO_SYSTEM, Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
 from tandem.data.wording import Wording, wording_of
@@ -141,10 +143,18 @@ def _make(
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     recipe = Recipe(keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
     with published(folder, "tokens") as aside:
-        num_workers = _num_workers(data, files)
-        facts = write_store(files, recipe, processes, aside, num_workers=num_workers, progress=progress)
+        facts = write_store(processes.prepared(recipe, _chunks(files, progress), _num_workers(data, files)), aside)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
+
+
+def _chunks(files: list[SourceFile], progress: Callable[[float], None]) -> Iterator[Chunk]:
+    """The chunks of all files, in the order of the files and their rows."""
+    sizes = [max(1, file.path.stat().st_size) for file in files]
+    for number, file in enumerate(files):
+        for chunk in read_chunks(file.path, file.name):
+            progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
+            yield chunk
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:

@@ -12,9 +12,9 @@ from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.opening import open_store
+from tandem.data.processes import Processes
 from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore
-from tandem.data.store_writer import Processes
 from tandem.data.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError

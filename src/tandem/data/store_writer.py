@@ -1,11 +1,10 @@
-"""Source files in; their rows tokenised, written as they come, and counted out. Work is done in processes of its own."""
+"""Chunks of rows in; what becomes of them, by a recipe, written as it comes, and counted, out."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
 from math import isnan
@@ -25,14 +24,11 @@ from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
 from tandem.data.tokens import TokenizedPreference, encode, fitted, pairs_of, render
 from tandem.data.wording import Wording
-from tandem.data.workers import Died, Pool, Stalled, Watch, bounded_memory
-from tandem.errors import ConfigError, DataError
+from tandem.data.workers import Watch, bounded_memory
 
 SHOWN_PER_REASON = 3
 # Rows whose keys are looked at until they tell a format.
 ROWS_TRIED = 1000
-# What a chat template may take for one row. A sound one takes a thousandth of a second.
-ROW_SECONDS = 30.0
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
@@ -150,79 +146,9 @@ def settle(
     return prepared
 
 
-class Processes:
-    """Processes that render and encode by one template, under bounds. Kept from set to set: each learns the words once."""
-
-    def __init__(self, template: Template):
-        self.template = template
-        self._pool: Pool[tuple[Recipe, Chunk] | None, Any] = Pool(partial(_work, template), 1, ROW_SECONDS)
-
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.stop()
-
-    def probe(self) -> str:
-        """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
-        if self.template.source is None:
-            return ""
-        try:
-            return next(self._pool.map([None]))
-        except Stalled:
-            raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
-        except Died:
-            raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
-
-    def prepared(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[Prepared]:
-        """What becomes of each chunk, in order; in this process if there are no others."""
-        if num_workers == 0:
-            watch = Watch()
-            yield from (recipe(self.template, chunk, watch) for chunk in chunks)
-            return
-        try:
-            yield from self._pool.map(((recipe, chunk) for chunk in chunks), num_workers)
-        except Stalled as stalled:
-            raise DataError(
-                f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
-                "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
-            ) from None
-        except Died as died:
-            chunk = died.item[1]
-            raise DataError(
-                f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: the process that tokenised these rows was killed. "
-                "Out of memory? Try data.num_workers=1."
-            ) from None
-
-
-def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
-    """In a process of its own: a chunk by its recipe, or the probe."""
-    if asked is not None:
-        recipe, chunk = asked
-        return recipe(template, chunk, watch)
-    watch.at(0)
-    try:
-        with bounded_memory():
-            return template.probe()
-    except RowError as error:
-        raise ConfigError(f"{error.message}") from None
-
-
-def write_store(
-    files: list[SourceFile],
-    recipe: Recipe,
-    processes: Processes,
-    folder: Path,
-    *,
-    num_workers: int,
-    progress: Callable[[float], None] = lambda share: None,
-) -> dict[str, Any]:
-    """Write `tokens.arrow` and `rejects.jsonl` into a folder; return what a manifest should say about them."""
-    return write_prepared(processes.prepared(recipe, _chunks(files, progress), num_workers), folder)
-
-
-def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
-    """The same from what became of chunks of rows, in order."""
+def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
+    """Write `tokens.arrow` and `rejects.jsonl`, of what became of the rows, into a folder; return what a manifest should say
+    about them."""
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
     notes: Counter[str] = Counter()
@@ -262,15 +188,6 @@ def write_prepared(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
         "duplicates": accepted - len(unique),
         "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
     }
-
-
-def _chunks(files: list[SourceFile], progress: Callable[[float], None]) -> Iterator[Chunk]:
-    """The chunks of all files, in the order of the files and their rows."""
-    sizes = [max(1, file.path.stat().st_size) for file in files]
-    for number, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name):
-            progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
-            yield chunk
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:

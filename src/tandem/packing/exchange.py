@@ -10,7 +10,7 @@ from tandem.data.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs,
 from tandem.data.selection import Preferences
 from tandem.data.sources import CHUNK_RECORDS, RowError
 from tandem.data.store import FORMAT_VERSION, TokenStore
-from tandem.data.store_writer import Prepared, settle, write_prepared
+from tandem.data.store_writer import Prepared, settle, write_store
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.packing.binning import pack_into_bins
@@ -27,7 +27,7 @@ def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenS
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     with published(folder, "packs") as aside:
         parts = [rows[start : start + CHUNK_RECORDS] for start in range(0, len(rows), CHUNK_RECORDS)]
-        facts = write_prepared((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
+        facts = write_store((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
         write_manifest(
             aside,
             format_version=FORMAT_VERSION,

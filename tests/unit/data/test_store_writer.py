@@ -14,10 +14,10 @@ from patience import within
 
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data import opening as store_module
-from tandem.data import sources, store_writer, workers
+from tandem.data import processes, sources, store_writer, workers
 from tandem.data import template as template_module
 from tandem.data.opening import open_store
-from tandem.data.store_writer import Processes
+from tandem.data.processes import Processes
 from tandem.data.template import Template
 from tandem.data.workers import METHOD
 from tandem.errors import ConfigError, DataError
@@ -131,15 +131,15 @@ def test_the_number_of_processes_is_no_part_of_a_stores_name(source):
 def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are_cores(
     source, monkeypatch, num_bytes, num_workers
 ):
-    asked = []
+    asked, real = [], Processes.prepared
 
-    def watched(*args, num_workers, **rest):
+    def watched(processes, recipe, chunks, num_workers):
         asked.append(num_workers)
-        return store_writer.write_store(*args, num_workers=num_workers, **rest)
+        return real(processes, recipe, chunks, num_workers)
 
     monkeypatch.setattr(store_module, "default_workers", lambda: 4)
     monkeypatch.setattr(store_module, "BYTES_PER_WORKER", 1000)
-    monkeypatch.setattr(store_module, "write_store", watched)
+    monkeypatch.setattr(Processes, "prepared", watched)
     source.write_text(json.dumps(pair()).ljust(num_bytes, "\n"), encoding="utf-8")
     assert len(opened(source)) == 1
     assert asked == [num_workers]
@@ -151,7 +151,7 @@ def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are
 @forking
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
-    monkeypatch.setattr(store_writer, "ROW_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "ROW_SECONDS", 0.5)
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
     write(source, pair("a"), pair("b"), "", pair("c"), pair("loop"), pair("d"))
     with pytest.raises(DataError) as caught:
@@ -166,7 +166,7 @@ def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, 
 
 @forking
 def test_a_template_that_never_ends_is_refused_before_any_row(source, monkeypatch):
-    monkeypatch.setattr(store_writer, "ROW_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "ROW_SECONDS", 0.3)
     write(source, pair())
     with pytest.raises(ConfigError) as caught:
         opened(source, template=Template(letter_tokenizer(), ENDLESS, {}))
@@ -352,9 +352,9 @@ def test_sets_share_their_processes_and_are_what_they_are_alone(source, tmp_path
     alone = [contents(opened(one, template=CHATTING, num_workers=2)) for one in (source, others)]
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "another"))
     working = []
-    with Processes(CHATTING) as processes:
+    with Processes(CHATTING) as kept:
         for number, one in enumerate((source, others)):
-            store = open_store(str(one), KEYS, CHATTING, lenient(num_workers=2), 100, processes=processes)
+            store = open_store(str(one), KEYS, CHATTING, lenient(num_workers=2), 100, processes=kept)
             assert contents(store) == alone[number]
             working.append({child.pid for child in multiprocessing.active_children()})
     assert len(working[0]) == 2

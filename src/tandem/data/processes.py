@@ -1,0 +1,72 @@
+"""Chunks of rows in; what a recipe makes of them, in processes of their own, out."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from tandem.data.sources import Chunk, RowError
+from tandem.data.store_writer import Prepared, Recipe
+from tandem.data.template import Template
+from tandem.data.workers import Died, Pool, Stalled, Watch, bounded_memory
+from tandem.errors import ConfigError, DataError
+
+# What a chat template may take for one row. A sound one takes a thousandth of a second.
+ROW_SECONDS = 30.0
+
+
+class Processes:
+    """Processes that render and encode by one template, under bounds. Kept from set to set: each learns the words once."""
+
+    def __init__(self, template: Template):
+        self.template = template
+        self._pool: Pool[tuple[Recipe, Chunk] | None, Any] = Pool(partial(_work, template), 1, ROW_SECONDS)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.stop()
+
+    def probe(self) -> str:
+        """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
+        if self.template.source is None:
+            return ""
+        try:
+            return next(self._pool.map([None]))
+        except Stalled:
+            raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
+        except Died:
+            raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
+
+    def prepared(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[Prepared]:
+        """What becomes of each chunk, in order; in this process if there are no others."""
+        if num_workers == 0:
+            watch = Watch()
+            yield from (recipe(self.template, chunk, watch) for chunk in chunks)
+            return
+        try:
+            yield from self._pool.map(((recipe, chunk) for chunk in chunks), num_workers)
+        except Stalled as stalled:
+            raise DataError(
+                f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
+                "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
+            ) from None
+        except Died as died:
+            chunk = died.item[1]
+            raise DataError(
+                f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: the process that tokenised these rows was killed. "
+                "Out of memory? Try data.num_workers=1."
+            ) from None
+
+
+def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
+    """In a process of its own: a chunk by its recipe, or the probe."""
+    if asked is not None:
+        recipe, chunk = asked
+        return recipe(template, chunk, watch)
+    watch.at(0)
+    try:
+        with bounded_memory():
+            return template.probe()
+    except RowError as error:
+        raise ConfigError(f"{error.message}") from None
