@@ -154,7 +154,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
     notes: Counter[str] = Counter()
     longer_than: Counter[int] = Counter(dict.fromkeys(LIMITS, 0))
     examples: list[dict[str, str]] = []
-    digests: list[bytes] = []
+    digests = bytearray()
     with (
         (folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects,
         pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
@@ -171,11 +171,15 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
                     examples.append(reject)
             notes.update(prepared.notes)
             longer_than.update(prepared.longer_than)
-            digests.append(prepared.digests)
-    preferences = np.frombuffer(b"".join(digests), np.dtype("<u8"))
-    unique, accepted = np.unique(preferences), len(preferences)
-    if contradicted := int(np.isin(preferences ^ np.uint64(1), unique).sum()):
-        notes["preferences that another row states the other way round"] = contradicted
+            digests += prepared.digests
+    unique, times = _counted(digests)
+    accepted = int(times.sum())
+    # Opposites, which differ in the last bit, are neighbours.
+    opposite = np.flatnonzero((unique[1:] ^ unique[:-1]) == 1)
+    if len(opposite):
+        notes["preferences that another row states the other way round"] = int(
+            times[opposite].sum() + times[opposite + 1].sum()
+        )
     return {
         "counts": {
             "rows": accepted + bad.total() + filtered.total(),
@@ -274,6 +278,14 @@ def _digest(row: TokenizedPreference) -> bytes:
         digest.update(b"|" + completion)
     number = int.from_bytes(digest.digest(), "little")
     return (number & ~1 | opposite).to_bytes(8, "little")
+
+
+def _counted(digests: bytearray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Each digest once, in order, and how often it comes. Sorts them where they are: of a large set they are many."""
+    each = np.frombuffer(digests, np.dtype("<u8"))
+    each.sort()
+    firsts = np.flatnonzero(np.concatenate([[True], each[1:] != each[:-1]])[: len(each)])
+    return each[firsts], np.diff(firsts, append=len(each))
 
 
 def _stream(rows: list[TokenizedPreference]) -> bytes:

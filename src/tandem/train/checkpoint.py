@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tandem.cache import published, read_manifest, write_manifest
+from tandem.cache import published, read_manifest, sync_file, write_manifest
 from tandem.errors import CheckpointError, writing
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
@@ -122,7 +122,9 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
         def write() -> str:
             with writing(place):
                 (aside / "tensors").mkdir(exist_ok=True)
-                return write_parts(aside / name, snapshot.parts.arrived())
+                digest = write_parts(aside / name, snapshot.parts.arrived())
+                sync_file(aside / name)  # on whose machine it was written
+                return digest
 
         def complete() -> None:
             fail_point("checkpoint.tensors")

@@ -68,9 +68,9 @@ class HostCopier:
 
     def close(self) -> None:
         """Give the memory back; copies are done with."""
-        if self._memory is not None:
-            self._memory.result().release()
         self._thread.shutdown()
+        if self._memory is not None and self._memory.exception() is None:  # which the first copy told of
+            self._memory.result().release()
 
     def _hold_update(self, *_: Any) -> None:
         if self._arrival is not None:
