@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--data", nargs="+", type=Path, help="files to read instead of generated pairs")
     parser.add_argument("--memory", type=int, default=0, metavar="ROWS", help="compare peak memory with 10,000 rows")
-    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many")
+    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many, in turn")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         results = run(given, Path(scratch))
@@ -113,19 +113,18 @@ def main() -> None:
 
 def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
     data = given.data or [generate(scratch / "pairs.jsonl", given.rows, words=90)]
-    seconds, tokens, unread = {}, {}, []
-    for name, python, program in (
-        ("tandem", sys.executable, TANDEM),
-        ("trl", given.trl_python, TRL),
-        ("bare", sys.executable, BARE),
-    ):
-        if python is not None:
+    programs = {"tandem": (sys.executable, TANDEM), "trl": (given.trl_python, TRL), "bare": (sys.executable, BARE)}
+    timed: dict[str, list[tuple[float, int]]] = {name: [] for name, (python, _) in programs.items() if python}
+    unread = []
+    for _ in range(given.repeat):  # in turn: a machine is not equally fast all the time
+        for name in [name for name in timed if name not in unread]:
             try:
-                timed = [measure(python, program, data, given.tokenizer, scratch) for _ in range(given.repeat)]
+                python, program = programs[name]
+                timed[name].append(measure(python, program, data, given.tokenizer, scratch))
             except CannotRead:
                 unread.append(name)
-                continue
-            seconds[name], tokens[name] = min(timed)
+    seconds = {name: min(times)[0] for name, times in timed.items() if times}
+    tokens = {name: times[0][1] for name, times in timed.items() if times}
     ratios = {"versus_bare": seconds["tandem"] / seconds["bare"]}
     if "trl" in seconds:
         ratios["versus_trl"] = seconds["trl"] / seconds["tandem"]

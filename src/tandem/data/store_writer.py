@@ -172,14 +172,14 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
             notes.update(prepared.notes)
             longer_than.update(prepared.longer_than)
             digests += prepared.digests
-    unique, times = _counted(digests)
-    accepted = int(times.sum())
-    # Opposites, which differ in the last bit, are neighbours.
-    opposite = np.flatnonzero((unique[1:] ^ unique[:-1]) == 1)
-    if len(opposite):
-        notes["preferences that another row states the other way round"] = int(
-            times[opposite].sum() + times[opposite + 1].sum()
-        )
+    # Sorted where they are: of a large set they are many. Opposites, which differ in the last bit, are neighbours then.
+    each = np.frombuffer(digests, np.dtype("<u8"))
+    each.sort()
+    opposites = each[:-1][each[1:] ^ each[:-1] == 1]
+    if len(opposites):
+        rows = np.searchsorted(each, opposites + 1, "right") - np.searchsorted(each, opposites, "left")
+        notes["preferences that another row states the other way round"] = int(rows.sum())
+    accepted = len(each)
     return {
         "counts": {
             "rows": accepted + bad.total() + filtered.total(),
@@ -189,7 +189,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
         },
         "examples": examples,
         "notes": dict(notes),
-        "duplicates": accepted - len(unique),
+        "duplicates": int((each[1:] == each[:-1]).sum()),
         "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
     }
 
@@ -278,14 +278,6 @@ def _digest(row: TokenizedPreference) -> bytes:
         digest.update(b"|" + completion)
     number = int.from_bytes(digest.digest(), "little")
     return (number & ~1 | opposite).to_bytes(8, "little")
-
-
-def _counted(digests: bytearray) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Each digest once, in order, and how often it comes. Sorts them where they are: of a large set they are many."""
-    each = np.frombuffer(digests, np.dtype("<u8"))
-    each.sort()
-    firsts = np.flatnonzero(np.concatenate([[True], each[1:] != each[:-1]])[: len(each)])
-    return each[firsts], np.diff(firsts, append=len(each))
 
 
 def _stream(rows: list[TokenizedPreference]) -> bytes:
