@@ -12,10 +12,15 @@ from tandem.errors import ConfigError, DataError
 
 # What a chat template may take for one row. A sound one takes a thousandth of a second.
 ROW_SECONDS = 30.0
+# Chunks of a set after which processes are not kept: they have grown, and to start others takes little beside it.
+KEPT_AFTER = 100
 
 
 class Processes:
-    """Processes that render and encode by one template, under bounds. Kept from set to set: each learns the words once."""
+    """Processes that render and encode by one template, under bounds.
+
+    They are kept from one small set to the next, so that each learns the words once.
+    """
 
     def __init__(self, template: Template):
         self.template = template
@@ -45,7 +50,12 @@ class Processes:
             yield from (recipe(self.template, chunk, watch) for chunk in chunks)
             return
         try:
-            yield from self._pool.map(((recipe, chunk) for chunk in chunks), num_workers)
+            done = 0
+            for prepared in self._pool.map(((recipe, chunk) for chunk in chunks), num_workers):
+                done += 1
+                yield prepared
+            if done > KEPT_AFTER:
+                self._pool.stop()
         except Stalled as stalled:
             raise DataError(
                 f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "

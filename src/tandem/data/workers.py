@@ -136,6 +136,7 @@ class Pool(Generic[T, R]):
             worker.kill()
         for worker in self._workers:
             worker.wait()
+        self._workers = []
 
 
 class _Task:
