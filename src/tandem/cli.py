@@ -1,6 +1,7 @@
 """The command `tandem`: parse, call, exit. Nothing heavy is imported before a command needs it."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,7 +126,8 @@ def inspect_row(
     from tandem.config.load import load_config
     from tandem.config.section import EMBEDDED
 
-    if given := next((one for one in overrides or [] if one.lstrip("+").startswith("data.train.data_path=")), None):
+    named = re.compile(r"\+*data\.train(\.data_path=|=(?!\{)|=.*data_path)")
+    if given := next((one for one in overrides or [] if named.match(one)), None):
         raise ConfigError(f"inspect {data} shows that file, so that {given} has no say in it. Leave it out.")
     # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
     usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]

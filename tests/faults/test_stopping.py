@@ -1,6 +1,7 @@
 """Asked to stop, anywhere: the run saves where it stands and exits; the next start goes on to the same end, bit for bit."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
-from tandem.train.checkpoint import checkpoints, step_of
+from tandem.train.checkpoint import checkpoints, progress_of, step_of
 from tandem.train.stopping import Stopping
 
 SETTINGS = [
@@ -77,6 +78,36 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
     # The writer works behind the run's back: a signal while it writes is met in whatever step runs then.
     assert found == kept or (place == "while saving" and found[0] == 2)
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
+
+
+def standing(run):
+    """The checkpoints that are kept, how each is ranked, and which is the best."""
+    kept = run / "checkpoints"
+    ranks = {place.name: progress_of(place)["tracked"] for place in checkpoints(kept)}
+    return ranks, (kept / "best").readlink().name, (kept / "latest").readlink().name
+
+
+@pytest.mark.parametrize(
+    "place", ["in a step after which validation is due", "in a validation", "in the last validation"]
+)
+def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp_path, monkeypatch, place):
+    settings = [*SETTINGS, "checkpointing.keep_top_k=2"]
+    whole = short_run(tmp_path / "whole", *settings)
+    module, name, call, _ = PLACES[place]
+    with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *settings)
+    assert standing(short_run(tmp_path / "run", *settings)) == standing(whole)
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, monkeypatch, capsys, whole):
+    with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *SETTINGS)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    capsys.readouterr()
+    run = short_run(tmp_path / "run", *SETTINGS)
+    told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert_same(run, whole)
 
 
 def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):

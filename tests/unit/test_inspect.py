@@ -157,12 +157,14 @@ def test_data_of_ones_own_is_seen_under_the_limits_of_training(tmp_path, monkeyp
     assert len(found["prompt"]) > 512
 
 
-def test_a_file_named_twice_is_refused(file, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(file), "data.train.data_path=other.jsonl"])
+@pytest.mark.parametrize(
+    "named", ["data.train.data_path=other.jsonl", "data.train=other.jsonl", "+data.train={data_path: other.jsonl}"]
+)
+def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
+    monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(file), named])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"tandem: error: inspect {file} shows that file, so that data.train.data_path=other.jsonl has no say in it. "
-        "Leave it out.\n"
+        f"tandem: error: inspect {file} shows that file, so that {named} has no say in it. Leave it out.\n"
     )

@@ -112,8 +112,12 @@ class Training:
         if tracked is not None and tracked.split == split:
             self.progress = replace(self.progress, tracked=metrics[tracked.metric], tracked_as=str(tracked))
 
-    def save(self, metrics_bytes: int | None = None) -> None:
-        """Begin a checkpoint of this moment. `metrics_bytes`: what of metrics.jsonl belongs to it; all without it."""
+    def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
+        """Begin a checkpoint of this moment.
+
+        metrics_bytes: what of metrics.jsonl belongs to it; all without it.
+        ranked: whether its validation, if one is due, is done.
+        """
         checkpointing = self.setup.config.checkpointing
         if not checkpointing.enabled:
             return
@@ -121,7 +125,7 @@ class Training:
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
-        self.saver.start(self.saved_tensors(), self.progress, self.fingerprints, self.config)
+        self.saver.start(self.saved_tensors(), self.progress, self.fingerprints, self.config, ranked=ranked)
         self.reporter.detail(f"saving step {self.progress.step}")
 
     def saved_tensors(self) -> dict[str, Any]:
@@ -152,6 +156,8 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     # Before it all workers draw alike (new weights must agree), from here on each its own.
     torch.manual_seed(setup.config.run.seed + workers.number)
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
+    if progress.step == 0 and checkpointing.enabled and _has_steps(run / "metrics.jsonl"):
+        reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
     saver = Saver(
@@ -242,6 +248,10 @@ def _put_back(
     workers.agreed(lambda: set_newer_aside(place), by=workers.is_first)
     reporter.say(f"Going on from {place}")
     return progress
+
+
+def _has_steps(metrics: Path) -> bool:
+    return metrics.is_file() and '"split": "train"' in metrics.read_text(encoding="utf-8", errors="replace")
 
 
 def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:

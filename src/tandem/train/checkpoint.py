@@ -5,9 +5,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,16 @@ class Saver:
         """Get ready, behind the run's back, to save such tensors."""
         self._copier.reserve(self._own_parts(tensors))
 
-    def start(self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str) -> None:
-        """Begin to write; the one before must be written, for its copy of the tensors is in the same memory."""
+    def start(
+        self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str, *, ranked: bool
+    ) -> None:
+        """Begin to write; the one before must be written, for its copy of the tensors is in the same memory.
+
+        ranked: whether it is known how good this one is. Until it is, none is removed.
+        """
         assert self._writing is None
         snapshot = Snapshot(self._copier.copy(self._own_parts(tensors)), progress, fingerprints, config)
-        self._writing = self._thread.submit(self._write, snapshot)
+        self._writing = self._thread.submit(self._write, snapshot, ranked)
 
     def check(self) -> None:
         """Raise what went wrong behind the run's back, without waiting for what is still being written."""
@@ -101,18 +106,19 @@ class Saver:
             if self._workers.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
         }
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, ranked: bool) -> None:
         started = time.perf_counter()
         workers = self._workers
         write_checkpoint(self.folder, snapshot, workers)
         self._took(time.perf_counter() - started)
-        workers.agreed(lambda: prune(self.folder, self._keep, self._ranking), by=workers.is_first)
+        if ranked:
+            workers.agreed(lambda: prune(self.folder, self._keep, self._ranking), by=workers.is_first)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
     """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
     place = folder / f"step_{snapshot.progress.step}"
-    if workers.from_first(place.is_dir):
+    if workers.from_first(lambda: progress_of(place) == asdict(snapshot.progress)):
         workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
         return
     with ExitStack() as stack:
@@ -132,7 +138,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
             (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
             (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
             write_manifest(aside, digests, format_version=FORMAT_VERSION)
-            stack.close()
+            with _replacing(place):
+                stack.close()
             point(folder / "latest", place)
 
         digests = dict(workers.gather((name, workers.agreed(write, by=True) or "")))
@@ -225,10 +232,28 @@ def prune(folder: Path, keep: int, ranking: "Ranking") -> None:
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
-            # Under its own name a checkpoint is whole, also when a run is killed while one is removed.
-            aside = place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
+            aside = _set_aside(place)
             fail_point("checkpoint.prune")
             shutil.rmtree(aside)
+
+
+@contextmanager
+def _replacing(place: Path) -> Iterator[None]:
+    """Within, a checkpoint of the same step, saved before it was validated, gives way to the one that is published."""
+    old = _set_aside(place) if place.is_dir() else None
+    try:
+        yield
+    except BaseException:
+        if old is not None:
+            old.rename(place)
+        raise
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _set_aside(place: Path) -> Path:
+    """Take its name from a checkpoint that is to be removed: under it a checkpoint is whole, whenever a run is killed."""
+    return place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
 
 
 def set_newer_aside(place: Path) -> None:
@@ -246,6 +271,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def step_of(place: Path) -> int:
     return int(place.name[5:])
+
+
+def progress_of(place: Path) -> dict[str, Any] | None:
+    """Where a run stood at a checkpoint; None of one that is damaged, or not there."""
+    try:
+        facts = json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def point(link: Path, target: Path) -> None:
@@ -269,11 +303,8 @@ class Ranking:
 
         Of several that the same validation ranks the first is better: it is the one that was validated.
         """
-        try:
-            facts = json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]
-            value = facts["tracked"] if facts.get("tracked_as") == self.tracked_as else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            value = None
+        facts = progress_of(place) or {}
+        value = facts.get("tracked") if facts.get("tracked_as") == self.tracked_as else None
         if value is None:
             return True, 0.0, -step_of(place)
         return False, -value if self.higher_is_better else value, step_of(place)

@@ -105,11 +105,14 @@ def _validated_and_saved(t: Training) -> list[ValidationReport]:
     """The last validation, and the last checkpoint, which is whole on disk when this returns."""
     # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
     trained_bytes = t.metrics.size()
+    ranked = False
     try:
-        return t.validate() if t.setup.config.dpo.val_at_end else []
+        reports = t.validate() if t.setup.config.dpo.val_at_end else []
+        ranked = True
     finally:
-        t.save(trained_bytes)
+        t.save(trained_bytes, ranked=ranked)
         t.saver.wait()
+    return reports
 
 
 def write_per_pair(t: Training, path: Path) -> None:

@@ -171,7 +171,7 @@ def _loop(t: Training) -> list[ValidationReport]:
     max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
         if t.progress.owes_validation:
-            _validate_and_save(t, saving=False)
+            _validate_and_save(t, saving=True)
         for place, loaded in zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True):
             t.progress, step = place, place.step
             current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
@@ -201,7 +201,7 @@ def _validate_and_save(t: Training, *, saving: bool) -> None:
         if saving:
             t.save()
     except StoppedError:
-        t.save()
+        t.save(ranked=not t.progress.owes_validation)
         t.saver.wait()
         raise
 
