@@ -5,7 +5,7 @@ from running import killed_after, metrics_of, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
-from tandem.train.checkpoint import Ranking, checkpoints, step_of
+from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
@@ -121,34 +121,3 @@ def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
     assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
         capsys.readouterr().out.split()
     )
-
-
-# Which is the best
-
-
-@pytest.fixture
-def kept(tmp_path):
-    def write(*facts):
-        for step, tracked, tracked_as in facts:
-            place = tmp_path / f"step_{step}"
-            place.mkdir()
-            value = "null" if tracked is None else tracked
-            (place / "state.json").write_text(f'{{"progress": {{"tracked": {value}, "tracked_as": "{tracked_as}"}}}}')
-        return lambda ranking: [step_of(place) for place in sorted(checkpoints(tmp_path), key=ranking.rank)]
-
-    return write
-
-
-def test_of_those_that_one_validation_ranks_the_one_that_was_validated_is_best(kept):
-    order = kept((2, None, ""), (3, 0.5, "a"), (4, 0.5, "a"), (5, 0.5, "a"), (6, 0.7, "a"))
-    assert order(Ranking("a", higher_is_better=False)) == [3, 4, 5, 6, 2]
-    assert order(Ranking("a", higher_is_better=True)) == [6, 3, 4, 5, 2]
-
-
-def test_values_of_another_metric_do_not_count(kept):
-    order = kept((2, 400.0, "a"), (4, 0.1, "b"), (6, 0.2, "b"))
-    assert order(Ranking("b", higher_is_better=True)) == [6, 4, 2]
-
-
-def test_without_a_metric_the_newest_is_best(kept):
-    assert kept((2, None, ""), (4, None, ""))(Ranking("", higher_is_better=False)) == [4, 2]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from running import largest_difference, metrics_of, short_run, weights_of
@@ -15,7 +16,7 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
-from tandem.train.checkpoint import checkpoints, progress_of, step_of
+from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.stopping import Stopping
 
 SETTINGS = [
@@ -81,19 +82,29 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
 
 
 def standing(run):
-    """The checkpoints that are kept, how each is ranked, and which is the best."""
+    """The checkpoints that are kept, and which is the best."""
     kept = run / "checkpoints"
-    ranks = {place.name: progress_of(place)["tracked"] for place in checkpoints(kept)}
-    return ranks, (kept / "best").readlink().name, (kept / "latest").readlink().name
+    return steps_kept(run), (kept / "best").readlink().name, (kept / "latest").readlink().name
+
+
+# Validated: at the start, after steps 2 and 4, and at the end. Step 1 is ranked by the first of them.
+LOSSES = {0: 0.6, 2: 0.5, 4: 0.9, 5: 1.0}
 
 
 @pytest.mark.parametrize(
-    "place", ["in a step after which validation is due", "in a validation", "in the last validation"]
+    "place", ["in a step after which validation is due", "in a validation", "before the second validation"]
 )
 def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp_path, monkeypatch, place):
-    settings = [*SETTINGS, "checkpointing.keep_top_k=2"]
+    real = build.Training.write
+
+    def written(t, report):
+        real(t, replace(report, metrics={**report.metrics, "loss": LOSSES[t.progress.step]}))
+
+    monkeypatch.setattr(build.Training, "write", written)
+    settings = [*SETTINGS, "checkpointing.save_period=1", "checkpointing.keep_top_k=3"]
     whole = short_run(tmp_path / "whole", *settings)
-    module, name, call, _ = PLACES[place]
+    assert standing(whole) == ([1, 2, 3, 5], "step_2", "step_5")
+    module, name, call, _ = {**PLACES, "before the second validation": (trainer, "train_step", 4, [])}[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     assert standing(short_run(tmp_path / "run", *settings)) == standing(whole)

@@ -25,7 +25,6 @@ from tandem.packing.packer import Packer
 from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
-    Ranking,
     Saver,
     load_checkpoint,
     newest_verified,
@@ -35,6 +34,7 @@ from tandem.train.checkpoint import (
 from tandem.train.host_copy import HostCopier
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
+from tandem.train.ranking import Ranking
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
 from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
@@ -60,6 +60,7 @@ class Training:
     config: str  # as YAML
     reporter: Reporter
     metrics: MetricsFile
+    ranking: Ranking
     progress: Progress
     saver: Saver
     stopping: Stopping
@@ -77,7 +78,6 @@ class Training:
         reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
         for report in reports:
             self.write(report)
-            self.track(report.split, report.metrics)
         if reports:
             each = {f"{report.split.removeprefix('validation-')}_seconds": report.seconds for report in reports}
             total = {"seconds": time.perf_counter() - started}
@@ -103,14 +103,9 @@ class Training:
     def record(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, told to whoever follows the run."""
         self.metrics.write(record)
+        self.ranking.note(record)
         self.tracking.log(record)
         self.reporter.record(record)
-
-    def track(self, split: str, metrics: dict[str, float]) -> None:
-        """Remember the metric that ranks checkpoints, if this is its split."""
-        tracked = self.setup.tracked
-        if tracked is not None and tracked.split == split:
-            self.progress = replace(self.progress, tracked=metrics[tracked.metric], tracked_as=str(tracked))
 
     def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
         """Begin a checkpoint of this moment.
@@ -160,12 +155,13 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
+    ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
     saver = Saver(
         folder,
         checkpointing.keep_top_k,
         workers,
         HostCopier(workers.device, optimizer),
-        ranking=Ranking(str(setup.tracked or ""), checkpointing.higher_is_better),
+        ranking=ranking,
         took=partial(stopping.took, "save"),
     )
     training = Training(
@@ -180,6 +176,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         config,
         reporter,
         metrics,
+        ranking,
         progress,
         saver,
         stopping,
@@ -212,7 +209,7 @@ def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Rep
     metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
     if metrics.has_lost_lines:
         reporter.warn(
-            f"{run}/metrics.jsonl is shorter than it was when step {progress.step} was saved: the lines of some steps are lost. "
+            f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost. "
             "The run itself goes on as it was."
         )
     return metrics

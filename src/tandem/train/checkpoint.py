@@ -5,9 +5,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,20 @@ from tandem.model.policy import Policy
 from tandem.model.workers import Workers
 from tandem.train.host_copy import HostCopier, HostCopy
 from tandem.train.parts import Part, fill_parts, names_in, part_of, write_parts
+from tandem.train.ranking import Ranking
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 RANDOM = "random."
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands: steps done, the place in the schedule, how far metrics.jsonl reached, the latest ranking."""
+    """Where a run stands: steps done, the place in the schedule, how far metrics.jsonl reached."""
 
     step: int = 0
     epoch: int = 0
     batch: int = 0  # batches of this epoch already done
     metrics_bytes: int = 0
-    tracked: float | None = None  # the tracked metric, when it was last measured
-    tracked_as: str = ""  # which it is
     owes_validation: bool = False  # stopped before the validation that was due after this step
 
 
@@ -60,7 +59,7 @@ class Saver:
         workers: Workers,
         copier: HostCopier,
         *,
-        ranking: "Ranking",
+        ranking: Ranking,
         took: Callable[[float], None],
     ):
         """`took` is told the seconds of every checkpoint that was written."""
@@ -118,7 +117,7 @@ class Saver:
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
     """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
     place = folder / f"step_{snapshot.progress.step}"
-    if workers.from_first(lambda: progress_of(place) == asdict(snapshot.progress)):
+    if workers.from_first(place.is_dir):  # by a run that stopped right there
         workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
         return
     with ExitStack() as stack:
@@ -138,8 +137,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
             (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
             (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
             write_manifest(aside, digests, format_version=FORMAT_VERSION)
-            with _replacing(place):
-                stack.close()
+            stack.close()
             point(folder / "latest", place)
 
         digests = dict(workers.gather((name, workers.agreed(write, by=True) or "")))
@@ -225,35 +223,17 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, keep: int, ranking: "Ranking") -> None:
+def prune(folder: Path, keep: int, ranking: Ranking) -> None:
     """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first."""
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
-    ranked = sorted(places, key=ranking.rank)
+    ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
         if place != places[0]:
-            aside = _set_aside(place)
+            # Under its own name a checkpoint is whole, whenever a run is killed.
+            aside = place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
             fail_point("checkpoint.prune")
             shutil.rmtree(aside)
-
-
-@contextmanager
-def _replacing(place: Path) -> Iterator[None]:
-    """Within, a checkpoint of the same step, saved before it was validated, gives way to the one that is published."""
-    old = _set_aside(place) if place.is_dir() else None
-    try:
-        yield
-    except BaseException:
-        if old is not None:
-            old.rename(place)
-        raise
-    if old is not None:
-        shutil.rmtree(old)
-
-
-def _set_aside(place: Path) -> Path:
-    """Take its name from a checkpoint that is to be removed: under it a checkpoint is whole, whenever a run is killed."""
-    return place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
 
 
 def set_newer_aside(place: Path) -> None:
@@ -273,15 +253,6 @@ def step_of(place: Path) -> int:
     return int(place.name[5:])
 
 
-def progress_of(place: Path) -> dict[str, Any] | None:
-    """Where a run stood at a checkpoint; None of one that is damaged, or not there."""
-    try:
-        facts = json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return facts if isinstance(facts, dict) else None
-
-
 def point(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its neighbour `target`, in one rename."""
     fail_point(f"checkpoint.{link.name}")
@@ -289,22 +260,3 @@ def point(link: Path, target: Path) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(target.name)
     aside.replace(link)
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """By which metric checkpoints are ranked, and which way."""
-
-    tracked_as: str
-    higher_is_better: bool
-
-    def rank(self, place: Path) -> tuple[bool, float, int]:
-        """Lower is better; a checkpoint from before the metric was measured comes last, and so does a damaged one.
-
-        Of several that the same validation ranks the first is better: it is the one that was validated.
-        """
-        facts = progress_of(place) or {}
-        value = facts.get("tracked") if facts.get("tracked_as") == self.tracked_as else None
-        if value is None:
-            return True, 0.0, -step_of(place)
-        return False, -value if self.higher_is_better else value, step_of(place)

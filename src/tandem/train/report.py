@@ -39,8 +39,9 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
         if keep_bytes is not None:
-            self.has_lost_lines = path.stat().st_size < keep_bytes
-            self._file.truncate(_whole_lines(path) if self.has_lost_lines else keep_bytes)
+            is_cut = path.stat().st_size < keep_bytes
+            self._file.truncate(_whole_lines(path) if is_cut else keep_bytes)
+            self.has_lost_lines = is_cut or None in self._lines()
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record) + "\n"
@@ -52,13 +53,24 @@ class MetricsFile:
                 self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
-        """All lines so far, those of the run before it was resumed too."""
-        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        """All lines so far, those of the run before it was resumed too; without those that something damaged."""
+        return [record for record in self._lines() if record is not None]
 
     def size(self) -> int:
         """Bytes so far, on disk."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
+
+    def _lines(self) -> list[dict[str, Any] | None]:
+        return [_record(line) for line in self._path.read_bytes().splitlines()]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"step", "split"} <= record.keys() else None
 
 
 def _whole_lines(path: Path) -> int:

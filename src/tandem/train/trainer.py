@@ -171,7 +171,7 @@ def _loop(t: Training) -> list[ValidationReport]:
     max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
         if t.progress.owes_validation:
-            _validate_and_save(t, saving=True)
+            _validate_and_save(t, saving=False)
         for place, loaded in zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True):
             t.progress, step = place, place.step
             current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
@@ -262,7 +262,6 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
         "tokens_per_second": report.num_tokens / report.seconds,
     }
     t.record(record)
-    t.track("train", report.metrics)
     t.stopping.took("step", report.seconds)
     t.reporter.step(record, t.setup.num_steps)
     bar(1, t.reporter.numbers(record))
