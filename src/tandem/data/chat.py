@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -71,12 +72,13 @@ class ChatTemplate:
         return Calling()
 
     def _tried(self, answer: dict[str, Any]) -> str:
-        """A short conversation as text; nothing from a template that wants others."""
-        try:
-            [text] = self.texts([[{"role": "user", "content": "Well?"}, answer]], [], add_generation_prompt=False)
-        except Exception:
-            return ""
-        return text
+        """A short conversation as text, with a system turn where there must be one; nothing from a template that wants others."""
+        turns = [{"role": "system", "content": "Well."}, {"role": "user", "content": "Well?"}, answer]
+        for conversation in (turns[1:], turns):
+            with suppress(Exception):
+                [text] = self.texts([conversation], [], add_generation_prompt=False)
+                return text
+        return ""
 
     def _compare(self, several: Sequence[Conversation], texts: list[str], add_generation_prompt: bool) -> None:
         self._was_compared = True

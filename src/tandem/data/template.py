@@ -19,7 +19,9 @@ from tandem.data.tool_calls import as_wanted, renamed
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 
+SYSTEM = {"role": "system", "content": "Be brief."}
 PROBE = [{"role": "user", "content": "How far is the moon?"}]
+MALFORMED = "template malformed"
 # Characters; no line of a data file is longer, so a longer text is the template's doing.
 MAX_RENDERED = 64 * 1024 * 1024
 
@@ -119,9 +121,17 @@ class Template:
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
-        """A fixed conversation, rendered: part of the fingerprint, since templates may read the date."""
-        asked = _Said(PROBE, [], "the chat template")
-        return self._apply(asked, [[]], add_generation_prompt=True)[0] if self.source else ""
+        """A fixed conversation, rendered: part of the fingerprint, since templates may read the date.
+
+        Some take no conversation without a system turn, or none of ours at all: then the rows say what it can do.
+        """
+        for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
+            try:
+                return self._apply(_Said(messages, [], "the chat template"), [[]], add_generation_prompt=True)[0]
+            except RowError as error:
+                if error.reason == MALFORMED:
+                    raise
+        return ""
 
     def _raw(self, preference: Preference) -> Rendered:
         if not isinstance(preference.prompt, str):
@@ -218,12 +228,12 @@ class Template:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason, kind = " ".join(str(error).split()) or type(error).__name__, "template fails"
             if isinstance(error, TemplateSyntaxError):
-                reason = f"line {error.lineno}: {reason}"
+                reason, kind = f"line {error.lineno}: {reason}", MALFORMED
             raise RowError(
                 before.place,
-                "template fails",
+                kind,
                 f"the chat template fails: {reason.rstrip('.')}. Give another by policy.tokenizer.chat_template=FILE.jinja, or "
                 "conversations that it takes.",
             ) from None

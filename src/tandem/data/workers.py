@@ -64,23 +64,21 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def pool(work: Callable[[T, Watch], R], num_workers: int, *, row_seconds: float) -> Iterator["Pool[T, R]"]:
-    """Processes that do `work`; all are gone when the block is left, however it is left."""
-    started: Pool[T, R] = Pool(work, num_workers, row_seconds)
-    try:
-        yield started
-    finally:
-        started.stop()
-
-
 class Pool(Generic[T, R]):
-    """Up to a number of processes, kept from one `map` to the next. At most two items for each are under way, so that memory
-    stays bounded."""
+    """Up to a number of processes, kept from one `map` to the next; all are gone when the block is left, however it is left.
+
+    At most two items for each are under way, so that memory stays bounded.
+    """
 
     def __init__(self, work: Callable[[T, Watch], R], num_workers: int, row_seconds: float):
         self._work, self._num_workers, self._row_seconds = work, num_workers, row_seconds
         self._workers: list[_Worker] = []
+
+    def __enter__(self) -> "Pool[T, R]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def map(self, items: Iterable[T], num_workers: int | None = None) -> Iterator[R]:
         """The result of every item, in order; an error raised by the work is raised here.

@@ -192,11 +192,35 @@ def test_a_template_that_takes_all_memory_is_a_bad_row_and_the_others_are_read(s
 
 
 @forking
-def test_a_template_that_always_takes_all_memory_is_refused_before_any_row(source, monkeypatch):
+def test_a_template_that_always_takes_all_memory_is_refused_with_the_rows(source, monkeypatch):
     monkeypatch.setattr(workers, "TEMPLATE_BYTES", 128 * 1024 * 1024)
     write(source, pair())
-    with pytest.raises(ConfigError, match="the chat template fails: MemoryError"):
+    with pytest.raises(DataError) as caught:
         opened(source, template=Template(letter_tokenizer(), DOUBLING.replace("TIMES", "30"), {}))
+    assert str(caught.value) == (
+        f"{source}: none of 1 rows can be read:\n  template fails: 1\n    {source}:1: the chat template fails: MemoryError. "
+        f"{ANOTHER_TEMPLATE}"
+    )
+
+
+def test_a_template_that_does_not_parse_is_refused_before_any_row(source):
+    write(source, pair())
+    with pytest.raises(ConfigError) as caught:
+        opened(source, template=Template(letter_tokenizer(), "{% for %}", {}))
+    assert str(caught.value) == (
+        "the chat template fails: line 1: Expected an expression, got 'end of statement block'. " + ANOTHER_TEMPLATE
+    )
+
+
+def test_a_template_that_needs_a_system_turn_reads_the_rows_that_have_one(source):
+    needs = "{% if messages[0].role != 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHAT
+    turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+    write(source, pair(turns), pair(turns, "c", "d"), pair("hi"))
+    store = opened(source, template=Template(letter_tokenizer(), needs, {}))
+    assert [row.place for row in store] == [f"{source}:1", f"{source}:2"]
+    assert [(e["place"], e["message"]) for e in store.examples] == [
+        (f"{source}:3", f"the chat template fails: no system turn. {ANOTHER_TEMPLATE}")
+    ]
 
 
 @forking

@@ -12,7 +12,7 @@ import time
 import pytest
 from patience import within
 
-from tandem.data.workers import METHOD, Died, Stalled, bounded_memory, pool
+from tandem.data.workers import METHOD, Died, Pool, Stalled, bounded_memory
 from tandem.errors import DataError
 
 # The work of these tests is written inside them, where only a forked process finds it.
@@ -28,7 +28,7 @@ def impatient():
 
 
 def done(work, items, *, num_workers=2, row_seconds=LONG) -> list:
-    with pool(work, num_workers, row_seconds=row_seconds) as workers:
+    with Pool(work, num_workers, row_seconds=row_seconds) as workers:
         return list(workers.map(items))
 
 
@@ -61,7 +61,7 @@ def test_every_item_is_worked_on_once(num_workers, num_items):
 
 
 def test_a_pool_takes_more_work_after_it_was_done():
-    with pool(lambda item, watch: 2 * item, 2, row_seconds=LONG) as workers:
+    with Pool(lambda item, watch: 2 * item, 2, row_seconds=LONG) as workers:
         assert list(workers.map([1, 2, 3])) == [2, 4, 6]
         assert list(workers.map([4])) == [8]
 
@@ -81,7 +81,7 @@ def test_two_items_a_worker_are_taken_ahead_and_never_more(num_workers):
     taken = []
     items = (taken.append(i) or i for i in range(20))
     ahead = []
-    with pool(lambda item, watch: item, num_workers, row_seconds=LONG) as workers:
+    with Pool(lambda item, watch: item, num_workers, row_seconds=LONG) as workers:
         for number, result in enumerate(workers.map(items)):
             assert result == number
             ahead.append(len(taken) - number)  # of those not yielded before this one
@@ -105,7 +105,7 @@ def test_a_users_mistake_is_raised_as_it_was():
         return item
 
     results = []
-    with pool(work, 2, row_seconds=LONG) as workers, pytest.raises(DataError) as caught:
+    with Pool(work, 2, row_seconds=LONG) as workers, pytest.raises(DataError) as caught:
         for result in workers.map(range(6)):
             results.append(result)
     assert str(caught.value) == "pairs.jsonl:3: no key prompt."
@@ -143,7 +143,7 @@ def test_a_worker_that_dies_half_way_through_its_answer_is_told_with_its_item():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return bytes(8 * 1024 * 1024)  # more than the pipe holds: it waits for us to read
 
-    with pool(work, 2, row_seconds=LONG) as workers, pytest.raises(Died) as caught:
+    with Pool(work, 2, row_seconds=LONG) as workers, pytest.raises(Died) as caught:
         for _ in workers.map([0, 1]):
             time.sleep(0.5)
     assert caught.value.item == 1
@@ -241,7 +241,7 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
             yield item
 
     with pytest.raises((DataError, Died, Stalled, ReaderStops)):
-        with pool(work, 3, row_seconds=0.3) as workers:
+        with Pool(work, 3, row_seconds=0.3) as workers:
             for _ in workers.map(items()):
                 raise ReaderStops
     assert len(children) == 3
@@ -249,7 +249,7 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
 
 
 def test_no_more_processes_are_started_than_there_are_items():
-    with pool(lambda item, watch: item, 3, row_seconds=LONG) as workers:
+    with Pool(lambda item, watch: item, 3, row_seconds=LONG) as workers:
         assert list(workers.map([7])) == [7]
         assert len(multiprocessing.active_children()) == 1
 
@@ -258,13 +258,13 @@ def test_no_more_processes_are_started_than_there_are_items():
 PARENT = """
 import itertools, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where the tests run in the background
-from tandem.data.workers import pool
+from tandem.data.workers import Pool
 
 def work(item, watch):
     time.sleep(0.02)
     return os.getpid()
 
-with pool(work, 2, row_seconds=60) as workers:
+with Pool(work, 2, row_seconds=60) as workers:
     seen = set()
     for pid in workers.map(itertools.count()):
         if pid not in seen:
