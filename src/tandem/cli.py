@@ -85,7 +85,10 @@ def train(
                 f"--resume {resume}: a checkpoint, not a run. A run goes on from its newest whole one: --resume {whole}"
             )
         if not (Path(resume) / "config.yaml").is_file():
-            raise CheckpointError(f"--resume {resume}: holds no config.yaml, so it is no run.")
+            inside = (Path(resume).resolve().parent / "config.yaml").is_file()
+            hint = f" Is --resume {Path(resume).parent} meant?" if inside else ""
+            what = "holds no config.yaml, so it is no run" if Path(resume).exists() else "there is no such directory"
+            raise CheckpointError(f"--resume {resume}: {what}.{hint}")
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
     try:
         loaded = load_config(config, overrides or [])
@@ -193,7 +196,8 @@ def prepare(
             )
         if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
             raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
-        reporter.preflight([preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)])
+        found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
+        reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
         limit = loaded.config.policy.max_total_sequence_length
         reporter.say(f"\nTrain on it: tandem train data.train={output}/train policy.max_total_sequence_length={limit}")
         return

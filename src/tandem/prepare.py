@@ -177,7 +177,8 @@ def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> tuple[str,
 
 
 def show(preparation: Preparation, reporter: Reporter) -> None:
-    reporter.preflight(preparation.sets)
+    rejects = {name: Path(folder) / "rejects.jsonl" for name, folder in preparation.folders.items()}
+    reporter.preflight(preparation.sets, rejects)
     for name, weight in preparation.weights.items():
         reporter.say(f"  {name}: an epoch passes over it {weight:g} times (weight)")
     if not preparation.has_template:

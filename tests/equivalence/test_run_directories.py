@@ -117,7 +117,13 @@ def test_a_metric_that_is_never_measured_is_refused():
 
 
 def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
-    short_run(tmp_path / "run", "dpo.max_num_steps=500", "policy.train_global_batch_size=128", "data.drop_last=false")
+    short_run(
+        tmp_path / "run",
+        "dpo.max_num_steps=500",
+        "dpo.max_num_epochs=1",
+        "policy.train_global_batch_size=128",
+        "data.drop_last=false",
+    )
     assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
         capsys.readouterr().out.split()
     )

@@ -120,6 +120,25 @@ def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
     )
 
 
+def test_resume_says_that_a_directory_is_not_there(monkeypatch, capsys, tmp_path):
+    assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/nosuch") == (
+        4,
+        "",
+        f"tandem: error: --resume {tmp_path}/nosuch: there is no such directory.\n",
+    )
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "model"])
+def test_resume_refuses_what_is_inside_a_run_and_names_the_run(monkeypatch, capsys, tmp_path, inside):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / inside).mkdir()
+    assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/{inside}") == (
+        4,
+        "",
+        f"tandem: error: --resume {tmp_path}/{inside}: holds no config.yaml, so it is no run. Is --resume {tmp_path} meant?\n",
+    )
+
+
 def test_resume_refuses_a_checkpoint_and_names_its_run(monkeypatch, capsys, tmp_path):
     place = tmp_path / "run/checkpoints/step_2"
     (place / "tensors").mkdir(parents=True)

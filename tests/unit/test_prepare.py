@@ -72,7 +72,8 @@ Data
 set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sharing can save
 train    11        10    0         1     10         110          70       24               38%
   train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
-  train: skipped 1: over-long (rejects.jsonl)
+  train: skipped 1: over-long
+  train: the rows that were skipped are in {folder}/rejects.jsonl
   No chat template: the texts are taken as they are
 
 train: tokens
@@ -152,14 +153,16 @@ def test_shares_over_each_limit_count_what_is_left_out_too(prepare):
     assert "  over the limit of 512: 1 left out; by limit: 40.0% over 256, 20.0% over 512\n" in out
 
 
-def test_notes_duplicates_and_rows_left_out_are_told(prepare):
+def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
     write("pairs.jsonl", pair("a"), pair("a"), pair("b\x07"), "{", pair("c", "no"))
     settings = ["data.on_bad_row=skip", "data.max_bad_share=1.0", "data.max_filtered_share=1.0"]
     _, out, _ = prepare("data.train=pairs.jsonl", *settings)
+    (folder,) = (here / "cache" / "tokens").iterdir()
     assert [line for line in out.splitlines() if "noted" in line or "skipped" in line] == [
-        "  train: skipped 1: malformed JSON (rejects.jsonl)",
-        "  train: skipped 1: equal completions (rejects.jsonl)",
-        "  train: noted 1: control characters in the text",
+        "  train: skipped 1: malformed JSON",
+        "  train: skipped 1: equal completions",
+        f"  train: the rows that were skipped are in {folder}/rejects.jsonl",
+        "  train: noted 1: control characters in the text (first at pairs.jsonl:3)",
         "  train: noted 1: preferences that stand in it already",
     ]
 

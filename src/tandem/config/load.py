@@ -22,6 +22,7 @@ from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
+MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
 UNION_BRANCH = re.compile(
@@ -87,8 +88,8 @@ def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
     # The embedded default's learning rate is made for its tiny random model and must not leak into real ones:
     # it serves only when neither a model nor data is given.
-    own = ("policy.model_name", "data.")
-    if any(override.key_or_group.startswith(own) or override.key_or_group in ("policy", "data") for override in parsed):
+    keys = [override.key_or_group for override in parsed]
+    if "policy" in keys or "data" in keys or any(f"{key}.".startswith(MODEL_OR_DATA) for key in keys):
         return {}, {}
     text = resources.files("tandem.embedded").joinpath("default.yaml").read_text(encoding="utf-8")
     tree = yaml.safe_load(text)

@@ -19,6 +19,7 @@ from tandem.data.preference import (
     prompt_of,
     refuse_other_media,
     score_of,
+    shown,
     text_of,
     tools_of,
     with_system,
@@ -44,7 +45,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
     """NeMo RL's PreferenceDataset: `context` (messages), `completions` of {rank, completion}; lower rank is better."""
-    given = _several(row, "completions")
+    given = _several(row, "completions", '{"rank": 0, "completion": "Yes."}')
     completions = []
     for i, item in enumerate(given):
         where = f"completions[{i}]"
@@ -60,7 +61,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
     """A prompt and completions with a `score` (or `reward`) each, which also gives the ranks: higher is better."""
     key = next((name for name in ("completions", "responses") if name in row.value), "completions")
     answers = []
-    for i, item in enumerate(_several(row, key)):
+    for i, item in enumerate(_several(row, key, '{"completion": "Yes.", "score": 1}')):
         where = f"{key}[{i}]"
         score = _score(item, row, where)
         if score is None:
@@ -221,11 +222,24 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
     """A row in the named format, with its tools, its prompt worded as the dataset's prompt files say."""
     refuse_other_media(row)
-    preference = FORMATS[name].read(row, keys)
+    try:
+        preference = FORMATS[name].read(row, keys)
+    except RowError as error:
+        raise _with_its_setting(error, keys) from None
     prompt, tools = wording.of(preference.prompt), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
     return replace(preference, prompt=prompt, tools=tools)
+
+
+def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:
+    """Of a key that is missing and was named by a setting: by which."""
+    for part in ("prompt", "chosen", "rejected"):
+        name = getattr(keys, f"{part}_key")
+        if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
+            told = f"{error.message} It is asked for by data.train.{part}_key."
+            return RowError(error.place, error.reason, told, error.kind)
+    return error
 
 
 ASSISTANT = "\n\nAssistant:"
@@ -250,14 +264,17 @@ def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Co
     return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
 
 
-def _several(row: SourceRow, key: str) -> list[Mapping[str, Any]]:
+def _several(row: SourceRow, key: str, like: str) -> list[Mapping[str, Any]]:
+    """Two or more completions, each an object like the one shown."""
     given = field_of(row.value, key, row)
-    if not isinstance(given, list) or len(given) < 2:
-        message = f"{key}: a preference needs a list of two or more completions."
+    if not isinstance(given, list):
+        raise RowError(row.place, "wrong type", f"{key}: {shown(given)}, not a list of completions such as {like}.")
+    if len(given) < 2:
+        message = f"{key}: a list of {len(given)}; a preference needs two or more completions."
         raise RowError(row.place, "one completion", message)
     for i, item in enumerate(given):
         if not isinstance(item, Mapping):
-            raise RowError(row.place, "wrong type", f"{key}[{i}]: {kind_of(item)}, not an object.")
+            raise RowError(row.place, "wrong type", f"{key}[{i}]: {shown(item)}, not an object such as {like}.")
     return given
 
 

@@ -144,8 +144,9 @@ def text_of(row: SourceRow, value: Any, key: str) -> str:
 def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return _clean(value, row, key)
-    messages = [value] if isinstance(value, Mapping) else value
-    return as_answer(messages_of(messages, row, key, first="assistant"), row, key)
+    if isinstance(value, Mapping):
+        return as_answer((_message(value, row, key),), row, key)
+    return as_answer(messages_of(value, row, key, first="assistant"), row, key)
 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:

@@ -46,6 +46,7 @@ class Preflight:
     longer_than: dict[int, int]  # preferences over each limit, those dropped as over-long included
     num_duplicates: int
     notes: dict[str, int]
+    noted_at: dict[str, str]  # where a note was first made, if that is one place
     prompt_overlap: int | None  # prompts of this set that also stand in the training set
     ngram_overlap: float | None  # share of this set's completion n-grams that also stand in the training set
 
@@ -85,6 +86,7 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         longer_than=store.longer_than if is_read else {},
         num_duplicates=store.num_duplicates if is_read else 0,
         notes=store.notes if is_read else {},
+        noted_at=store.noted_at if is_read else {},
         prompt_overlap=None if train is None else _prompt_overlap(store, train),
         ngram_overlap=None if train is None else _ngram_overlap(store, train),
     )

@@ -64,7 +64,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             with bar(f"Tokenising {split}", BAR_STEPS) as advance:
                 return open_store(path, given, template, config.data, length, _steps(advance), processes)
         except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
-            raise DataError(str(error).replace("data.train.", f"{_key_of(split)}.")) from None
+            raise DataError(_of_set(str(error), split)) from None
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
@@ -105,10 +105,17 @@ def _joined(
     return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
 
 
-def _key_of(split: str) -> str:
-    """Where a set is configured."""
-    name = split.removeprefix("validation-")
-    return "data.train" if name == split else "data.validation" if name == "default" else f"data.val_data_paths.{name}"
+def _of_set(message: str, split: str) -> str:
+    """What is said of data.train, said of the set that it is about; those of a list are written as mappings there."""
+    kind, _, name = split.partition("-")
+    if kind == "train" and name:
+        told = message.replace("data.train.", f"data.train[{name}].")
+        in_list = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
+        return told if told == message else f"{told}\n{in_list}"
+    keys = (
+        "data.train" if kind == "train" else "data.validation" if name == "default" else f"data.val_data_paths.{name}"
+    )
+    return message.replace("data.train.", f"{keys}.")
 
 
 def _with_path(given: DatasetFields, split: str) -> DatasetFields:

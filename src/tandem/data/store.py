@@ -14,7 +14,7 @@ from tandem.data.store_writer import SCHEMA
 from tandem.data.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class TokenStore:
         self.examples: list[dict[str, str]] = manifest["examples"]
         self.packs: list[dict[str, Any]] = manifest.get("packs", [])  # how it was packed, by `tandem prepare`
         self.notes: dict[str, int] = manifest["notes"]
+        self.noted_at: dict[str, str] = manifest["noted_at"]  # the first place of each note that has one
         self.num_duplicates: int = manifest["duplicates"]
         self.longer_than: dict[int, int] = dict(
             sorted((int(limit), count) for limit, count in manifest["longer_than"].items())

@@ -57,9 +57,15 @@ class Prepared:
 
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    noted_at: dict[str, str] = field(default_factory=dict)  # where each note was first made
     longer_than: Counter[int] = field(default_factory=Counter)
     digests: bytes = b""  # of each accepted preference, 8 bytes each
     batch: bytes = b""  # the accepted rows, as an Arrow stream
+
+    def note(self, note: str, place: str) -> None:
+        """Count what is worth a count though the row is used."""
+        self.notes[note] += 1
+        self.noted_at.setdefault(note, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Recipe:
     def __call__(self, template: Template, chunk: Chunk, watch: Watch) -> Prepared:
         prepared = Prepared()
         if chunk.has_bom:
-            prepared.notes["byte-order mark at the start of a file"] += 1
+            prepared.note("byte-order mark at the start of a file", chunk.file)
         rows = self._tokenized(template, _numbered_rows(chunk), prepared, watch)
         return settle(rows, prepared, self.max_length, self.overlong, self.default_scores)
 
@@ -85,9 +91,9 @@ class Recipe:
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
     ) -> Iterator[TokenizedPreference | RowError]:
         while rendered := self._render_some(template, rows, watch):
-            prepared.notes.update(
-                note for item in rendered if not isinstance(item, RowError) for note in _notes(*item, self.pairing)
-            )
+            for preference, texts in (item for item in rendered if not isinstance(item, RowError)):
+                for note in _notes(preference, texts, self.pairing):
+                    prepared.note(note, preference.place)
             yield from encode(rendered, template, self.pairing)
 
     def _render_some(
@@ -132,14 +138,14 @@ def settle(
             lengths.append(row.longest)
             row = fitted(row, max_length, overlong)
             if lengths[-1] > max_length and isinstance(row, TokenizedPreference):
-                prepared.notes[f"over-long, cut by data.overlong={overlong}"] += 1
+                prepared.note(f"over-long, cut by data.overlong={overlong}", row.place)
         if isinstance(row, RowError):
             prepared.rejects.append(_as_reject(row))
             continue
         row = _with_scores(row, *default_scores)
         accepted.append(row)
         if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
-            prepared.notes["chosen scored below rejected"] += 1
+            prepared.note("chosen scored below rejected", row.place)
     prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
     prepared.digests = b"".join(map(_digest, accepted))
     prepared.batch = _stream(accepted) if accepted else b""
@@ -152,6 +158,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
     notes: Counter[str] = Counter()
+    noted_at: dict[str, str] = {}
     longer_than: Counter[int] = Counter(dict.fromkeys(LIMITS, 0))
     examples: list[dict[str, str]] = []
     digests = bytearray()
@@ -170,6 +177,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
                 if counter[reject["reason"]] <= SHOWN_PER_REASON:
                     examples.append(reject)
             notes.update(prepared.notes)
+            noted_at = prepared.noted_at | noted_at
             longer_than.update(prepared.longer_than)
             digests += prepared.digests
     # Sorted where they are: of a large set they are many. Opposites, which differ in the last bit, are neighbours then.
@@ -189,6 +197,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
         },
         "examples": examples,
         "notes": dict(notes),
+        "noted_at": noted_at,
         "duplicates": int((each[1:] == each[:-1]).sum()),
         "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
     }

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,21 +145,26 @@ class Reporter:
         for name, value in rows:
             self.say(f"  {name:<{width}}  {value}")
 
-    def preflight(self, sets: Sequence[Preflight]) -> None:
+    def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
+        """rejects: by set, the file that lists the rows left out."""
         counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
-            skipped = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
-            numbers = [s.counts.rows, s.counts.accepted, *skipped, s.num_pairs, s.prompt_tokens, s.completion_tokens]
+            left_out = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
+            numbers = [s.counts.rows, s.counts.accepted, *left_out, s.num_pairs, s.prompt_tokens, s.completion_tokens]
             rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
         self._table("Data", ["set", *counted, "sharing can save"], rows)
         for s in sets:
             how = "read as " if s.format != HELD_OUT else ""
             self.say(f"  {s.name}: {how}{s.format}, {s.format_reason}")
-            for reason, count in (s.counts.bad | s.counts.filtered).items():
-                self.say(f"  {s.name}: skipped {count:,}: {reason} (rejects.jsonl)")
+            skipped = s.counts.bad | s.counts.filtered
+            for reason, count in skipped.items():
+                self.say(f"  {s.name}: skipped {count:,}: {reason}")
+            if skipped:
+                self.say(f"  {s.name}: the rows that were skipped are in {rejects[s.name]}")
             for note, count in s.notes.items():
-                self.say(f"  {s.name}: noted {count:,}: {note}")
+                place = f" (first at {s.noted_at[note]})" if note in s.noted_at else ""
+                self.say(f"  {s.name}: noted {count:,}: {note}{place}")
             if s.num_duplicates:
                 self.say(f"  {s.name}: noted {s.num_duplicates:,}: preferences that stand in it already")
             if s.prompt_overlap is not None and s.ngram_overlap is not None:

@@ -68,7 +68,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
         if workers.count > 1:
             reporter.say(f"Workers: {workers.count}")
-        reporter.preflight(setup.preflights())
+        reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
         reporter.choices(setup.choices())
         reporter.say(f"Rows: {setup.rows}")
         if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
@@ -162,7 +162,7 @@ def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:
 def _loop(t: Training) -> list[ValidationReport]:
     """Train to the last step; return the validation before the first."""
     dpo, total = t.setup.config.dpo, t.setup.num_steps
-    before: list[ValidationReport] = []
+    before = _validated_before(t)
     if dpo.val_at_start and t.progress.step == 0:
         before = t.validate()
         t.reporter.validations("\nValidation before training", before)
@@ -189,6 +189,16 @@ def _loop(t: Training) -> list[ValidationReport]:
                 _validate_and_save(t, saving=saving)
             t.saver.check()
     return before
+
+
+def _validated_before(t: Training) -> list[ValidationReport]:
+    """The validation before the first step of a run that goes on; none if the sets are others now."""
+    first = {record["split"]: record for record in t.metrics.records() if record["step"] == 0}
+    splits = [validation.split for validation in t.validation_sets]
+    if not first.keys() >= set(splits):
+        return []
+    metrics = {split: {name: v for name, v in first[split].items() if isinstance(v, float)} for split in splits}
+    return [ValidationReport(split, metrics[split], first[split]["num_pairs"]) for split in splits]
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:

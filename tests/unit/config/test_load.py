@@ -529,12 +529,24 @@ def test_with_nothing_given_the_embedded_default_is_in_force():
     assert set(loaded.origins.values()) == {"the embedded default"}
 
 
-def test_overrides_of_other_keys_leave_the_embedded_default_in_force():
-    assert load_config(None, ["run.seed=1"]).config.policy.optimizer.kwargs.lr == 0.001
+@pytest.mark.parametrize(
+    "override", ["run.seed=1", "data.num_workers=1", "data.validation_share=0.1", "+data.shuffle=false"]
+)
+def test_overrides_of_other_keys_leave_the_embedded_default_in_force(override):
+    assert load_config(None, [override]).config.policy.optimizer.kwargs.lr == 0.001
 
 
 @pytest.mark.parametrize(
-    "override", ["policy.model_name=m", "data.train=x.jsonl", "data.train.data_path=x.jsonl", "policy={model_name: m}"]
+    "override",
+    [
+        "policy.model_name=m",
+        "policy={model_name: m}",
+        "data.train=x.jsonl",
+        "data.train.data_path=x.jsonl",
+        "data.validation=x.jsonl",
+        "data.default.data_path=x.jsonl",
+        "data={train: x.jsonl}",
+    ],
 )
 def test_the_embedded_default_does_not_leak_into_a_given_model_or_data(override):
     config = load_config(None, [override]).config

@@ -3,7 +3,10 @@
 import pytest
 from rows import ASKED, GOOD, NO, YES, group, refusal, row, said, turn
 
-from tandem.data.formats import FORMATS, ranked
+from tandem.config.datasets import DatasetFields
+from tandem.data.formats import FORMATS, ranked, read_preference
+from tandem.data.sources import RowError
+from tandem.data.wording import Wording
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"
@@ -103,12 +106,12 @@ BAD = {
     "scored: one": (
         {"completions": [{"completion": "yes", "score": 2}]},
         "one completion",
-        "completions: a preference needs a list of two or more completions.",
+        "completions: a list of 1; a preference needs two or more completions.",
     ),
     "scored: text": (
         {"completions": [{"completion": "yes", "score": 2}, "no"]},
         "wrong type",
-        "completions[1]: a text, not an object.",
+        'completions[1]: a text, not an object such as {"completion": "Yes.", "score": 1}.',
     ),
     "scored: no score": (
         {"completions": [{"completion": "yes", "score": 2}, {"completion": "no"}]},
@@ -168,8 +171,9 @@ BAD = {
     "sharegpt: text as answer": ({"chosen": "yes"}, "wrong type", "chosen: a text, not a turn with from and value."),
     "sharegpt: answer by the user": (
         {"rejected": turn("human", "no")},
-        "roles out of order",
-        "rejected[0]: role user cannot come first.",
+        "wrong roles",
+        "rejected: roles user; a completion is one assistant message, or assistant and tool messages that end in the "
+        "assistant's.",
     ),
     "alpaca: messages": ({"instruction": [ASKED]}, "wrong type", "instruction and input must be texts."),
     "alpaca: number as input": ({"input": 0}, "wrong type", "instruction and input must be texts."),
@@ -269,9 +273,13 @@ BAD_GROUPS = {
     "one completion": (
         [A],
         "one completion",
-        "completions: a preference needs a list of two or more completions.",
+        "completions: a list of 1; a preference needs two or more completions.",
     ),
-    "text as completion": ([A, "b"], "wrong type", "completions[1]: a text, not an object."),
+    "text as completion": (
+        [A, "b"],
+        "wrong type",
+        'completions[1]: a text, not an object such as {"rank": 0, "completion": "Yes."}.',
+    ),
     "no rank": (
         [A, {"rnk": 1, "completion": "b"}],
         "missing key",
@@ -319,8 +327,26 @@ def test_malformed_completions_are_refused_with_their_number(completions, reason
 
 
 def test_completions_that_are_no_list_are_refused():
-    assert refusal(ranked, row({"context": "Hi", "completions": "ab"}))[2] == (
-        "completions: a preference needs a list of two or more completions."
+    assert refusal(ranked, row({"context": "Hi", "completions": {"rank": 0}}))[2] == (
+        'completions: an object, not a list of completions such as {"rank": 0, "completion": "Yes."}.'
+    )
+
+
+def test_a_completion_that_is_one_message_is_named_without_a_number():
+    assert refusal(
+        FORMATS["BinaryPreferenceDataset"].read, row({"prompt": "a", "chosen": {"content": "b"}, "rejected": "c"})
+    )[2] == ("no key chosen.role.")
+
+
+def test_a_key_that_a_setting_asks_for_is_told_with_the_setting():
+    keys = DatasetFields(prompt_key="question", chosen_key="good")
+    with pytest.raises(RowError) as caught:
+        read_preference(
+            row({"question": "a", "chosen": "b", "rejected": "c"}), keys, "BinaryPreferenceDataset", Wording(None, None)
+        )
+    assert caught.value.message == (
+        "no key good. Keys found: question, chosen, rejected. data.train.dataset_name names another format. It is asked for "
+        "by data.train.chosen_key."
     )
 
 

@@ -274,6 +274,11 @@ def test_what_is_said_of_a_sets_keys_names_its_own(here):
     ):
         with pytest.raises(DataError, match=rf"{key}\.rejected_key names another"):
             opened("data.train=a.jsonl", given)
+    with pytest.raises(DataError) as caught:
+        opened("data.train=[a.jsonl,odd.jsonl]")
+    assert str(caught.value).endswith(
+        "data.train[1].rejected_key names another.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
+    )
 
 
 def test_one_field_cannot_be_two_parts_of_a_preference():
