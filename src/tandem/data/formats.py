@@ -238,7 +238,7 @@ def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
             told = f"{error.message} It is asked for by data.train.{part}_key."
-            return RowError(error.place, error.reason, told, error.kind)
+            return RowError(error.place, error.reason, told)
     return error
 
 
