@@ -170,7 +170,7 @@ class Bench:
     def steps(self) -> Iterator[tuple[float, StepReport]]:
         """Seconds from step to step, the loader's time included, and the step's report."""
         side = Side(ZeroReference(), self.config.dpo, self.workers, "bfloat16")  # type: ignore[arg-type]
-        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)
+        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: self.options.steps + 2]
         started = time.perf_counter()
         for loaded in load_ahead(batches, self.packer):
             pending = train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0)
