@@ -75,6 +75,7 @@ def train(
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
     from tandem.cache import is_checkpoint
     from tandem.config.load import load_config
+    from tandem.train.rundir import no_run
 
     if resume is not None:
         if config is not None or fresh:
@@ -87,7 +88,7 @@ def train(
         if not (Path(resume) / "config.yaml").is_file():
             inside = (Path(resume).resolve().parent / "config.yaml").is_file()
             hint = f" Is --resume {Path(resume).parent} meant?" if inside else ""
-            what = "holds no config.yaml, so it is no run" if Path(resume).exists() else "there is no such directory"
+            what = no_run(Path(resume)) if Path(resume).exists() else "there is no such directory"
             raise CheckpointError(f"--resume {resume}: {what}.{hint}")
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
     try:

@@ -61,10 +61,11 @@ def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damag
         short_run(tmp_path / "cut", *SAVING)
     metrics = tmp_path / "cut/metrics.jsonl"
     metrics.write_bytes(damaged(metrics.read_bytes()))
-    cut = short_run(tmp_path / "cut", *SAVING)
+    cut = short_run(tmp_path / "cut", *SAVING, "checkpointing.keep_top_k=1")
+    assert sorted(path.name for path in (cut / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
     assert (
-        f"warning: {metrics} is not as it was when step 4 was saved: the lines of some steps are lost. "
-        "The run itself goes on as it was."
+        f"warning: {metrics} is not as it was when step 4 was saved: the lines of some steps are lost, and with them how good "
+        "the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
     ) in " ".join(capsys.readouterr().out.split())
     lines = [line for line in metrics.read_text(errors="replace").splitlines() if '"split": "train"' in line]
     assert [json.loads(line)["step"] for line in lines][-2:] == [5, 6]

@@ -1,5 +1,7 @@
 """Where a run is kept, what it goes on from, and what it never goes on from."""
 
+import json
+
 import pytest
 from running import killed_after, metrics_of, short_run
 
@@ -96,6 +98,29 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
         "warning: runs/default-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
         "alone, which changes nothing that is learned. To go on with it: tandem train --resume runs/default-1 "
         "checkpointing.keep_top_k=2 logger.num_val_samples_to_print=1"
+    ) in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_same_command_goes_on_with_its_own_run_whatever_ran_since(here):
+    with killed_after(3):
+        run()
+    assert str(run("run.seed=1")) == "runs/default-2"
+    assert str(run()) == "runs/default-1"
+    assert str(run()) == "runs/default-3"
+
+
+def test_a_validation_set_that_is_another_now_is_told_of(tmp_path, capsys):
+    rows = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(5)]
+    held_out = tmp_path / "held-out.jsonl"
+    settings = [*SAVING, "data.train=embedded", f"data.validation={held_out}", "dpo.val_period=1"]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with killed_after(3):
+        short_run(tmp_path / "cut", *settings)
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    short_run(tmp_path / "cut", *settings)
+    assert (
+        "warning: validation-default has other pairs than at step 2: what was measured on those is compared with nothing from "
+        "now on, and ranks no checkpoint once the new ones are measured."
     ) in " ".join(capsys.readouterr().out.split())
 
 

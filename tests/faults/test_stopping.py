@@ -87,12 +87,11 @@ def standing(run):
     return steps_kept(run), (kept / "best").readlink().name, (kept / "latest").readlink().name
 
 
-# Validated: at the start, after steps 2 and 4, and at the end. Step 1 is ranked by the first of them.
-LOSSES = {0: 0.6, 2: 0.5, 4: 0.9, 5: 1.0}
+LOSSES = (0.1, 0.6, 0.5, 0.9, 0.8, 1.0)  # by step; that of the start ranks nothing
 
 
 @pytest.mark.parametrize(
-    "place", ["in a step after which validation is due", "in a validation", "before the second validation"]
+    "place", ["in a step after which validation is due", "in a validation", "before the third validation"]
 )
 def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp_path, monkeypatch, place):
     real = build.Training.write
@@ -101,10 +100,10 @@ def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp
         real(t, replace(report, metrics={**report.metrics, "loss": LOSSES[t.progress.step]}))
 
     monkeypatch.setattr(build.Training, "write", written)
-    settings = [*SETTINGS, "checkpointing.save_period=1", "checkpointing.keep_top_k=3"]
+    settings = [*SETTINGS, "dpo.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=2"]
     whole = short_run(tmp_path / "whole", *settings)
-    assert standing(whole) == ([1, 2, 3, 5], "step_2", "step_5")
-    module, name, call, _ = {**PLACES, "before the second validation": (trainer, "train_step", 4, [])}[place]
+    assert standing(whole) == ([1, 2, 5], "step_2", "step_5")
+    module, name, call, _ = {**PLACES, "before the third validation": (trainer, "train_step", 3, [])}[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     assert standing(short_run(tmp_path / "run", *settings)) == standing(whole)
@@ -119,6 +118,15 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, mon
     told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
     assert told in " ".join(capsys.readouterr().out.split())
     assert_same(run, whole)
+
+
+def test_a_run_that_saves_nothing_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):
+    settings = [*SETTINGS, "checkpointing.enabled=false"]
+    with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *settings)
+    run = short_run(tmp_path / "run", *settings)
+    told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):

@@ -116,7 +116,7 @@ def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path)) == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}: holds no config.yaml, so it is no run.\n",
+        f"tandem: error: --resume {tmp_path}: it holds no config.yaml, so it is no run.\n",
     )
 
 
@@ -135,7 +135,7 @@ def test_resume_refuses_what_is_inside_a_run_and_names_the_run(monkeypatch, caps
     assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/{inside}") == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}/{inside}: holds no config.yaml, so it is no run. Is --resume {tmp_path} meant?\n",
+        f"tandem: error: --resume {tmp_path}/{inside}: it holds no config.yaml, so it is no run. Is --resume {tmp_path} meant?\n",
     )
 
 

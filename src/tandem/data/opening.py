@@ -26,7 +26,8 @@ from tandem.errors import DataError
 # A second process pays for its start from here on.
 BYTES_PER_WORKER = 512 * 1024
 NOT_JSON = (
-    "It is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
+    "It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and .arrow are read "
+    "too, each also .gz or .zst."
 )
 IS_ARRAY = "Is it one JSON array? Such a file is named .json."
 PREPARE_AGAIN = "Prepare it again, with tandem prepare."

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tandem.config.datasets import DatasetFields
 from tandem.data.files import SourceFile
 from tandem.data.formats import NOTHING_FITS, detect_format, read_preference
-from tandem.data.preference import REASONING, Preference
+from tandem.data.preference import REASONING, Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
@@ -36,6 +36,8 @@ LIMITS = tuple(2**power for power in range(8, 18))
 NO_SYSTEM = "system turns that the chat template leaves out"
 NOTHING = np.zeros(0, np.int32)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+HARDLY_BY_CHANCE = 10  # characters
 
 SCHEMA = pa.schema(
     {
@@ -234,15 +236,26 @@ def _notes(preference: Preference, rendered: Rendered, pairing: str) -> Iterator
         yield "reasoning that the chat template leaves out"
     if SHIELD not in text:
         yield from _left_out(preference, rendered, text)
+    if isinstance(preference.prompt, str):
+        yield from _misread(preference.prompt, preference)
     if CONTROL.search(text):
         yield "control characters in the text"
     if SHIELD in text:
         yield "special tokens spelled in a message, encoded as plain text"
 
 
+def _misread(prompt: str, preference: Preference) -> Iterator[str]:
+    """What is a text and was hardly meant to be this one."""
+    answers = [completion.answer for completion in preference.completions if isinstance(completion.answer, str)]
+    if any(MESSAGES_AS_TEXT.match(text) for text in (prompt, *answers)):
+        yield "messages that are written as a text, and taken as one"
+    if len(prompt) >= HARDLY_BY_CHANCE and any(answer.startswith(prompt) for answer in answers):
+        yield "completions that begin with their prompt"
+
+
 def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator[str]:
     """What a chat template does not write, and what it has the model learn that nobody said."""
-    turns = preference.prompt if not isinstance(preference.prompt, str) else ()
+    turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
     lost = {message.role for message in turns if message.content.strip() not in text}
     if "system" in lost:
         yield NO_SYSTEM

@@ -22,6 +22,7 @@ from tandem.errors import ConfigError
 SYSTEM = {"role": "system", "content": "Be brief."}
 PROBE = [{"role": "user", "content": "How far is the moon?"}]
 MALFORMED = "template malformed"
+ANOTHER_TEMPLATE = "Give another by policy.tokenizer.chat_template=FILE.jinja"
 # Characters; no line of a data file is longer, so a longer text is the template's doing.
 MAX_RENDERED = 64 * 1024 * 1024
 
@@ -228,14 +229,14 @@ class Template:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
-            reason, kind = " ".join(str(error).split()) or type(error).__name__, "template fails"
+            reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
             if isinstance(error, TemplateSyntaxError):
-                reason, kind = f"line {error.lineno}: {reason}", MALFORMED
+                message = f"the chat template is malformed, in line {error.lineno}: {reason}. {ANOTHER_TEMPLATE}."
+                raise RowError(before.place, MALFORMED, message) from None
             raise RowError(
                 before.place,
-                kind,
-                f"the chat template fails: {reason.rstrip('.')}. Give another by policy.tokenizer.chat_template=FILE.jinja, or "
-                "conversations that it takes.",
+                "template fails",
+                f"the chat template fails: {reason}. {ANOTHER_TEMPLATE}, or conversations that it takes.",
             ) from None
         longest = max(map(len, texts))
         if longest > MAX_RENDERED:

@@ -96,9 +96,8 @@ class Training:
 
     def write(self, report: ValidationReport) -> None:
         """A validation's line in metrics.jsonl."""
-        self.record(
-            {"step": self.progress.step, "split": report.split, **report.metrics, "num_pairs": report.num_pairs}
-        )
+        measured = {"num_pairs": report.num_pairs, "data": report.data}
+        self.record({"step": self.progress.step, "split": report.split, **report.metrics, **measured})
 
     def record(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, told to whoever follows the run."""
@@ -151,10 +150,12 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     # Before it all workers draw alike (new weights must agree), from here on each its own.
     torch.manual_seed(setup.config.run.seed + workers.number)
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
-    if progress.step == 0 and checkpointing.enabled and _has_steps(run / "metrics.jsonl"):
+    if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
         reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
+    if metrics.has_lost_lines:
+        progress = replace(progress, spared=progress.step)
     ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
     saver = Saver(
         folder,
@@ -186,7 +187,20 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     )
     if checkpointing.enabled:
         saver.reserve(training.saved_tensors())
+    _warn_of_other_pairs(training)
     return training
+
+
+def _warn_of_other_pairs(t: Training) -> None:
+    """Of validation sets that are not what they were when the run stopped."""
+    last = {record["split"]: record for record in t.metrics.records() if "data" in record}
+    for validation in t.validation_sets:
+        before = last.get(validation.split)
+        if before is not None and before["data"] != validation.data:
+            t.reporter.warn(
+                f"{validation.split} has other pairs than at step {before['step']}: what was measured on those is compared with "
+                "nothing from now on, and ranks no checkpoint once the new ones are measured."
+            )
 
 
 def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:
@@ -209,8 +223,8 @@ def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Rep
     metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
     if metrics.has_lost_lines:
         reporter.warn(
-            f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost. "
-            "The run itself goes on as it was."
+            f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost, and "
+            "with them how good the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
         )
     return metrics
 

@@ -37,6 +37,7 @@ class Progress:
     batch: int = 0  # batches of this epoch already done
     metrics_bytes: int = 0
     owes_validation: bool = False  # stopped before the validation that was due after this step
+    spared: int = 0  # checkpoints up to this step are never removed: the lines that tell how good they are were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class Saver:
         write_checkpoint(self.folder, snapshot, workers)
         self._took(time.perf_counter() - started)
         if ranked:
-            workers.agreed(lambda: prune(self.folder, self._keep, self._ranking), by=workers.is_first)
+            spared = snapshot.progress.spared
+            workers.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=workers.is_first)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
@@ -223,13 +225,16 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, keep: int, ranking: Ranking) -> None:
-    """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first."""
+def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
+    """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first.
+
+    spared: those up to this step are kept as well.
+    """
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
     ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
-        if place != places[0]:
+        if place != places[0] and step_of(place) > spared:
             # Under its own name a checkpoint is whole, whenever a run is killed.
             aside = place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
             fail_point("checkpoint.prune")

@@ -12,7 +12,8 @@ class Ranking:
     """Ranks the weights of every step by the tracked metric, as it was last measured until then.
 
     The lines decide, not the checkpoints: one that was saved before its validation is ranked all the same once that is
-    done, and by another metric when another is asked for.
+    done, and by another metric when another is asked for. Values of other pairs are no measure of the same thing: once a
+    validation set is another, only what is measured from then on counts. Nor does the start, which no checkpoint holds.
     """
 
     def __init__(
@@ -20,25 +21,32 @@ class Ranking:
     ):
         """records: what stands in metrics.jsonl already."""
         self._tracked, self._sign = tracked, -1.0 if higher_is_better else 1.0
-        self._steps: list[int] = []  # that it was measured after, in order
-        self._values: list[float] = []
+        self._measured: list[tuple[int, float]] = []  # after which step, and what, in order
+        self._pairs: tuple[Any, ...] = ()  # that it was measured on
         for record in records:
             self.note(record)
 
     def note(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, of this split or another."""
-        if self._tracked is not None and record["split"] == self._tracked.split:
-            # The value first: another thread finds by its step what is there already.
-            self._values.append(record.get(self._tracked.metric, math.nan))
-            self._steps.append(record["step"])
+        if self._tracked is None or record["split"] != self._tracked.split or record["step"] == 0:
+            return
+        if (pairs := measured_on(record)) != self._pairs:
+            self._measured, self._pairs = [], pairs  # a new list: another thread may be looking at the old one
+        self._measured.append((record["step"], record.get(self._tracked.metric, math.nan)))
 
     def rank(self, step: int) -> tuple[bool, float, int]:
         """Lower is better; weights from before the metric was measured come last, the newer first.
 
-        Of several that the same validation ranks the first is better: it is the one that was validated.
+        Of several that the same validation ranks the first is better: it is the nearest to what was validated.
         """
-        measured = bisect_right(self._steps, step)
-        value = self._values[measured - 1] if measured else math.nan
+        measured = self._measured
+        until = bisect_right(measured, step, key=lambda one: one[0])
+        value = measured[until - 1][1] if until else math.nan
         if not math.isfinite(value):
             return True, 0.0, -step
         return False, self._sign * value, step
+
+
+def measured_on(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Which pairs a validation's line is about: those of other pairs are not compared with it."""
+    return (record["data"], record.get("num_pairs")) if "data" in record else ()

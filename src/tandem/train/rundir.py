@@ -42,7 +42,7 @@ MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_promp
 
 
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
-    """The run's directory: as given, or the unfinished one of the same configuration, or the next free number.
+    """The run's directory: as given, or the newest unfinished one of the same configuration, or the next free number.
 
     checkpointing.checkpoint_dir, given alone, is the run's directory.
     """
@@ -56,15 +56,15 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         if (given / "config.yaml").is_file():
             refuse_other_config(given, loaded)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
-            raise ConfigError(f"{key} = {given}: not empty and not a run. Choose another directory.")
+            raise ConfigError(f"{key} = {given}: not empty, and {no_run(given)}. Choose another directory.")
         return given
     parent, stem = (Path(named).parent, Path(named).name) if named else (Path("runs"), config.run.name)
-    newest = _newest(parent, stem)
-    if newest and not fresh:
-        run = parent / f"{stem}-{newest}"
-        if not is_finished(run) and _stored_config(run) == yaml.safe_load(loaded.as_yaml()):
+    numbers = _numbers(parent, stem)
+    now = yaml.safe_load(loaded.as_yaml())
+    for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
+        if not is_finished(run) and _stored_config(run) == now:
             return run
-    return parent / f"{stem}-{newest + 1}"
+    return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
 
 def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
@@ -85,10 +85,16 @@ def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
     )
 
 
-def _newest(parent: Path, stem: str) -> int:
-    """The highest number of the directories stem-1, stem-2, ...; 0 if there are none."""
+def _numbers(parent: Path, stem: str) -> list[int]:
+    """Of the directories stem-1, stem-2, ..., the newest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
-    return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+
+
+def no_run(folder: Path) -> str:
+    """What to say of a folder without config.yaml."""
+    kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
+    return f"its config.yaml is gone; {kept[-1]} is a copy" if kept else "it holds no config.yaml, so it is no run"
 
 
 def is_finished(run: Path) -> bool:

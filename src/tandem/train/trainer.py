@@ -192,13 +192,18 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _validated_before(t: Training) -> list[ValidationReport]:
-    """The validation before the first step of a run that goes on; none if the sets are others now."""
-    first = {record["split"]: record for record in t.metrics.records() if record["step"] == 0}
-    splits = [validation.split for validation in t.validation_sets]
-    if not first.keys() >= set(splits):
-        return []
-    metrics = {split: {name: v for name, v in first[split].items() if isinstance(v, float)} for split in splits}
-    return [ValidationReport(split, metrics[split], first[split]["num_pairs"]) for split in splits]
+    """The validation before the first step of a run that goes on, of the sets that are the same now."""
+    now = {validation.split: validation.data for validation in t.validation_sets}
+    return [
+        ValidationReport(
+            record["split"],
+            {name: value for name, value in record.items() if isinstance(value, float)},
+            record["num_pairs"],
+            record["data"],
+        )
+        for record in t.metrics.records()
+        if record["step"] == 0 and record.get("data") == now.get(record["split"], "")
+    ]
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:

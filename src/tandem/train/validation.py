@@ -31,6 +31,11 @@ class ValidationSet:
     def split(self) -> str:
         return f"validation-{self.name}"
 
+    @property
+    def data(self) -> str:
+        """Which pairs these are."""
+        return self.packer.store.fingerprint[:12]
+
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
@@ -39,6 +44,7 @@ class ValidationReport:
     split: str
     metrics: dict[str, float]
     num_pairs: int
+    data: str  # the fingerprint of the set
     seconds: float = 0.0
 
 
@@ -48,7 +54,7 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
     side, packer = validation.side, validation.packer
     table = measure(policy, side, packer, validation.batch_size, validation.max_batches, check)
     metrics = summarise(table, side.dpo, side.precision, packer.store)
-    return ValidationReport(validation.split, metrics, len(table), time.perf_counter() - started)
+    return ValidationReport(validation.split, metrics, len(table), validation.data, time.perf_counter() - started)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from math import sqrt
 from typing import Any
 
 from tandem.config.losses import LOSS_FACTS, PreferenceLoss, reads_shared, weights_of
+from tandem.train.ranking import measured_on
 
 Record = dict[str, Any]
 
@@ -37,11 +38,18 @@ def judge(records: Sequence[Record], loss: PreferenceLoss) -> list[Verdict]:
         splits.setdefault(record["split"], []).append(record)
     training = splits.get("train", [])
     courses = {
-        split: course for split, course in splits.items() if split.startswith("validation-") and course[-1]["step"] > 0
+        split: _of_last_pairs(course)
+        for split, course in splits.items()
+        if split.startswith("validation-") and course[-1]["step"] > 0
     }
     if not courses and training:
         courses = {"train": _parts(training)}
     return [verdict for split, course in courses.items() for verdict in _judge(split, course, loss)]
+
+
+def _of_last_pairs(course: Sequence[Record]) -> list[Record]:
+    """What was measured on the pairs that were measured last: a set may have become another when the run went on."""
+    return [record for record in course if measured_on(record) == measured_on(course[-1])]
 
 
 def _judge(split: str, course: Sequence[Record], loss: PreferenceLoss) -> Iterator[Verdict]:
@@ -164,7 +172,7 @@ def _best_long_ago(course: Sequence[Record], loss: PreferenceLoss) -> str | None
         return None
     return (
         f"the best was long ago: the loss was {best['loss']:.4f} at step {best['step']} and is {last['loss']:.4f} at step "
-        f"{last['step']}. Fewer steps would have done; checkpoints/best is the best that was kept."
+        f"{last['step']}. Fewer steps would have done."
     )
 
 

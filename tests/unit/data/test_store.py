@@ -151,7 +151,8 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     assert "It is not JSON lines" not in message
     write(source, "once upon a time", "there was")
     assert refusal(source, Data()).endswith(
-        "\nIt is not JSON lines: files that are read are .jsonl, .json, .csv, .parquet and .arrow, each also .gz or .zst."
+        "\nIt is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and .arrow are "
+        "read too, each also .gz or .zst."
     )
 
 

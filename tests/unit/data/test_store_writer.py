@@ -208,7 +208,8 @@ def test_a_template_that_does_not_parse_is_refused_before_any_row(source):
     with pytest.raises(ConfigError) as caught:
         opened(source, template=Template(letter_tokenizer(), "{% for %}", {}))
     assert str(caught.value) == (
-        "the chat template fails: line 1: Expected an expression, got 'end of statement block'. " + ANOTHER_TEMPLATE
+        "the chat template is malformed, in line 1: Expected an expression, got 'end of statement block'. "
+        "Give another by policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
@@ -532,6 +533,29 @@ def test_pairs_of_identical_completions_are_counted(source):
     store = opened(source, pairing="all")
     assert store.num_pairs.tolist() == [2, 3, 2]
     assert store.notes == {"pairs of identical completions, left out": 2}
+
+
+def test_a_question_that_the_template_leaves_out_is_counted(source):
+    answers = "bot:{% for m in messages if m.role != 'user' %}{{ m.content }}<end>{% endfor %}"
+    write(source, pair("what"), pair("so", "a", "b"))
+    store = opened(source, template=Template(letter_tokenizer(), answers, {}))
+    assert store.notes == {"turns of the prompt that the chat template leaves out": 2}
+
+
+def test_texts_that_were_hardly_meant_are_counted(source):
+    turns = json.dumps([{"role": "user", "content": "so"}])
+    write(
+        source,
+        pair(turns),
+        pair(str([{"role": "user", "content": "so"}]), "a", "b"),
+        pair("what is this", "what is this a"),
+    )
+    store = opened(source)
+    assert store.notes == {
+        "messages that are written as a text, and taken as one": 2,
+        "completions that begin with their prompt": 1,
+    }
+    assert store.noted_at["completions that begin with their prompt"] == f"{source}:3"
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted(source):

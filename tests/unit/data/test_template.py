@@ -95,8 +95,8 @@ def test_a_template_that_raises_is_told_with_its_reason():
 
 def test_a_template_that_does_not_parse_is_told_with_its_reason():
     assert str(refusal(with_template("{% for %}"))) == (
-        "pairs.jsonl:3: the chat template fails: line 1: Expected an expression, got 'end of statement block'. "
-        + ANOTHER
+        "pairs.jsonl:3: the chat template is malformed, in line 1: Expected an expression, got 'end of statement block'. "
+        "Give another by policy.tokenizer.chat_template=FILE.jinja."
     )
 
 

@@ -40,6 +40,23 @@ def test_lines_of_other_splits_and_other_metrics_do_not_count():
     assert order(ranking, 2, 4, 6) == [6, 4, 2]
 
 
+def test_once_the_pairs_are_others_only_what_is_measured_on_them_counts():
+    then = [{**line, "data": "a", "num_pairs": 9} for line in lines(_2=0.1, _4=0.2)]
+    now = [{**line, "data": "b", "num_pairs": 9} for line in lines(_6=0.7, _8=0.6)]
+    ranking = Ranking(LOSS, higher_is_better=False, records=then)
+    assert order(ranking, 2, 4) == [2, 4]
+    for line in now:
+        ranking.note(line)
+    assert order(ranking, 2, 4, 6, 8) == [8, 6, 4, 2]
+    ranking.note({**now[0], "step": 10, "num_pairs": 3})  # fewer of them
+    assert order(ranking, 6, 8, 10) == [10, 8, 6]
+
+
+def test_the_start_ranks_nothing():
+    ranking = Ranking(LOSS, higher_is_better=False, records=lines(_0=0.1, _3=0.5))
+    assert order(ranking, 1, 2, 3) == [3, 2, 1]
+
+
 def test_what_is_not_finite_is_never_the_best():
     for worst in (math.nan, -math.inf):
         ranking = Ranking(LOSS, higher_is_better=False, records=lines(_2=0.5, _4=worst))

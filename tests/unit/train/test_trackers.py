@@ -126,7 +126,7 @@ def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monke
     start = time.monotonic()
     feed.close()
     assert time.monotonic() - start < 4
-    assert feed._process.poll() is not None
+    assert feed._process.wait(10) != 0  # killed, which a busy machine may be slow to say
     assert warned == ["5000 of 5000 records did not reach wandb; metrics.jsonl has them all."]
 
 

@@ -33,7 +33,20 @@ def test_a_directory_of_other_things_is_refused(tmp_path):
     (tmp_path / "photo").write_text("")
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path)
-    assert str(refused.value) == f"run.dir = {tmp_path}: not empty and not a run. Choose another directory."
+    assert str(refused.value) == (
+        f"run.dir = {tmp_path}: not empty, and it holds no config.yaml, so it is no run. Choose another directory."
+    )
+
+
+def test_a_run_without_its_configuration_is_told_where_a_copy_is(tmp_path):
+    copy = tmp_path / "checkpoints/step_2/config.yaml"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    with pytest.raises(ConfigError) as refused:
+        short_run(tmp_path)
+    assert str(refused.value) == (
+        f"run.dir = {tmp_path}: not empty, and its config.yaml is gone; {copy} is a copy. Choose another directory."
+    )
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):

@@ -74,5 +74,5 @@ def named(record: dict[str, Any]) -> tuple[int, Metrics]:
     return record["step"], {
         f"timing/{split}/{name}" if name in TIMING else f"{split}/{name}": value
         for name, value in record.items()
-        if name not in ("step", "split")
+        if name not in ("step", "split", "data")
     }
