@@ -19,6 +19,11 @@ QUICK = [
 ]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return short_run(tmp_path_factory.mktemp("whole") / "run", *SAVING)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -73,8 +78,7 @@ def test_a_place_for_checkpoints_given_alone_is_the_runs_directory(here):
         "export.dtype=bfloat16",
     ],
 )
-def test_what_changes_nothing_that_is_learned_may_change_on_the_way(tmp_path, change):
-    whole = short_run(tmp_path / "whole", *SAVING)
+def test_what_changes_nothing_that_is_learned_may_change_on_the_way(tmp_path, whole, change):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     cut = short_run(tmp_path / "cut", *SAVING, change)

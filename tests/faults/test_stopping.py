@@ -21,12 +21,9 @@ from tandem.train.stopping import Stopping
 
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
+    *("dpo.val_batches=2", "dpo.val_global_batch_size=8", "policy.packing.pack_length=512"),
     *("checkpointing.save_period=2", "checkpointing.keep_top_k=9"),
 ]
-
-
-# where what is measured does not matter
-QUICK = [*SETTINGS, "dpo.val_batches=1", "dpo.val_global_batch_size=4"]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp
         real(t, replace(report, metrics={**report.metrics, "loss": LOSSES[t.progress.step]}))
 
     monkeypatch.setattr(build.Training, "write", written)
-    settings = [*QUICK, "dpo.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=2"]
+    settings = [*SETTINGS, "dpo.val_period=1", "checkpointing.save_period=1", "checkpointing.keep_top_k=2"]
     module, name, call, _ = {**PLACES, "before the third validation": (trainer, "train_step", 3, [])}[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
@@ -123,7 +120,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, mon
 
 
 def test_a_run_that_saves_nothing_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):
-    settings = [*QUICK, "checkpointing.enabled=false"]
+    settings = [*SETTINGS, "checkpointing.enabled=false"]
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     run = short_run(tmp_path / "run", *settings)
