@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from running import largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, largest_difference, metrics_of, short_run, weights_of
 
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
 from tandem.train.checkpoint import checkpoints, step_of
+from tandem.train.report import Reporter
 from tandem.train.stopping import Stopping
 
 SETTINGS = [
@@ -117,6 +118,17 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, mon
     told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
     assert told in " ".join(capsys.readouterr().out.split())
     assert_same(run, whole)
+
+
+@pytest.mark.parametrize("fewer", [[], ["dpo.val_batches=1"]], ids=["the same pairs", "fewer pairs"])
+def test_the_table_at_the_end_of_a_run_that_went_on_has_its_start(tmp_path, monkeypatch, capsys, fewer):
+    with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
+        short_run(tmp_path / "run", *SETTINGS)
+    capsys.readouterr()
+    trainer.train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *SETTINGS, *fewer]), Reporter())
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("Validation set metric before after" in said) is not bool(fewer)
+    assert ("Validation after training" in said) is bool(fewer)
 
 
 def test_a_run_that_saves_nothing_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):

@@ -187,20 +187,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     )
     if checkpointing.enabled:
         saver.reserve(training.saved_tensors())
-    _warn_of_other_pairs(training)
     return training
-
-
-def _warn_of_other_pairs(t: Training) -> None:
-    """Of validation sets that are not what they were when the run stopped."""
-    last = {record["split"]: record for record in t.metrics.records() if "data" in record}
-    for validation in t.validation_sets:
-        before = last.get(validation.split)
-        if before is not None and before["data"] != validation.data:
-            t.reporter.warn(
-                f"{validation.split} has other pairs than at step {before['step']}: what was measured on those is compared with "
-                "nothing from now on, and ranks no checkpoint once the new ones are measured."
-            )
 
 
 def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:

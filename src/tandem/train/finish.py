@@ -33,7 +33,8 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
-    if before:
+    start = {(one.split, one.data, one.num_pairs) for one in before}
+    if after and all((one.split, one.data, one.num_pairs) in start for one in after):
         t.reporter.change("\nValidation", ("before", "after"), before, after)
     else:
         t.reporter.validations("\nValidation after training", after)

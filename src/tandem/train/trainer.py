@@ -79,6 +79,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
+                _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
             except StoppedError:
@@ -133,6 +134,18 @@ def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
             "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
             "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
         )
+
+
+def _warn_of_other_pairs(t: Training) -> None:
+    """Of validation sets that are not what they were when the run stopped."""
+    last = {record["split"]: record for record in t.metrics.records() if "data" in record}
+    for validation in t.validation_sets:
+        before = last.get(validation.split)
+        if before is not None and before["data"] != validation.data:
+            t.reporter.warn(
+                f"{validation.split} has other pairs than at step {before['step']}: what was measured on those is compared with "
+                "nothing from now on, and ranks no checkpoint once the new ones are measured."
+            )
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
@@ -192,8 +205,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _validated_before(t: Training) -> list[ValidationReport]:
-    """The validation before the first step of a run that goes on, of the sets that are the same now."""
-    now = {validation.split: validation.data for validation in t.validation_sets}
+    """What a run that goes on measured before its first step."""
     return [
         ValidationReport(
             record["split"],
@@ -202,7 +214,7 @@ def _validated_before(t: Training) -> list[ValidationReport]:
             record["data"],
         )
         for record in t.metrics.records()
-        if record["step"] == 0 and record.get("data") == now.get(record["split"], "")
+        if record["step"] == 0 and "data" in record
     ]
 
 
