@@ -104,7 +104,11 @@ def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> li
     """A run of the command. Its records come as they are written: their times are those of the lines."""
     began, first, points = time.time(), 0.0, []
     command = [sys.executable, "-m", "tandem", "train", "--json", *given, f"run.seed={seed}", f"run.dir={folder}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+    errors = folder.with_suffix(".err")
+    with (
+        errors.open("w") as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as run,
+    ):
         assert run.stdout is not None
         for line in run.stdout:
             now, record = time.time(), json.loads(line)
@@ -114,7 +118,7 @@ def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> li
                 point = {"step": record["step"], "accuracy": record["accuracy"], "loss": record["loss"]}
                 points.append({**point, "command": now - began, "first_step": now - first if first else 0.0})
     if run.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
+        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}\n{errors.read_text()[-3000:]}")
     return points
 
 

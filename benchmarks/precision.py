@@ -24,6 +24,7 @@ from tandem.train.trainer import train
 
 PRECISIONS = {
     "float32": [],
+    "float32, computed in float32": ["policy.precision=float32"],
     "bfloat16 states": ["policy.optimizer.state_dtype=bfloat16"],
     "int8 states": ["policy.optimizer.state_dtype=int8"],
     "bfloat16 weights, stochastic": ["policy.weights=bfloat16_stochastic"],

@@ -110,6 +110,9 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION if packed else "sdpa"
         )
+    with torch.no_grad():
+        for parameter in model.parameters():  # as published weights are
+            parameter.copy_(parameter.bfloat16())
     if o.float8:
         compute_in_float8(model, o.float8)
     if o.lora:

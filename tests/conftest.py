@@ -8,3 +8,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny: threads would only get in each other's way, and runs are compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that compute in bfloat16 are marked so: a CPU that cannot multiply it gets help."""
+    if not request.node.get_closest_marker("bfloat16"):
+        yield
+        return
+    from bfloat16_products import with_bfloat16_products
+
+    with with_bfloat16_products():
+        yield

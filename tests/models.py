@@ -1,5 +1,7 @@
 """Tiny random models of real architectures, and random preferences to try them on."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy
+from tandem.model.tiny import tiny_model as embedded_model
 
 VOCABULARY = 96
 
@@ -97,3 +100,11 @@ def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch
         targets = ids[0, len(preference.prompt) :, None]
         logps.append(logits.log_softmax(-1).gather(-1, targets)[:, 0])
     return logps
+
+
+def bfloat16_start(folder: Path) -> Path:
+    """The embedded model with weights that bfloat16 holds exactly, as published models have."""
+    shutil.copytree(embedded_model(), folder, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder

@@ -5,7 +5,10 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+
+from bfloat16_products import with_bfloat16_products
 
 from tandem.config.load import load_config
 from tandem.model.workers import stop_workers
@@ -41,5 +44,6 @@ def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     for overrides in json.loads(sys.argv[1]):
-        train(load_config(None, overrides), Reporter())
+        with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
+            train(load_config(None, overrides), Reporter())
     stop_workers()

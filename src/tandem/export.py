@@ -20,36 +20,39 @@ from tandem.data.template import Template
 from tandem.model.adapter_files import write_adapter
 from tandem.model.lora import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
+from tandem.model.rounding import chances, place_of, salt_of, to_bfloat16
 from tandem.model.workers import Workers
 
-# 16-bit patterns dropped from a float32 when it becomes a bfloat16.
-DROPPED = 1 << 16
+# Numbers that are rounded together: how much they are is bounded, not how large a tensor may be.
+AT_ONCE = 1 << 26
 
 
-def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Round to one of the two neighbours, the nearer one with the greater probability: right in expectation.
+def rounded_by_chance(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
+    """Each number rounded to one of its two neighbours, the nearer one with the greater probability: right on average.
 
-    DPO's updates are smaller than half a unit in the last place of bfloat16; rounding to nearest would undo them.
+    Weights that training cast by chance to bfloat16 become what it computed with.
     """
     if dtype == torch.float32 or values.dtype != torch.float32:
         return values.to(dtype)
-    if dtype == torch.bfloat16:
-        # The low 16 bits are the distance to the neighbour below: adding uniform noise carries in proportion.
-        noise = torch.randint(0, DROPPED, values.shape, generator=generator, dtype=torch.int32)
-        rounded = (values.view(torch.int32) + noise) & -DROPPED
-        finite = torch.isfinite(values)
-        return torch.where(finite, rounded.view(torch.float32), values).to(dtype)
+    flat = values.reshape(-1)
+    made = torch.empty(flat.shape, dtype=dtype)
+    for first in range(0, len(flat), AT_ONCE):
+        part = flat[first : first + AT_ONCE]
+        chance = chances(part.shape, place_of(first, salt))
+        made[first : first + AT_ONCE] = (
+            to_bfloat16(part, chance) if dtype == torch.bfloat16 else _to(dtype, part, chance)
+        )
+    return made.reshape(values.shape)
+
+
+def _to(dtype: torch.dtype, values: Tensor, chance: Tensor) -> Tensor:
     nearest = values.to(dtype)
-    other = torch.where(nearest.float() > values, _next(nearest, down=True), _next(nearest, down=False))
+    limit = torch.where(nearest.float() > values, float("-inf"), float("inf")).to(dtype)
+    other = torch.nextafter(nearest, limit)
     gap = (other.float() - nearest.float()).abs()
-    chance = torch.where(gap > 0, (values - nearest.float()).abs() / gap, torch.zeros_like(values))
-    take = torch.rand(values.shape, generator=generator) < chance
+    odds = torch.where(gap > 0, (values - nearest.float()).abs() / gap, 0.0)
+    take = (chance & 0xFFFFFF).float() / 0x1000000 < odds
     return torch.where(take & torch.isfinite(other), other, nearest)
-
-
-def _next(values: Tensor, *, down: bool) -> Tensor:
-    limit = torch.full_like(values, float("-inf") if down else float("inf"))
-    return torch.nextafter(values, limit)
 
 
 def export_model(
@@ -76,7 +79,7 @@ def export_model(
 
     def write(aside: Path) -> None:
         tensors = merged(policy.model, whole) if adapted else whole
-        state = {name: round_one(tensors[name]) for name in sorted(tensors)}
+        state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
         _save(policy.model, config, state, aside, dtype)
         _save_tokenizer(template, aside)
 
@@ -99,10 +102,8 @@ def export_adapter(
 ) -> None:
     """Write `folder`, which peft loads on top of the model `base`: the adapters alone, and the tokenizer."""
     round_one = _rounding(dtype, rounding, seed)
-    tensors = {
-        name.removeprefix("model.").removesuffix(f".{ADAPTER}.weight"): round_one(_on_host(parameter))
-        for name, parameter in sorted(policy.trained())
-    }
+    named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
+    tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
 
     def write(aside: Path) -> None:
         write_adapter(aside, lora.peft_config(base, revision), tensors)
@@ -133,13 +134,12 @@ def _open_to_all(folder: Path) -> None:
         file.chmod(mode)
 
 
-def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def round_one(tensor: Tensor) -> Tensor:
+def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[str, Tensor], Tensor]:
+    def round_one(name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return round_stochastically(tensor, dtype, generator) if rounding == "stochastic" else tensor.to(dtype)
+        by_chance = rounding == "stochastic"
+        return rounded_by_chance(tensor, dtype, salt_of(name, seed)) if by_chance else tensor.to(dtype)
 
     return round_one
 

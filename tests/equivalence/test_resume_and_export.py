@@ -1,16 +1,16 @@
 """Promises 1 and 4: resumed = uninterrupted, bit for bit; exported = in memory, as far as its dtype allows."""
 
 import json
-import shutil
 
 import pytest
 import torch
+from models import bfloat16_start
 from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
-from tandem.export import round_stochastically
+from tandem.export import rounded_by_chance
 from tandem.train import checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
@@ -24,7 +24,13 @@ SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6", SCHEDULE]
 FEW_BITS = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"]
 
 
-@pytest.mark.parametrize("kept", [[], FEW_BITS], ids=["float32", "few bits"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param([], id="float32"),
+        pytest.param(FEW_BITS, id="few bits", marks=pytest.mark.bfloat16),
+    ],
+)
 def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path):
     whole = short_run(tmp_path / "whole", *SAVING, *kept)
     for step in (3, 5):
@@ -150,7 +156,7 @@ def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_pat
     """At DPO's own learning rate the change of a weight is below half a unit in its last bfloat16 place."""
     gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=20"]
     common = [*gentle, "dpo.val_at_end=true", "export.dtype=bfloat16", "checkpointing.enabled=false"]
-    start = bfloat16_start(tmp_path)
+    start = bfloat16_start(tmp_path / "start")
     kept = short_run(
         tmp_path / "stochastic",
         *common,
@@ -173,31 +179,19 @@ def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_pat
     assert margin(lost, "exported-default") < 0.5 * learned
 
 
-def bfloat16_start(tmp_path):
-    """The embedded model with weights that bfloat16 holds exactly, as published models have."""
-    from tandem.model.tiny import tiny_model
-
-    folder = tmp_path / "start"
-    shutil.copytree(tiny_model(), folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_stochastic_rounding_is_right_in_expectation_and_keeps_what_fits():
     value = torch.tensor([1.0 + 2**-10])  # bfloat16 knows 1 and 1 + 2^-7: an eighth of the way up
-    generator = torch.Generator().manual_seed(0)
-    rounded = round_stochastically(value.expand(80_000).contiguous(), torch.bfloat16, generator).float()
+    rounded = rounded_by_chance(value.expand(80_000).contiguous(), torch.bfloat16, 0).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean().item() == pytest.approx(1.0 + 2**-10, abs=1e-4)
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), float("-inf"), 2.0**-120])
-    assert torch.equal(round_stochastically(exact, torch.bfloat16, generator).float(), exact)
-    assert torch.isnan(round_stochastically(torch.tensor([float("nan")]), torch.bfloat16, generator)).all()
+    assert torch.equal(rounded_by_chance(exact, torch.bfloat16, 0).float(), exact)
+    assert torch.isnan(rounded_by_chance(torch.tensor([float("nan")]), torch.bfloat16, 0)).all()
 
 
 def test_stochastic_rounding_to_float16_is_right_in_expectation():
     value = torch.full((80_000,), -(1.0 + 2**-12))  # float16 knows 1 and 1 + 2^-10: a quarter of the way
-    rounded = round_stochastically(value, torch.float16, torch.Generator().manual_seed(0)).float()
+    rounded = rounded_by_chance(value, torch.float16, 0).float()
     assert set(rounded.tolist()) == {-1.0, -(1.0 + 2**-10)}
     assert rounded.mean().item() == pytest.approx(-(1.0 + 2**-12), abs=1e-5)
 

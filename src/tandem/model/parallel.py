@@ -7,15 +7,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from tandem.model.policy import Policy
+from tandem.model.rounding import cast_by_chance, salt_of
 from tandem.model.workers import Workers
 
 T = TypeVar("T")
 
 
-def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
+def shard(policy: Policy, workers: Workers, *, bfloat16: bool, seed: int = 0) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
 
     On one worker only what is computed with in another dtype than it is kept in goes this way; the rest stays as it is.
+    `seed`: of the chances by which weights are rounded for the computation.
     """
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     precision = (
@@ -25,6 +27,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     whole = {p for p in policy.parameters() if not p.is_floating_point() or (workers.count == 1 and p.dtype == dtype)}
     if whole == set(policy.parameters()):
         return policy
+    held_exactly = {name for name, p in policy.trained() if bfloat16 and _is_bfloat16(p)}
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
@@ -37,7 +40,17 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "answer"):
         register_fsdp_forward_method(policy, method)
+    # Weights that begin as bfloat16 numbers, as published ones do, stand in the middle of what is rounded to them: to the
+    # nearest, their first updates would be lost on all alike. The others, spread evenly, lose and gain by it alike.
+    for name, parameter in policy.trained():
+        if name in held_exactly:
+            cast_by_chance(parameter, salt_of(name.removeprefix("model."), seed))
     return policy
+
+
+def _is_bfloat16(parameter: torch.nn.Parameter) -> bool:
+    """Whether it is kept in float32 and holds nothing that bfloat16 does not."""
+    return parameter.dtype == torch.float32 and torch.equal(parameter, parameter.bfloat16().float())
 
 
 def in_turn(policy: Policy, packs: Iterable[T], workers: Workers) -> Iterator[T]:

@@ -1,9 +1,7 @@
 """AdamW over weights or moments kept in fewer bits than it computes with.
 
 Rounded to the nearest, a small step is lost whole: at the learning rates of preference training bfloat16 weights hardly
-move, and a slow moving average stands still. Rounded up or down by chance, with the odds that make the mean right, nothing
-is lost on average. The chances are drawn from the run's seed, the step, the tensor and the place in it, so they are the same
-after a resume and on any number of workers.
+move, and a slow moving average stands still. Rounded by chance nothing is lost on average; a step's chances are its own.
 """
 
 from collections.abc import Iterable
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from tandem.model.rounding import first_place, mixed, to_bfloat16
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -54,7 +54,7 @@ class RoundedAdamW(Optimizer):
         for parameter in given:
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
         # Of each parameter, what its chances are drawn from.
-        places = [[_first_place(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
+        places = [[first_place(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._places = list(torch.tensor(places).to(torch.int32).to(count.device))
 
     @torch.no_grad()
@@ -137,9 +137,9 @@ def _update(
 
     first, salt = place.unbind()
     places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape) + first
-    chance = _mixed(places + _mixed(salt + _mixed(count.to(torch.int32))))
+    chance = mixed(places + mixed(salt + mixed(count.to(torch.int32))))
     # Three numbers are rounded: two take 16 bits of this chance each, the third more of its own.
-    of_weight, of_mean, of_square = chance, chance >> 16, _mixed(chance + 1)
+    of_weight, of_mean, of_square = chance, chance >> 16, mixed(chance + 1)
     done = skipped == 0
     _put(weight, _rounded(moved, weight.dtype, of_weight) if rule.stochastic else moved, done)
     if scales:
@@ -160,14 +160,7 @@ def _put(kept: Tensor, value: Tensor, done: Tensor) -> None:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
-    """To a neighbour in bfloat16, with the odds that keep the mean: up where the bits that go and chance make a whole."""
-    if dtype != torch.bfloat16:
-        return value
-    bits = value.view(torch.int32)
-    below = bits & -0x10000
-    # Chance itself is never taken for a float: where inductor computes it in 64 bits, Triton refuses that.
-    up = (bits & 0xFFFF) > 0xFFFF - (chance & 0xFFFF)
-    return torch.where(up, below + 0x10000, below).view(torch.float32).to(dtype)
+    return to_bfloat16(value, chance) if dtype == torch.bfloat16 else value
 
 
 def _decoded(codes: Tensor, top: Tensor, how: tuple[int, int]) -> Tensor:
@@ -185,21 +178,6 @@ def _encoded(value: Tensor, how: tuple[int, int], chance: Tensor) -> tuple[Tenso
     low, high = (below / levels) ** power, ((below + 1) / levels) ** power
     up = (chance & 0xFFFF).float() / 0x10000 < (part - low) / (high - low)
     return (below + up.float()) * value.sign(), top
-
-
-def _mixed(number: Tensor) -> Tensor:
-    """An int32 to one that looks random: a multiply and xor-shift hash, which is meant to overflow."""
-    for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):
-        number = (number ^ ((number >> shift) & (0x7FFFFFFF >> (shift - 1)))) * factor
-    return number ^ ((number >> 16) & 0xFFFF)
-
-
-def _first_place(parameter: nn.Parameter) -> int:
-    """Where this worker's part begins in the whole tensor, of which fully_shard gives each an even share of the rows."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    rows = -(-parameter.shape[0] // parameter.device_mesh.size()) * parameter.device_mesh.get_rank()
-    return rows * (parameter.numel() // parameter.shape[0])
 
 
 def _local(tensor: Any) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.model import rounding
 from tandem.train import adamw
 from tandem.train.adamw import MEAN, SQUARE, RoundedAdamW, Rule, StateDtype
 
@@ -75,8 +76,8 @@ def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
     value = torch.full((100_000,), 1.0)
     smaller = value * 0.999
     assert (smaller.to(torch.bfloat16) == value.to(torch.bfloat16)).all()
-    chance = adamw._mixed(torch.arange(100_000, dtype=torch.int32))
-    assert adamw._rounded(smaller, torch.bfloat16, chance).float().mean().item() == pytest.approx(0.999, abs=1e-4)
+    chance = rounding.mixed(torch.arange(100_000, dtype=torch.int32))
+    assert rounding.to_bfloat16(smaller, chance).float().mean().item() == pytest.approx(0.999, abs=1e-4)
 
 
 def test_bfloat16_weights_move_on_average_as_float32_ones_do_and_by_nearest_rounding_they_do_not():
@@ -152,7 +153,7 @@ def test_codes_keep_the_mean_and_the_largest(how):
         values = values * torch.tensor([1.0, -1.0]).repeat(128)
     total = torch.zeros_like(values)
     for draw in range(2000):
-        chance = adamw._mixed(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
+        chance = rounding.mixed(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
         codes, top = adamw._encoded(values, how, chance)
         assert top.item() == 1.0
         assert codes.abs().max() <= levels
@@ -169,7 +170,7 @@ def test_a_row_of_zeros_has_codes_of_zero():
 
 
 def test_chances_are_even():
-    draws = adamw._mixed(torch.arange(200_000, dtype=torch.int32))
+    draws = rounding.mixed(torch.arange(200_000, dtype=torch.int32))
     for bits in (draws & 0xFFFF, (draws >> 16) & 0xFFFF):
         share = bits.double() / 0x10000
         assert share.mean().item() == pytest.approx(0.5, abs=0.003)

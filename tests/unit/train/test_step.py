@@ -21,6 +21,8 @@ from tandem.train.setup import set_up
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 
+pytestmark = pytest.mark.bfloat16
+
 
 @pytest.fixture
 def started():

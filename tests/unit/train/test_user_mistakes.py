@@ -109,6 +109,7 @@ def test_bfloat16_weights_have_no_say_over_adapters():
     )
 
 
+@pytest.mark.bfloat16
 def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
     few = ["policy.weights=bfloat16_nearest", "policy.precision=bfloat16", "dpo.max_num_steps=1"]
     short_run(tmp_path / "run", *few)

@@ -1,0 +1,89 @@
+"""Computation in bfloat16 over float32 weights: what is learned is what float32 learns, and what is computed is exported."""
+
+import pytest
+import torch
+from models import bfloat16_start
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
+
+from tandem.config.load import load_config
+from tandem.model import parallel
+from tandem.model.load import load_policy
+from tandem.model.parallel import shard
+from tandem.model.workers import start_workers
+from tandem.train.setup import set_up
+
+pytestmark = pytest.mark.bfloat16
+
+# DPO's own learning rate: a weight changes by less than half a step of bfloat16.
+GENTLE = [
+    "policy.optimizer.kwargs.lr=2e-6",
+    "policy.optimizer.kwargs.weight_decay=0",
+    "dpo.max_num_steps=12",
+    "dpo.val_at_end=true",
+    "dpo.val_batches=2",
+    "policy.max_total_sequence_length=512",
+    "data.train.data_path=embedded",
+    "checkpointing.enabled=false",
+]
+BFLOAT16 = "policy.precision=bfloat16"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return bfloat16_start(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def by_chance(tmp_path_factory, start):
+    from bfloat16_products import with_bfloat16_products
+
+    with with_bfloat16_products():
+        return short_run(tmp_path_factory.mktemp("chance") / "run", *GENTLE, BFLOAT16, f"policy.model_name={start}")
+
+
+def margin(run, split="validation-default"):
+    return metrics_of(run, split)[-1]["rewards_margin_mean"]
+
+
+def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, by_chance, monkeypatch):
+    exactly = short_run(tmp_path / "float32", *GENTLE, f"policy.model_name={start}")
+    monkeypatch.setattr(parallel, "cast_by_chance", lambda parameter, salt: None)
+    to_the_nearest = short_run(tmp_path / "nearest", *GENTLE, BFLOAT16, f"policy.model_name={start}")
+    assert margin(exactly) > 0
+    assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.2)
+    assert margin(to_the_nearest) < 0.6 * margin(exactly)
+
+
+def test_the_start_is_computed_with_as_it_was_published(by_chance):
+    assert metrics_of(by_chance)[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_what_is_exported_in_bfloat16_is_what_was_computed_with(by_chance):
+    measured, exported = metrics_of(by_chance, "validation-default")[-1], metrics_of(by_chance, "exported-default")[-1]
+    assert next(iter(weights_of(by_chance).values())).dtype == torch.bfloat16
+    assert {**measured, "split": ""} == {**exported, "split": ""}
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, start):
+    saving = [BFLOAT16, f"policy.model_name={start}", "checkpointing.save_period=2"]
+    whole = short_run(tmp_path / "whole", *saving)
+    with killed_after(3):
+        short_run(tmp_path / "cut", *saving)
+    cut = short_run(tmp_path / "cut", *saving)
+    assert metrics_of(cut) == metrics_of(whole)
+    assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
+def test_weights_that_bfloat16_does_not_hold_are_cast_to_the_nearest(start, monkeypatch):
+    """Spread evenly between two numbers of bfloat16 they lose nothing by it, and begin closer to what was published."""
+    seen = []
+    monkeypatch.setattr(parallel, "cast_by_chance", lambda parameter, salt: seen.append(parameter))
+    workers = start_workers()
+    setup = set_up(load_config(None, [f"policy.model_name={start}"]).config, workers.device)
+    policy = load_policy(setup.source, setup.config.policy, workers.device)
+    own = next(policy.parameters())
+    with torch.no_grad():
+        own[5, 5] *= 1 + 2**-12
+    shard(policy, workers, bfloat16=True)
+    assert len(seen) == len(list(policy.parameters())) - 1
+    assert all(parameter is not next(policy.parameters()) for parameter in seen)
