@@ -1,6 +1,7 @@
 """The policy sharded over the workers, and its layers compiled."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -68,6 +69,22 @@ def in_turn(policy: Policy, packs: Iterable[T], workers: Workers) -> Iterator[T]
         policy.set_requires_gradient_sync(is_last)
         yield pack
     policy.set_reshard_after_forward(True)
+
+
+@contextmanager
+def unchanged(policy: Policy, workers: Workers) -> Iterator[None]:
+    """While weights stay as they are, without gradients: on one worker they are cast once, not once a pack."""
+    if not isinstance(policy, FSDPModule) or workers.count > 1:
+        yield
+        return
+    policy.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        policy.set_reshard_after_forward(True)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

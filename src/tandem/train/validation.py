@@ -9,6 +9,7 @@ import torch
 from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
+from tandem.model.parallel import unchanged
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
@@ -70,10 +71,11 @@ def measure(
     batches = Batches(packer.store.num_pairs, batch_size).epoch(0)[:max_batches]
     packs = (pack for batch in batches for pack in packer.micro_batches(batch.preferences, batch.bounds))
     ledger = PairLedger()
-    for outcome in _outcomes(policy, side, packs):
-        ledger.add(outcome)
-        fail_point("validation.pack")
-        check()
+    with unchanged(policy, side.workers):
+        for outcome in _outcomes(policy, side, packs):
+            ledger.add(outcome)
+            fail_point("validation.pack")
+            check()
     table, _ = ledger.read(side.workers)
     return table
 
