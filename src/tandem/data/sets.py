@@ -54,17 +54,17 @@ def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so."""
+    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so.
+
+    What is wrong with one set is told together with what is wrong with the others.
+    """
 
     def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
         given = _with_path(given, split)
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
-        try:
-            with bar(f"Tokenising {split}", BAR_STEPS) as advance:
-                return open_store(path, given, template, config.data, length, _steps(advance), processes)
-        except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
-            raise DataError(_of_set(str(error), split)) from None
+        with bar(f"Tokenising {split}", BAR_STEPS) as advance:
+            return open_store(path, given, template, config.data, length, _steps(advance), processes)
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
@@ -73,13 +73,20 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             "Use policy.packing.mode=batch, or leave out the weights."
         )
     names = ["train"] if len(given) == 1 else [f"train-{i}" for i in range(len(given))]
+    asked = [(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)]
+    asked += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
+    read: dict[str, TokenStore] = {}
+    problems: list[str] = []
     with Processes(template) as processes:
-        stores = {name: opened(name, one, str(TRAIN), processes) for name, one in zip(names, given, strict=True)}
-        validation = {
-            name: opened(f"validation-{name}", one, str(VALIDATION), processes)
-            for name, one in config.data.validation_sets.items()
-        }
-    read = stores | {f"validation-{name}": store for name, store in validation.items()}
+        for split, one, embedded in asked:
+            try:
+                read[split] = opened(split, one, embedded, processes)
+            except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
+                problems.append(_of_set(str(error), split))
+    if problems:
+        raise DataError("\n\n".join(problems))
+    stores = {name: read[name] for name in names}
+    validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
     return _joined(stores, [one.weight for one in given], read, validation, config)
 
 

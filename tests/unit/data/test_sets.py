@@ -281,6 +281,17 @@ def test_what_is_said_of_a_sets_keys_names_its_own(here):
     )
 
 
+def test_what_is_wrong_with_all_sets_is_told_together(here):
+    Path("odd.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejecte": "c"}\n')
+    Path("empty.jsonl").write_text("")
+    with pytest.raises(DataError) as caught:
+        opened("data.train=[odd.jsonl,a.jsonl]", "data.validation=empty.jsonl", "data.val_data_paths.w=gone.jsonl")
+    odd, empty, gone = str(caught.value).split("\n\n")
+    assert "data.train[0].rejected_key names another." in odd
+    assert empty.startswith("empty.jsonl")
+    assert "gone.jsonl" in gone
+
+
 def test_one_field_cannot_be_two_parts_of_a_preference():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["data.train.chosen_key=rejected"])
