@@ -4,7 +4,8 @@
 
 Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
-the command and from the first step. Its last line is one JSON object.
+the command and from the first step. The first seed has the machine to itself, and alone is timed and plotted; the others run
+side by side, for where they end. Its last line is one JSON object.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +135,10 @@ def theirs(o: argparse.Namespace, tokens: tuple[Path, Path], seed: int) -> list[
     return json.loads(done.stdout.strip().splitlines()[-1])["points"]
 
 
-def plot(curves: dict[str, list[list[dict[str, float]]]]) -> str:
-    """Held-out accuracy over seconds from the command: a line for every seed."""
+def plot(curves: dict[str, list[dict[str, float]]]) -> str:
+    """Held-out accuracy over seconds from the command."""
     width, height, left, top, right, bottom = 760, 420, 70, 40, 30, 60
-    every = [point for runs in curves.values() for run in runs for point in run]
+    every = [point for run in curves.values() for point in run]
     longest = max(point["command"] for point in every)
     lowest, highest = min(p["accuracy"] for p in every), max(p["accuracy"] for p in every)
     span = (highest - lowest) or 1.0
@@ -152,8 +155,8 @@ def plot(curves: dict[str, list[list[dict[str, float]]]]) -> str:
         parts.append(rule(left, y(accuracy), width - right - left))
         parts.append(text(left - 8, y(accuracy) + 4, f"{accuracy:.2f}", anchor="end"))
         parts.append(text(x(seconds), height - bottom + 20, f"{seconds:.0f}", anchor="middle"))
-    for number, (name, runs) in enumerate(curves.items()):
-        parts += [line([(x(p["command"]), y(p["accuracy"])) for p in run], COLOURS[number]) for run in runs]
+    for number, (name, run) in enumerate(curves.items()):
+        parts.append(line([(x(p["command"]), y(p["accuracy"])) for p in run], COLOURS[number]))
         parts += key(left + number * 160, height - 16, name, COLOURS[number])
     return svg(width, height, parts)
 
@@ -173,17 +176,22 @@ def main() -> None:
     given = settings_of(o, kept, held_out)
     tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"
     subprocess.run([sys.executable, "-c", TOKENS, json.dumps(given), *map(str, tokens)], check=True)
-    curves: dict[str, list[list[dict[str, float]]]] = {"tandem": [], "TRL": []}
-    for seed in range(o.seeds):
-        curves["tandem"].append(ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"))
-        curves["TRL"].append(theirs(o, tokens, seed))
-        for name, runs in curves.items():
-            last = runs[-1][-1]
-            print(
-                f"seed {seed}, {name:<6}: accuracy {last['accuracy']:.3f}, loss {last['loss']:.4f}; {last['command']:.0f} s "
-                f"from the command, {last['first_step']:.0f} s from the first step",
-                flush=True,
-            )
+    systems: dict[str, Callable[[int], list[dict[str, float]]]] = {
+        "tandem": lambda seed: ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"),
+        "TRL": lambda seed: theirs(o, tokens, seed),
+    }
+    curves = {name: [run(0)] for name, run in systems.items()}
+    for name, (run,) in curves.items():
+        last = run[-1]
+        print(
+            f"{name:<6}: accuracy {last['accuracy']:.3f}, loss {last['loss']:.4f}; {last['command']:.0f} s from the command, "
+            f"{last['first_step']:.0f} s from the first step",
+            flush=True,
+        )
+    with ThreadPoolExecutor() as together:
+        started = {name: [together.submit(run, seed) for seed in range(1, o.seeds)] for name, run in systems.items()}
+        for name, rest in started.items():
+            curves[name] += [one.result() for one in rest]
     for what in ("accuracy", "loss"):
         ends = {name: [run[-1][what] for run in runs] for name, runs in curves.items()}
         told = ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items())
@@ -191,7 +199,7 @@ def main() -> None:
         error = 2 * (sum(one**2 for one in spread) / o.seeds) ** 0.5
         print(f"{what}: {told}; two standard errors of the difference {error:.4f}")
     if o.plot:
-        o.plot.write_text(plot(curves), encoding="utf-8")
+        o.plot.write_text(plot({name: runs[0] for name, runs in curves.items()}), encoding="utf-8")
     result: dict[str, Any] = {"benchmark": "curve", "data": o.data.name, "curves": curves}
     print(json.dumps(result))
 

@@ -25,7 +25,7 @@ from made_model import SHAPES, config_of
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION
-from tandem.model.parallel import compile_layers, decoder_layers, shard
+from tandem.model.parallel import compile_layers, decoder_layers, shard, unchanged
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
 from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
@@ -188,7 +188,7 @@ class Bench:
         packs = list(self.packer.micro_batches(first.preferences, first.bounds))
         for timed in (packs[:1], packs):
             started = time.perf_counter()
-            with torch.no_grad():
+            with torch.no_grad(), unchanged(self.policy, self.workers):
                 for values in [self.policy(self.policy.inputs(pack, self.device)) for pack in timed]:
                     values.cpu()
         return first.num_pairs / (time.perf_counter() - started)

@@ -81,7 +81,9 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         for split, one, embedded in asked:
             try:
                 read[split] = opened(split, one, embedded, processes)
-            except DataError as error:  # rows are read alike for every set: what is said of keys names those of this one
+            except (
+                DataError
+            ) as error:  # rows are read alike for every set: what is said of keys names those of this one
                 problems.append(_of_set(str(error), split))
     if problems:
         raise DataError("\n\n".join(problems))

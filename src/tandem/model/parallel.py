@@ -28,7 +28,6 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool, seed: int = 0) ->
     whole = {p for p in policy.parameters() if not p.is_floating_point() or (workers.count == 1 and p.dtype == dtype)}
     if whole == set(policy.parameters()):
         return policy
-    held_exactly = {name for name, p in policy.trained() if bfloat16 and _is_bfloat16(p)}
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
@@ -41,17 +40,10 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool, seed: int = 0) ->
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "answer"):
         register_fsdp_forward_method(policy, method)
-    # Weights that begin as bfloat16 numbers, as published ones do, stand in the middle of what is rounded to them: to the
-    # nearest, their first updates would be lost on all alike. The others, spread evenly, lose and gain by it alike.
     for name, parameter in policy.trained():
-        if name in held_exactly:
+        if bfloat16 and parameter.dtype == torch.float32:
             cast_by_chance(parameter, salt_of(name.removeprefix("model."), seed))
     return policy
-
-
-def _is_bfloat16(parameter: torch.nn.Parameter) -> bool:
-    """Whether it is kept in float32 and holds nothing that bfloat16 does not."""
-    return parameter.dtype == torch.float32 and torch.equal(parameter, parameter.bfloat16().float())
 
 
 def in_turn(policy: Policy, packs: Iterable[T], workers: Workers) -> Iterator[T]:
