@@ -53,7 +53,7 @@ def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, b
 
 
 def test_the_start_is_computed_with_as_it_was_published(by_chance):
-    assert metrics_of(by_chance)[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
+    assert metrics_of(by_chance)[0]["loss"] == pytest.approx(0.693147, abs=1e-3)
 
 
 def test_what_is_exported_in_bfloat16_is_what_was_computed_with(by_chance):
