@@ -188,6 +188,7 @@ def main() -> None:
             f"{last['first_step']:.0f} s from the first step",
             flush=True,
         )
+        print(json.dumps({name: run}), flush=True)
     with ThreadPoolExecutor() as together:
         started = {name: [together.submit(run, seed) for seed in range(1, o.seeds)] for name, run in systems.items()}
         for name, rest in started.items():

@@ -1,9 +1,10 @@
-"""The head's kernels and the compiled optimizer compute what the plain code computes."""
+"""The kernels of the head and of the cast, and the compiled optimizer, compute what the plain code computes."""
 
 import pytest
 import torch
 
 from tandem.model.logps import HeadRule, chunked_logps
+from tandem.model.rounding import rounded
 from tandem.train.adamw import RoundedAdamW, Rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -103,3 +104,11 @@ def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dty
         # A last digit may fall differently, and with it, now and then, a chance; of a bfloat16 weight that is a long way.
         most = 0.05 if weights == torch.float32 else 0.3
         assert ((mine - plain).norm() / (plain - began).norm()).item() < most
+
+
+@pytest.mark.parametrize("shape", [(1,), (576,), (300, 257), (4096, 1030)])
+@pytest.mark.parametrize("start", [0, 12_345, -(2**31), 2**31 - 100])
+def test_the_cast_by_chance_is_the_one_of_the_cpu_bit_for_bit(shape, start):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values.flatten()[0] = 0.0
+    assert torch.equal(rounded(values.cuda(), start).cpu(), rounded(values, start))

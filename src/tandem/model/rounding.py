@@ -8,7 +8,6 @@ they are the same after a resume and on any number of workers.
 import weakref
 import zlib
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,16 +31,18 @@ def mixed(number: Tensor) -> Tensor:
     return number ^ ((number >> 16) & 0xFFFF)
 
 
-def chances(shape: torch.Size, place: Tensor) -> Tensor:
-    """An int32 for every number of a part of a tensor. place: where the part begins, and a salt."""
-    first, salt = place.unbind()
-    along = torch.arange(shape.numel(), dtype=torch.int32, device=place.device).reshape(shape)
-    return mixed(along + first + mixed(salt))
+def chances(count: int, start: int) -> Tensor:
+    """An int32 for each of so many numbers from a start, on the CPU."""
+    return mixed(torch.arange(count, dtype=torch.int32) + start)
 
 
-def place_of(first: int, salt: int, device: torch.device | None = None) -> Tensor:
-    """What chances are drawn from, as the 32 bits of either number that the hash can use."""
-    return torch.tensor([first, salt]).to(torch.int32).to(device)
+def start_of(first: int, salt: int) -> int:
+    """What is hashed for the number at `first` of a tensor with this salt; those behind it count on from there."""
+    return _int32(first + int(mixed(torch.tensor(_int32(salt), dtype=torch.int32))))
+
+
+def _int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def salt_of(name: str, seed: int) -> int:
@@ -60,7 +61,7 @@ def first_place(parameter: nn.Parameter) -> int:
 def cast_by_chance(parameter: nn.Parameter, salt: int) -> None:
     """Let fully_shard, which computes in bfloat16 over a float32 parameter, round it so instead of to the nearest."""
     part: Any = parameter._local_tensor  # type: ignore[attr-defined]
-    cast = _Cast(weakref.ref(part), place_of(first_place(parameter), salt, part.device))
+    cast = _Cast(weakref.ref(part), start_of(first_place(parameter), salt))
     part.fsdp_pre_all_gather, part.fsdp_post_all_gather = cast.before, cast.after
 
 
@@ -69,12 +70,11 @@ class _Cast:
     """What fully_shard does before and after it gathers the parts of a parameter."""
 
     part: Any  # a weak reference to the tensor that refers to this
-    place: Tensor
+    start: int  # of its chances
 
     def before(self, mesh: Any, size: torch.Size, stride: Any, module: Any, precision: Any) -> tuple[Any, None]:
         part = self.part()
-        make: Any = _compiled() if part.is_cuda else _cast
-        made = make(part, self.place)
+        made = rounded(part, self.start)
         if missing := -(-size[0] // mesh.size()) - len(part):  # parts are all as long as the longest
             made = torch.cat([made, made.new_zeros(missing, *size[1:])])
         return (made,), None
@@ -84,10 +84,11 @@ class _Cast:
         return None if out is not None else (parts[0], ())
 
 
-@cache
-def _compiled() -> Any:
-    return torch.compile(_cast, dynamic=True, fullgraph=True)
+def rounded(values: Tensor, start: int) -> Tensor:
+    """float32 to bfloat16, by the chances from a start on."""
+    if values.is_cuda:
+        # Not by torch.compile: called for every tensor of a model, its guards would take longer than the work.
+        from tandem.model.cast_kernel import cast
 
-
-def _cast(part: Tensor, place: Tensor) -> Tensor:
-    return to_bfloat16(part, chances(part.shape, place))
+        return cast(values, start)
+    return to_bfloat16(values, chances(values.numel(), start).reshape(values.shape))

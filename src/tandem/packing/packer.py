@@ -23,6 +23,8 @@ NUM_LENGTHS = 4
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
 ROWS_PER_BATCH = 4
+# But not of fewer tokens than this, where a GPU would wait for the host more than it computes.
+SHORTEST_ON_GPU = 4096
 
 IntArray = NDArray[np.int64]
 
@@ -126,6 +128,7 @@ def make_packer(
     packing: Packing,
     *,
     usual_auto: int,
+    shortest_auto: int = 0,
     pairs_per_batch: int | None,
     seed: int = 0,
     share: Share = ALONE,
@@ -133,6 +136,7 @@ def make_packer(
 ) -> Packer:
     """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
 
+    Rather than in several rows shorter than `shortest_auto` a batch stands in one.
     In mode dataset it is the longest that the set was prepared for, if it was. `hidden_size` of the model tells what
     attention costs where work is shared out; without it a row costs its tokens.
     """
@@ -156,7 +160,8 @@ def make_packer(
             per_batch = pairs_per_batch * float(sizes.mean()) / float(store.num_pairs.mean())
             # Packed as a whole, a set is cut into batches by its packs: their length may not follow from the workers.
             rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_workers)
-            wanted = min(usual_auto, int(per_batch / rows))
+            whole = per_batch * ROWS_PER_BATCH / rows  # what a worker has of it
+            wanted = min(usual_auto, int(max(per_batch / rows, min(whole, shortest_auto))))
         length = max(int(sizes.max()), wanted)
     return Packer(
         store,

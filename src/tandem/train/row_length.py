@@ -9,7 +9,7 @@ from tandem.config.policy import Policy as PolicyConfig
 from tandem.model.load import empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import USUAL_PACK, Packer
+from tandem.packing.packer import SHORTEST_ON_GPU, USUAL_PACK, Packer
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
@@ -30,6 +30,7 @@ class RowLength:
 
     tokens: int
     reason: str
+    shortest: int = 0  # rows below it hold a batch whole
 
 
 def usual_row(
@@ -45,7 +46,9 @@ def usual_row(
     fitting = next((length for length in LENGTHS if fixed + length * each <= room), LENGTHS[-1])
     longer = "no longer ones are faster" if fitting == LENGTHS[0] else "longer ones would not fit"
     return RowLength(
-        fitting, f"expected to take {(fixed + fitting * each) / GIB:.0f} of {room / USED / GIB:.0f} GiB; {longer}"
+        fitting,
+        f"expected to take {(fixed + fitting * each) / GIB:.0f} of {room / USED / GIB:.0f} GiB; {longer}",
+        SHORTEST_ON_GPU,
     )
 
 
@@ -57,7 +60,7 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     if policy.packing.pack_length != "auto":
         return rows
     if packer.length < usual.tokens:
-        return f"{rows} (auto: a batch of {policy.train_global_batch_size} pairs fills several of them)"
+        return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
     if int(packer.sizes.max()) > usual.tokens:
         return f"{rows} (auto: the longest preference takes {int(packer.sizes.max()):,})"
     return f"{rows} (auto: {usual.reason})"

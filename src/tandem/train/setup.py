@@ -26,7 +26,7 @@ from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
 from tandem.train.optimizer import check_scheduler, highest_rate
-from tandem.train.row_length import usual_row, why
+from tandem.train.row_length import RowLength, usual_row, why
 from tandem.train.trackers.feed import check_packages
 
 
@@ -200,7 +200,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
     usual = usual_row(source, config.policy, lora, precision, device)
-    train, validation = _packers(sets, config, source, usual.tokens, share)
+    train, validation = _packers(sets, config, source, usual, share)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
@@ -235,12 +235,13 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
 
 
 def _packers(
-    sets: Sets, config: Config, source: ModelSource, usual: int, share: Share
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
 ) -> tuple[Packer, dict[str, Packer]]:
     """Of the training set and of every validation set, whose rows have the same lengths: nothing more is compiled."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
     of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
-    train = make_packer(sets.train, packing, usual_auto=usual, pairs_per_batch=pairs, **of_all)
+    rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
+    train = make_packer(sets.train, packing, **rows, pairs_per_batch=pairs, **of_all)
     validation = {
         name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
         for name, store in sets.validation.items()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem.config.policy import Packing
 from tandem.data.tokens import TokenizedPreference
 from tandem.errors import ConfigError
-from tandem.packing.packer import make_packer, row_lengths, row_sizes
+from tandem.packing.packer import Share, make_packer, row_lengths, row_sizes
 
 
 class Store(list[TokenizedPreference]):
@@ -52,9 +52,14 @@ def store(*sizes: tuple[int, int, int]) -> Store:
     )
 
 
-def packer(of: Store, *, usual_auto=1, pairs_per_batch=None, **packing):
-    return make_packer(  # type: ignore[arg-type]
-        of, Packing(**packing), usual_auto=usual_auto, pairs_per_batch=pairs_per_batch
+def packer(of: Store, *, usual_auto=1, shortest_auto=0, pairs_per_batch=None, num_workers=1, **packing):
+    return make_packer(
+        of,  # type: ignore[arg-type]
+        Packing(**packing),
+        usual_auto=usual_auto,
+        shortest_auto=shortest_auto,
+        pairs_per_batch=pairs_per_batch,
+        share=Share(0, num_workers),
     )
 
 
@@ -96,6 +101,15 @@ def test_an_auto_length_is_shorter_where_a_batch_would_not_fill_four_rows():
     # 64 pairs of 20 tokens are 1,280: a quarter is 320, in whole blocks 384
     assert packer(store(*[(10, 5, 5)] * 8), usual_auto=8192, pairs_per_batch=64).length == 384
     assert packer(store(*[(10, 5, 5)] * 8), usual_auto=8192, pairs_per_batch=10_000).length == 8192
+
+
+def test_a_small_batch_stands_in_one_row_rather_than_in_several_that_are_too_short_for_a_gpu():
+    of, gpu = store(*[(10, 5, 5)] * 8), {"usual_auto": 8192, "shortest_auto": 4096}
+    assert packer(of, pairs_per_batch=64, **gpu).length == 1280
+    assert packer(of, pairs_per_batch=64, num_workers=2, **gpu).length == 640
+    # 10,000 tokens in three rows, 20,000 in four
+    assert packer(of, pairs_per_batch=500, **gpu).length == 4096
+    assert packer(of, pairs_per_batch=1000, **gpu).length == 5120
 
 
 def test_lengths_are_quarters_in_whole_blocks():

@@ -84,7 +84,7 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
         ([], "512 tokens (auto: usual on a CPU, where attention is dense)"),
         (["policy.packing.pack_length=1024"], "1,024 tokens"),
         (["policy.packing.mode=none"], "one sequence each, padded to 256 tokens"),
-        (["policy.train_global_batch_size=4"], "256 tokens (auto: a batch of 4 pairs fills several of them)"),
+        (["policy.train_global_batch_size=4"], "256 tokens (auto: for batches of 4 pairs)"),
     ],
 )
 def test_the_rows_of_a_run_are_told_with_their_reason(overrides, said):
