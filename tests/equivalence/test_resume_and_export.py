@@ -74,7 +74,7 @@ def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damag
         "the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
     ) in " ".join(capsys.readouterr().out.split())
     lines = [line for line in metrics.read_text(errors="replace").splitlines() if '"split": "train"' in line]
-    assert [json.loads(line)["step"] for line in lines][-2:] == [5, 6]
+    assert [json.loads(line)["step"] for line in lines[-2:]] == [5, 6]
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
