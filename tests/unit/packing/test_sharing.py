@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.packing.binning import Bins
@@ -115,6 +115,7 @@ def test_nothing_is_shared_out_in_no_rounds():
 # Properties
 
 
+@settings(deadline=None)
 @given(batches())
 def test_every_preference_goes_to_one_worker_once(batch):
     packer, chosen, workers = batch
@@ -122,6 +123,7 @@ def test_every_preference_goes_to_one_worker_once(batch):
     assert sorted(np.concatenate(packs).tolist()) == chosen.tolist()
 
 
+@settings(deadline=None)
 @given(batches())
 def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_all(batch):
     packer, chosen, workers = batch
@@ -134,6 +136,7 @@ def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_a
     assert [round.length for round in found] == sorted((round.length for round in found), reverse=True)
 
 
+@settings(deadline=None)
 @given(batches())
 def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
     packer, chosen, workers = batch
@@ -142,6 +145,7 @@ def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
     assert np.ptp(table.sum(0)) <= np.ptp(table, axis=1).max() + 1e-6
 
 
+@settings(deadline=None)
 @given(batches())
 def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_they_fill_the_longest_rows(batch):
     packer, chosen, workers = batch
@@ -150,6 +154,7 @@ def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_
             assert sum(map(len, round.packs)) < workers or round.length == packer.length
 
 
+@settings(deadline=None)
 @given(batches())
 def test_one_worker_gets_the_packs_of_the_packer_in_its_order(batch):
     packer, chosen, _ = batch
@@ -182,6 +187,7 @@ def test_each_preference_has_its_own_completions():
     assert together.tolist() == pytest.approx(np.concatenate(alone).tolist())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_pairs_are_those_the_rule_of_attention_allows(prompt, completions):
     branch = np.repeat(np.arange(len(completions) + 1), [prompt, *completions])
