@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.data import json_array
@@ -84,6 +84,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(VALUES, max_size=5), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
 def test_any_array_in_any_blocks_is_read_as_it_is_at_once(values, block, indent, ascii_only):
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)

@@ -5,7 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.policy import Packing
@@ -81,12 +81,14 @@ def test_equal_sizes_keep_their_order():
     assert lists(first_fit_decreasing([5, 5, 5], 10)) == [[0, 1], [2]]
 
 
+@settings(deadline=None)
 @given(problems())
 def test_falling_bins_are_those_of_the_textbook(problem):
     sizes, capacity = problem
     assert lists(first_fit_decreasing(sizes, capacity)) == textbook(sizes, falling(sizes), capacity)
 
 
+@settings(deadline=None)
 @given(problems(), st.integers(0, 2**32))
 def test_shuffled_bins_are_those_of_the_textbook(problem, seed):
     sizes, capacity = problem
@@ -136,6 +138,7 @@ def test_where_filling_each_bin_best_wastes_a_bin_first_fit_is_taken():
     assert lists(first_fit_decreasing(sizes, 10)) == [[0, 1], [2, 3, 7], [4, 5, 6]]
 
 
+@settings(deadline=None)
 @given(problems())
 def test_an_exact_fit_never_takes_more_bins_than_first_fit(problem):
     assert len(exact_fit_decreasing(*problem)) <= len(first_fit_decreasing(*problem))
@@ -151,6 +154,7 @@ def test_realistic_lengths_take_the_fewest_bins_there_can_be(capacity):
 
 
 @every_algorithm
+@settings(deadline=None)
 @given(problems())
 def test_everything_is_in_one_bin_and_no_bin_overflows(algorithm, problem):
     sizes, capacity = problem

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.policy import Packing
@@ -178,6 +178,7 @@ def test_unpacked_each_preference_is_a_pack_with_a_row_for_each_completion():
     assert [pack.token_ids.shape for pack in found] == [(2, 128), (2, 128)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from(["batch", "none"]))
 def test_every_preference_of_a_batch_is_in_one_micro_batch(prompts, together, mode):
     of = store(*((prompt, 3, 4) for prompt in prompts))

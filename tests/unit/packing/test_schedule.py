@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.packing.binning import Bins
@@ -71,6 +71,7 @@ def test_a_batch_knows_its_epoch():
     assert [batch.epoch for batch in batches([1, 1], 1).epoch(4)] == [4, 4]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=30), st.integers(1, 12), st.booleans(), st.integers(0, 3))
 def test_every_preference_is_in_one_batch_of_an_epoch_and_none_is_overfull(num_pairs, size, shuffle, epoch):
     found = batches(num_pairs, size, shuffle=shuffle).epoch(epoch)
@@ -80,6 +81,7 @@ def test_every_preference_is_in_one_batch_of_an_epoch_and_none_is_overfull(num_p
         assert batch.num_pairs <= size or len(batch.preferences) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=30), st.integers(1, 12))
 def test_the_first_preference_of_a_batch_did_not_fit_the_one_before(num_pairs, size):
     found = batches(num_pairs, size).epoch(0)
