@@ -53,6 +53,7 @@ read = lambda place: datasets.Dataset.from_list([json.loads(line) for line in op
 cuda = torch.cuda.is_available()
 policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
 tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 class Trainer(trl.DPOTrainer):
     def _prepare_dataset(self, dataset, *_, **__):
         return dataset
@@ -75,7 +76,7 @@ settings = trl.DPOConfig(
 )
 trainer = Trainer(model=policy, args=settings, train_dataset=read(train), eval_dataset=read(held_out),
                   processing_class=tokenizer, callbacks=[Clock()],
-                  data_collator=DataCollatorForPreference(pad_token_id=tokenizer.pad_token_id, max_length=s["longest"]))
+                  data_collator=DataCollatorForPreference(pad_token_id=pad, max_length=s["longest"]))
 trainer.train()
 trainer.evaluate()
 print(json.dumps({"points": points, "trl": trl.__version__}))
@@ -180,15 +181,16 @@ def main() -> None:
         "tandem": lambda seed: ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"),
         "TRL": lambda seed: theirs(o, tokens, seed),
     }
-    curves = {name: [run(0)] for name, run in systems.items()}
-    for name, (run,) in curves.items():
-        last = run[-1]
+    curves: dict[str, list[list[dict[str, float]]]] = {}
+    for name, run in systems.items():
+        points = run(0)
+        curves[name], last = [points], points[-1]
         print(
             f"{name:<6}: accuracy {last['accuracy']:.3f}, loss {last['loss']:.4f}; {last['command']:.0f} s from the command, "
             f"{last['first_step']:.0f} s from the first step",
             flush=True,
         )
-        print(json.dumps({name: run}), flush=True)
+        print(json.dumps({name: points}), flush=True)
     with ThreadPoolExecutor() as together:
         started = {name: [together.submit(run, seed) for seed in range(1, o.seeds)] for name, run in systems.items()}
         for name, rest in started.items():

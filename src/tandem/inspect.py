@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from tandem.config.datasets import DatasetFields
@@ -116,7 +117,7 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     console = Console(record=True, file=io.StringIO(), width=120, force_terminal=True, highlight=False)
     show(inspection, console, positions=positions)
     try:
-        file.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+        file.write_text(console.export_html(theme=MONOKAI, code_format=PAGE), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {file}: {error.strerror}. Choose another file.") from None
 

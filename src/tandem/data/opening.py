@@ -233,30 +233,32 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
             {"malformed JSON": f"\n{NOT_JSON}", "not an object": f"\n{IS_ARRAY}"}.get(only, "") if not others else ""
         )
         raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
+    problems: list[str] = []
     if bad and data.on_bad_row == "error":
-        raise DataError(
-            f"{source}: {bad} of {counts.rows} rows are malformed:\n{all_bad}\n"
-            f"Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}."
-        )
-    if bad > data.max_bad_share * counts.rows:
-        raise DataError(
-            f"{source}: {bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
-            f"Mend them, or set data.max_bad_share={_share_for(bad, counts.rows)}."
+        leave_out = f"leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}"
+        problems.append(f"{bad} of {counts.rows} rows are malformed:\n{all_bad}\n{_mend(counts, leave_out)}")
+    elif bad > data.max_bad_share * counts.rows:
+        let_pass = f"set data.max_bad_share={_share_for(bad, counts.rows)}"
+        problems.append(
+            f"{bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
+            f"{_mend(counts, let_pass)}"
         )
     if data.overlong == "error" and (over := counts.filtered.get("over-long")):
-        raise DataError(
-            f"{source}: {over} of {counts.rows} preferences are over-long:\n{_examples(store, {'over-long': over})}\n"
-            "Raise policy.max_total_sequence_length, or set data.overlong=drop."
+        problems.append(
+            f"{over} of {counts.rows} preferences are over-long:\n{_examples(store, {'over-long': over})}\n"
+            "Raise policy.max_total_sequence_length, or set data.overlong=drop, truncate_prompt or truncate_completion."
         )
-    if filtered > data.max_filtered_share * counts.rows:
-        raise DataError(
-            f"{source}: {filtered} of {counts.rows} rows were filtered, over "
-            f"data.max_filtered_share={data.max_filtered_share}:\n{all_filtered}\n"
-            f"{_remedy(counts)} or set data.max_filtered_share={_share_for(filtered, counts.rows)}."
+    elif filtered > data.max_filtered_share * counts.rows:
+        problems.append(
+            f"{filtered} of {counts.rows} rows were filtered, over data.max_filtered_share={data.max_filtered_share}:\n"
+            f"{all_filtered}\n{_remedy(counts, data)}"
         )
+    if problems:
+        raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
     if counts.accepted == 0:
         raise DataError(
-            f"{source}: no usable preference among {counts.rows} rows:\n{_examples(store, counts.bad | counts.filtered)}"
+            f"{source}: no usable preference among {counts.rows} rows:\n{_examples(store, counts.bad | counts.filtered)}\n"
+            f"{_remedy(counts, data)}"
         )
 
 
@@ -265,12 +267,25 @@ def _share_for(count: int, rows: int) -> float:
     return math.ceil(100 * count / rows) / 100
 
 
-def _remedy(counts: Counts) -> str:
-    return (
-        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt (or truncate_completion), mend the file,"
-        if "over-long" in counts.filtered
-        else "Mend the file,"
-    )
+def _mend(counts: Counts, or_else: str) -> str:
+    """What to do about malformed rows. To leave out most of a file is no way out; often it is another kind of file."""
+    bad = sum(counts.bad.values())
+    if bad <= counts.rows / 2:
+        return f"Mend them, or {or_else}."
+    return f"Mend them. {NOT_JSON}" if counts.bad.get("malformed JSON", 0) > bad / 2 else "Mend them."
+
+
+def _remedy(counts: Counts, data: Data) -> str:
+    """What to do about filtered rows."""
+    ways = []
+    if "over-long" in counts.filtered:
+        cuts = [cut for cut in ("truncate_prompt", "truncate_completion") if cut != data.overlong]
+        ways = ["raise policy.max_total_sequence_length", f"set data.overlong={' or '.join(cuts)}"]
+    ways.append("mend the file")
+    if counts.accepted:
+        ways.append(f"set data.max_filtered_share={_share_for(sum(counts.filtered.values()), counts.rows)}")
+    told = ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
+    return f"{told[0].upper()}{told[1:]}."
 
 
 def _examples(store: TokenStore, counts: dict[str, int]) -> str:

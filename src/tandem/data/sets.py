@@ -25,6 +25,7 @@ PUBLISHED = {
     "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
 }
 BAR_STEPS = 1000
+IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
 # Opens a bar for a piece of work in so many steps; the function it yields is told how many were done.
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
@@ -76,7 +77,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     asked = [(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)]
     asked += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
     read: dict[str, TokenStore] = {}
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     with Processes(template) as processes:
         for split, one, embedded in asked:
             try:
@@ -84,9 +85,12 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             except (
                 DataError
             ) as error:  # rows are read alike for every set: what is said of keys names those of this one
-                problems.append(_of_set(str(error), split))
+                told = of_set(str(error), split)
+                problems[split] = f"{told}\n{IN_LIST}" if "data.train[" in told else told
+    if len(problems) == 1:
+        raise DataError(*problems.values())
     if problems:
-        raise DataError("\n\n".join(problems))
+        raise DataError("\n\n".join(f"{split}: {problem}" for split, problem in problems.items()))
     stores = {name: read[name] for name in names}
     validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
     return _joined(stores, [one.weight for one in given], read, validation, config)
@@ -114,16 +118,13 @@ def _joined(
     return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
 
 
-def _of_set(message: str, split: str) -> str:
-    """What is said of data.train, said of the set that it is about; those of a list are written as mappings there."""
+def of_set(message: str, split: str) -> str:
+    """What is said of data.train, said of the set that it is about."""
     kind, _, name = split.partition("-")
-    if kind == "train" and name:
-        told = message.replace("data.train.", f"data.train[{name}].")
-        in_list = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
-        return told if told == message else f"{told}\n{in_list}"
-    keys = (
-        "data.train" if kind == "train" else "data.validation" if name == "default" else f"data.val_data_paths.{name}"
-    )
+    if kind == "train":
+        keys = f"data.train[{name}]" if name else "data.train"
+    else:
+        keys = "data.validation" if name == "default" else f"data.val_data_paths.{name}"
     return message.replace("data.train.", f"{keys}.")
 
 

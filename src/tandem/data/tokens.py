@@ -199,7 +199,7 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
     """A preference within the limit: as it is, or cut as `data.overlong` says; never to nothing, never to equal rests."""
     if row.longest <= max_length:
         return row
-    too_long = f"{row.longest} tokens, over policy.max_total_sequence_length={max_length}"
+    limit = f"policy.max_total_sequence_length={max_length}"
     longest_completion = max(len(completion) for completion in row.completions)
     if overlong == "truncate_prompt" and (keep := max_length - longest_completion) > 0:
         return replace(row, prompt=row.prompt[-keep:])
@@ -207,12 +207,15 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
         cut = tuple(completion[:keep] for completion in row.completions)
         pairs = _telling(row.pairs, cut)
         if not pairs:
-            message = f"{too_long}, and its completions are equal once cut."
+            message = f"{row.longest} tokens, over {limit}, and its completions are equal once cut."
             return RowError(row.place, "equal once cut", message, kind="filtered")
         unscored = tuple(positions[positions < keep] for positions in row.unscored)
         return replace(row, completions=cut, pairs=pairs, unscored=unscored)
-    why = {"truncate_prompt": " even without its prompt", "truncate_completion": " in its prompt alone"}
-    return RowError(row.place, "over-long", f"{too_long}{why.get(overlong, '')}.", kind="filtered")
+    why = {
+        "truncate_prompt": f"a completion alone takes {longest_completion} tokens of {limit}.",
+        "truncate_completion": f"its prompt alone takes {len(row.prompt)} tokens of {limit}.",
+    }
+    return RowError(row.place, "over-long", why.get(overlong, f"{row.longest} tokens, over {limit}."), kind="filtered")
 
 
 def _bos(tokenizer: Any) -> list[int]:

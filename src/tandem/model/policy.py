@@ -116,21 +116,32 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes
-    def plain_logps(self, prompt: Tensor, completion: Tensor, filler: int = 0) -> Tensor:
+    def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, nudged: bool = False) -> Tensor:
         """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick.
 
-        `filler` tokens behind the sequence change nothing but the rounding, since no position sees a later one.
+        `filler` tokens behind the sequence change nothing but the rounding, since no position sees a later one. `nudged`:
+        with every number of the embeddings off by as much as one rounding.
         """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
+        embeddings = self.model.get_input_embeddings()
+        nudge = embeddings.register_forward_hook(lambda module, inputs, output: _nudged(output)) if nudged else None
         try:
             ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
             end = len(prompt) + len(completion) - 1
             logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
         finally:
             self.model.set_attn_implementation(own)
+            if nudge is not None:
+                nudge.remove()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+
+
+def _nudged(values: Tensor) -> Tensor:
+    """Each number up or down by the unit of rounding of its dtype, the same way every time."""
+    signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(values.device)
+    return (values.double() * (1 + signs * (torch.finfo(values.dtype).eps / 2))).to(values.dtype)
 
 
 def _real(pack: Pack) -> NDArray[np.bool_]:

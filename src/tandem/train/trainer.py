@@ -10,6 +10,7 @@ from typing import Any
 from tandem.cache import remove_leftovers, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
+from tandem.data.sets import of_set
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
 from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
@@ -299,4 +300,7 @@ def _gather_rejects(setup: Setup, run: Path) -> None:
     with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
         for split, store in setup.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
-                out.writelines(json.dumps({"split": split, **json.loads(line)}) + "\n" for line in rejects)
+                for line in rejects:
+                    reject = json.loads(line)
+                    reject["message"] = of_set(reject["message"], split)
+                    out.write(json.dumps({"split": split, **reject}) + "\n")

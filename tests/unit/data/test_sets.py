@@ -14,7 +14,7 @@ from tandem.config.schema import Config
 from tandem.data import sets as sets_module
 from tandem.data.preflight import preflights
 from tandem.data.selection import Selection, hold_out
-from tandem.data.sets import Sets, Span, open_sets
+from tandem.data.sets import Sets, Span, of_set, open_sets
 from tandem.data.store import TokenStore
 from tandem.data.template import Template
 from tandem.errors import ConfigError, DataError
@@ -281,6 +281,20 @@ def test_what_is_said_of_a_sets_keys_names_its_own(here):
     )
 
 
+@pytest.mark.parametrize(
+    ("split", "key"),
+    [
+        ("train", "data.train"),
+        ("train-2", "data.train[2]"),
+        ("validation-default", "data.validation"),
+        ("validation-hard", "data.val_data_paths.hard"),
+    ],
+)
+def test_a_key_that_is_named_is_the_sets_own(split, key):
+    """In errors, and in rejects.jsonl."""
+    assert of_set("data.train.chosen_key names another.", split) == f"{key}.chosen_key names another."
+
+
 def test_what_is_wrong_with_all_sets_is_told_together(here):
     Path("odd.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejecte": "c"}\n')
     Path("empty.jsonl").write_text("")
@@ -288,8 +302,9 @@ def test_what_is_wrong_with_all_sets_is_told_together(here):
         opened("data.train=[odd.jsonl,a.jsonl]", "data.validation=empty.jsonl", "data.val_data_paths.w=gone.jsonl")
     odd, empty, gone = str(caught.value).split("\n\n")
     assert "data.train[0].rejected_key names another." in odd
-    assert empty.startswith("empty.jsonl")
-    assert "gone.jsonl" in gone
+    assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
+    assert empty == "validation-default: empty.jsonl: the file holds no rows."
+    assert gone.startswith("validation-w: gone.jsonl: ")
 
 
 def test_one_field_cannot_be_two_parts_of_a_preference():

@@ -104,13 +104,13 @@ def test_truncate_completion_keeps_the_prompt_and_cuts_only_what_is_too_long(tok
             "truncate_prompt",
             7,
             "over-long",
-            "{longest} tokens, over policy.max_total_sequence_length=7 even without its prompt.",
+            "a completion alone takes 7 tokens of policy.max_total_sequence_length=7.",
         ),
         (
             "truncate_completion",
             3,
             "over-long",
-            "{longest} tokens, over policy.max_total_sequence_length=3 in its prompt alone.",
+            "its prompt alone takes 12 tokens of policy.max_total_sequence_length=3.",
         ),
     ],
 )

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from models import tiny_model
 from running import SHORT, short_run
 
 from tandem.config.load import load_config
@@ -134,7 +135,7 @@ def test_cached_reference_equals_the_live_one(tmp_path):
 
 
 def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
-    """A plain forward that differs from itself by 0.02 with filler behind explains 0.08 to a pack; less explains 0.01."""
+    """A plain forward that differs from itself by 0.02, rounded otherwise, explains 0.08 to a pack; less explains 0.01."""
 
     def found(plain, rounding):
         one = audit._Compared(
@@ -160,3 +161,15 @@ def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
         found(0.081, 0.02)
     with pytest.raises(AuditError, match=r"by 0\.011 nats a token \(rounding explains 0\.01\)"):
         found(0.011, 0.0001)
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 1e-9, 1e-5), (torch.bfloat16, 1e-4, 0.1)])
+@pytest.mark.bfloat16
+def test_a_nudge_shows_how_much_a_model_makes_of_one_rounding(dtype, least, most):
+    made = policy.Policy(tiny_model("llama").to(dtype), packed=True, attention="sdpa", head_chunk=64)
+    ids = torch.arange(10, 40), torch.arange(40, 60)
+    with torch.no_grad():
+        plain, nudged, again = (made.plain_logps(*ids, nudged=flag) for flag in (False, True, True))
+    assert torch.equal(nudged, again)
+    assert least < (plain - nudged).abs().mean().item() < most
+    assert not made.model.get_input_embeddings()._forward_hooks
