@@ -1,5 +1,7 @@
 """Casts a float32 tensor to bfloat16 by chance, in one pass over the GPU's memory. model/rounding.py says what is computed."""
 
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-not-found] - comes with torch where there is a GPU
 import triton.language as tl  # type: ignore[import-not-found]
@@ -31,5 +33,6 @@ def cast(source: Tensor, start: int) -> Tensor:
     target = torch.empty_like(source, dtype=torch.bfloat16)
     count = source.numel()
     if count:
-        _cast[(triton.cdiv(count, BLOCK),)](source, target, count, start, BLOCK=BLOCK, num_warps=8)
+        launch: Any = _cast[(triton.cdiv(count, BLOCK),)]  # type: ignore[index]
+        launch(source, target, count, start, BLOCK=BLOCK, num_warps=8)
     return target
