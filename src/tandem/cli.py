@@ -149,6 +149,8 @@ def inspect_row(
         print(inspect.as_json(found))
     elif html is None:
         inspect.show(found, Console(highlight=False, soft_wrap=True), positions=positions)
+    else:
+        print(f"{html}  {found.place} as a page")
 
 
 @app.command()

@@ -58,6 +58,7 @@ class Inspection:
     format_reason: str
     rows: int
     accepted: int
+    left_out: dict[str, int]  # rows by reason
     has_template: bool
     prompt: list[Token]
     completions: list[list[Token]]
@@ -80,6 +81,7 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
         format_reason=store.format_reason,
         rows=store.counts.rows,
         accepted=store.counts.accepted,
+        left_out={**store.counts.bad, **store.counts.filtered},
         has_template=template.source is not None,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
         completions=[_completion(preference, number, tokenizer) for number in range(len(preference.completions))],
@@ -90,9 +92,9 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
 def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     """Tokens in alternating shades, special ones marked; what is scored in another colour than what is not."""
     i = inspection
-    console.print(
-        f"{i.place}: read as {i.format}, {i.format_reason}; {i.accepted} of {i.rows} rows usable", markup=False
-    )
+    left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
+    usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
+    console.print(f"{i.place}: read as {i.format}, {i.format_reason}; {usable}", markup=False)
     if not i.has_template:
         console.print("No chat template: the texts are taken as they are.")
     console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)

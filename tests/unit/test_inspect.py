@@ -118,8 +118,8 @@ def test_what_is_shown_names_place_format_and_counts(file, capsys):
     show(inspected(file), Console(width=200, highlight=False), positions=True)
     said = capsys.readouterr().out
     assert (
-        f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable"
-        in said
+        f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable "
+        "(empty completion: 1)" in said
     )
     assert "tokens, scored, preferred to completion 1" in said
 

@@ -17,7 +17,7 @@ from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore
 from tandem.data.template import Template
 from tandem.embedded.files import TRAIN, VALIDATION
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, TandemError
 
 # Where a format that is named after a published set is found, unless a path is given.
 PUBLISHED = {
@@ -77,23 +77,28 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     asked = [(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)]
     asked += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
     read: dict[str, TokenStore] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, TandemError] = {}
     with Processes(template) as processes:
         for split, one, embedded in asked:
             try:
                 read[split] = opened(split, one, embedded, processes)
-            except (
-                DataError
-            ) as error:  # rows are read alike for every set: what is said of keys names those of this one
+            except (ConfigError, DataError) as error:
+                # Rows are read alike for every set: what is said of keys names those of this one.
                 told = of_set(str(error), split)
-                problems[split] = f"{told}\n{IN_LIST}" if "data.train[" in told else told
-    if len(problems) == 1:
-        raise DataError(*problems.values())
+                problems[split] = type(error)(f"{told}\n{IN_LIST}" if "data.train[" in told else told)
     if problems:
-        raise DataError("\n\n".join(f"{split}: {problem}" for split, problem in problems.items()))
+        raise _together(problems)
     stores = {name: read[name] for name in names}
     validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
     return _joined(stores, [one.weight for one in given], read, validation, config)
+
+
+def _together(problems: dict[str, TandemError]) -> TandemError:
+    """What is wrong with the sets, as one error of the first one's kind."""
+    (first, *others) = problems.values()
+    if not others:
+        return first
+    return type(first)("\n\n".join(f"{split}: {problem}" for split, problem in problems.items()))
 
 
 def _joined(

@@ -53,4 +53,5 @@ def _read(file: str | None, place: str) -> str | None:
     try:
         return Path(file).read_text(encoding="utf-8").removesuffix("\n")  # an editor's last newline is not meant
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: not readable: {error}.") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{place}: not readable: {why}.") from None

@@ -281,6 +281,14 @@ def test_what_is_said_of_a_sets_keys_names_its_own(here):
     )
 
 
+def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
+    with pytest.raises(ConfigError) as caught:
+        opened("data.train.data_path=a.jsonl", "data.train.prompt_file=no.txt", "data.validation=gone.jsonl")
+    prompt, gone = str(caught.value).split("\n\n")
+    assert prompt == "train: a.jsonl: prompt_file = no.txt: not readable: No such file or directory."
+    assert gone.startswith("validation-default: gone.jsonl: no such file or folder")
+
+
 @pytest.mark.parametrize(
     ("split", "key"),
     [

@@ -68,7 +68,7 @@ def test_a_file_that_is_missing_is_refused_by_its_key(tmp_path, key):
     file = f"{tmp_path}/no.txt"
     with pytest.raises(ConfigError) as caught:
         wording_of(DatasetFields(**{key: file}), "a.jsonl")
-    assert str(caught.value) == f"a.jsonl: {key} = {file}: not readable: [Errno 2] No such file or directory: '{file}'."
+    assert str(caught.value) == f"a.jsonl: {key} = {file}: not readable: No such file or directory."
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
