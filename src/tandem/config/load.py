@@ -138,6 +138,10 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        if Path(text).is_file():
+            raise ConfigError(
+                f"override {text!r}: a file, without a key. Pairs to train on are data.train={text}."
+            ) from None
         raise ConfigError(
             f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that hold "
             """, = { } [ ] or spaces: 'key="a, b"'."""

@@ -4,6 +4,7 @@ JSONL, a JSON array, parquet, arrow and csv; each also as .gz and .zst, told by 
 plain, so that it can be parsed, rendered and tokenised in another process.
 """
 
+import codecs
 import csv
 import gzip
 import io
@@ -96,6 +97,8 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
             opening = file.peek(512)
             if opening[257:262] == b"ustar":
                 raise DataError(f"{path}: a tar archive, which is not read. Unpack it.")
+            if opening.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"{path}: text in UTF-16, which is not read. Save it as UTF-8.")
             if (table := _kind_of_table(opening, path)) is not None:
                 unpacked = nullcontext(path) if file is raw else _unpacked(file)
                 with unpacked as place:

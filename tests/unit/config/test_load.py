@@ -309,6 +309,14 @@ def test_an_override_that_does_not_parse_is_refused_with_the_grammar(text, reaso
     )
 
 
+def test_a_file_given_as_an_override_is_told_its_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("")
+    assert refusal(None, "pairs.jsonl") == (
+        "override 'pairs.jsonl': a file, without a key. Pairs to train on are data.train=pairs.jsonl."
+    )
+
+
 # Unknown keys
 
 

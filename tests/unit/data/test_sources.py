@@ -177,3 +177,10 @@ def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
 def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."
+
+
+@pytest.mark.parametrize(("mark", "encoding"), [(b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")])
+def test_utf_16_is_named(file, mark, encoding):
+    with pytest.raises(DataError) as caught:
+        read(file, mark + '{"prompt": "a"}\n'.encode(encoding))
+    assert str(caught.value) == f"{file}: text in UTF-16, which is not read. Save it as UTF-8."
