@@ -64,7 +64,6 @@ def export_model(
     *,
     dtype: torch.dtype,
     rounding: str,
-    seed: int,
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
@@ -75,7 +74,7 @@ def export_model(
     run's last act. `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
     """
     whole = _whole(policy)
-    round_one = _rounding(dtype, rounding, seed)
+    round_one = _rounding(dtype, rounding)
 
     def write(aside: Path) -> None:
         tensors = merged(policy.model, whole) if adapted else whole
@@ -97,11 +96,10 @@ def export_adapter(
     *,
     dtype: torch.dtype,
     rounding: str,
-    seed: int,
     measure: Callable[[Path], None],
 ) -> None:
     """Write `folder`, which peft loads on top of the model `base`: the adapters alone, and the tokenizer."""
-    round_one = _rounding(dtype, rounding, seed)
+    round_one = _rounding(dtype, rounding)
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
     tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
 
@@ -134,12 +132,12 @@ def _open_to_all(folder: Path) -> None:
         file.chmod(mode)
 
 
-def _rounding(dtype: torch.dtype, rounding: str, seed: int) -> Callable[[str, Tensor], Tensor]:
+def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
     def round_one(name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         by_chance = rounding == "stochastic"
-        return rounded_by_chance(tensor, dtype, salt_of(name, seed)) if by_chance else tensor.to(dtype)
+        return rounded_by_chance(tensor, dtype, salt_of(name)) if by_chance else tensor.to(dtype)
 
     return round_one
 

@@ -4,11 +4,14 @@ import pytest
 import torch
 from models import bfloat16_start
 from running import killed_after, largest_difference, metrics_of, short_run, weights_of
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tandem.config.load import load_config
 from tandem.model import parallel
 from tandem.model.rounding import cast_by_chance, salt_of
 from tandem.model.workers import start_workers
+from tandem.train.build import load_sharded
+from tandem.train.setup import set_up
 
 pytestmark = pytest.mark.bfloat16
 
@@ -80,7 +83,7 @@ def test_what_is_computed_with_is_right_on_average():
     with torch.no_grad():
         linear.weight.copy_(published)
     fully_shard(linear, mesh=workers.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    cast_by_chance(linear.weight, salt_of("weight", 1))
+    cast_by_chance(linear.weight, salt_of("weight"))
     change = 2**-12  # a thirty-second of a step
     computed = []
     for _ in range(2):
@@ -96,3 +99,26 @@ def test_what_is_computed_with_is_right_on_average():
     assert (after - before).mean().item() == pytest.approx(change, rel=0.05)
     # nothing flickers: what moves is what was near its turn
     assert (after != before).float().mean().item() == pytest.approx(1 / 32, rel=0.05)
+
+
+def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is():
+    """One cached reference serves both."""
+    workers = start_workers()
+
+    def computed(*overrides):
+        setup = set_up(load_config(None, [BFLOAT16, *overrides]).config, workers.device)
+        policy = load_sharded(setup, setup.source, workers, setup.lora)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        return {
+            name.replace(".base_layer.", "."): parameter.detach().clone()
+            for name, parameter in policy.named_parameters()
+            if "lora_" not in name
+        }
+
+    whole, frozen = computed(), computed("policy.lora.enabled=true")
+    assert whole.keys() == frozen.keys()
+    assert all(
+        parameter.dtype == torch.bfloat16 and torch.equal(parameter, frozen[name]) for name, parameter in whole.items()
+    )

@@ -128,9 +128,10 @@ def test_a_damaged_cache_of_data_is_refused_by_name(small, copied, kind, name, d
     ended = small.run(run, cache, KEEPING)
     assert (ended.code, ended.out) == (3, "")
     told = ended.err.removeprefix("tandem: error: ").rstrip("\n").split("\n\n")
-    assert len(told) == (2 if kind == "tokens" else 1)  # both sets' at once; packs are those of training
-    for one in told:
-        assert one.startswith(f"{cache}/{kind}/")
+    # both sets' at once; packs are those of training
+    splits = ["train: ", "validation-default: "] if kind == "tokens" else [""]
+    for split, one in zip(splits, told, strict=True):
+        assert one.startswith(f"{split}{cache}/{kind}/")
         assert f"/{name} " in one
         assert f"damaged: remove {cache}/{kind}/" in one
         assert "\n" not in one

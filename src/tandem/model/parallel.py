@@ -14,11 +14,10 @@ from tandem.model.workers import Workers
 T = TypeVar("T")
 
 
-def shard(policy: Policy, workers: Workers, *, bfloat16: bool, seed: int = 0) -> Policy:
+def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
 
     On one worker only what is computed with in another dtype than it is kept in goes this way; the rest stays as it is.
-    `seed`: of the chances by which weights are rounded for the computation.
     """
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     precision = (
@@ -40,9 +39,9 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool, seed: int = 0) ->
             module.set_force_sum_reduction_for_comms(True)
     for method in ("plain_logps", "answer"):
         register_fsdp_forward_method(policy, method)
-    for name, parameter in policy.trained():
+    for name, parameter in policy.named_parameters():
         if bfloat16 and parameter.dtype == torch.float32:
-            cast_by_chance(parameter, salt_of(name.removeprefix("model."), seed))
+            cast_by_chance(parameter, salt_of(name.removeprefix("model.").replace(".base_layer.", ".")))
     return policy
 
 

@@ -22,7 +22,7 @@ from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
 # Raised whenever the same weights and tokens would give other numbers.
-LOGPS_VERSION = 1
+LOGPS_VERSION = 2
 PREFERENCES_AT_ONCE = 256
 
 

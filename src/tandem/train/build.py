@@ -260,7 +260,7 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
     )
     if (how := setup.config.policy.activation_checkpointing) != "none":
         recompute(policy, how)
-    shard(policy, workers, bfloat16=setup.precision == "bfloat16", seed=setup.config.run.seed)
+    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
     if setup.compiles:
         compile_layers(policy)
     return policy

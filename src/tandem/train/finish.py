@@ -61,7 +61,7 @@ def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.d
     alone = setup.lora is not None and not export.merge_lora
     own = torch.float32 if alone else setup.source.dtype
     dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
-    how: dict[str, Any] = {"dtype": dtype, "rounding": export.rounding, "seed": setup.config.run.seed}
+    how: dict[str, Any] = {"dtype": dtype, "rounding": export.rounding}
     how["measure"] = lambda written: _measure_export(t, written, dtype, after)
     if alone:
         assert setup.lora is not None
