@@ -1,7 +1,7 @@
 """Rounding by chance: up or down with the odds that keep the mean.
 
 Rounded to the nearest, a change smaller than half a step of bfloat16 is lost whole, and the updates of preference training
-are smaller than that. By chance nothing is lost on average. Chances are drawn from a seed, the tensor and the place in it:
+are smaller than that. By chance nothing is lost on average. Chances are drawn from a salt of the tensor and the place in it:
 they are the same after a resume and on any number of workers.
 """
 
