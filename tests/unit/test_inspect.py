@@ -115,7 +115,7 @@ def test_the_page_escapes_the_text_and_loads_nothing(file, tmp_path):
 
 
 def test_what_is_shown_names_place_format_and_counts(file, capsys):
-    show(inspected(file), Console(width=200, highlight=False), positions=True)
+    show(inspected(file), Console(width=1000, highlight=False), positions=True)
     said = capsys.readouterr().out
     assert (
         f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable "
