@@ -20,10 +20,10 @@ from tandem.data.template import Template
 from tandem.model.adapter_files import write_adapter
 from tandem.model.lora import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
-from tandem.model.rounding import chances, salt_of, start_of, to_bfloat16
+from tandem.model.rounding import chances, rounded, salt_of, start_of
 from tandem.model.workers import Workers
 
-# Numbers that are rounded together: how much they are is bounded, not how large a tensor may be.
+# Numbers that are rounded together: memory is bounded by it, however large a tensor is.
 AT_ONCE = 1 << 26
 
 
@@ -38,9 +38,9 @@ def rounded_by_chance(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
     made = torch.empty(flat.shape, dtype=dtype)
     for first in range(0, len(flat), AT_ONCE):
         part = flat[first : first + AT_ONCE]
-        chance = chances(len(part), start_of(first, salt))
+        start = start_of(first, salt)
         made[first : first + AT_ONCE] = (
-            to_bfloat16(part, chance) if dtype == torch.bfloat16 else _to(dtype, part, chance)
+            rounded(part, start) if dtype == torch.bfloat16 else _to(dtype, part, chances(len(part), start))
         )
     return made.reshape(values.shape)
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        if Path(text).is_file():
+        if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
                 f"override {text!r}: a file, without a key. Pairs to train on are data.train={text}."
             ) from None

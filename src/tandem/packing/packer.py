@@ -23,7 +23,7 @@ NUM_LENGTHS = 4
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
 ROWS_PER_BATCH = 4
-# But not of fewer tokens than this, where a GPU would wait for the host more than it computes.
+# But not of fewer tokens than this on a GPU, which is to have much to do at a time.
 SHORTEST_ON_GPU = 4096
 
 IntArray = NDArray[np.int64]

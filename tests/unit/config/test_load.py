@@ -309,6 +309,10 @@ def test_an_override_that_does_not_parse_is_refused_with_the_grammar(text, reaso
     )
 
 
+def test_an_override_too_long_for_a_file_is_refused_as_any_other():
+    assert refusal(None, "run={" + "x" * 5000).startswith("override 'run={xxx")
+
+
 def test_a_file_given_as_an_override_is_told_its_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("")
