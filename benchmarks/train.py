@@ -4,7 +4,7 @@
 
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
 system and seed; `--data FILE` takes pairs as token ids instead, a JSON object a line with prompt_ids, chosen_ids and
-rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where one step's time goes.
+rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
 from tandem.packing.schedule import Batches
 from tandem.train.optimizer import make_optimizer
-from tandem.train.step import StepReport, train_step
+from tandem.train.step import PendingStep, StepReport, train_step
 from tandem.train.terms import Side
 
 # What a kernel is for, by a part of its name; the first that fits.
@@ -171,16 +171,21 @@ class Bench:
         self.policy.zero_grad()
 
     def steps(self) -> Iterator[tuple[float, StepReport]]:
-        """Seconds from step to step, the loader's time included, and the step's report."""
+        """When each step ended, and its report: read one step late, as the trainer does, so that the device never waits."""
         side = Side(ZeroReference(), self.config.dpo, self.workers, "bfloat16")  # type: ignore[arg-type]
         batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: self.options.steps + 2]
-        started = time.perf_counter()
+        unread: PendingStep | None = None
         for loaded in load_ahead(batches, self.packer):
             pending = train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0)
-            report = pending.read(self.store)  # type: ignore[arg-type]
-            now = time.perf_counter()
-            yield now - started, report
-            started = now
+            if unread:
+                yield self._read(unread)
+            unread = pending
+        if unread:
+            yield self._read(unread)
+
+    def _read(self, pending: PendingStep) -> tuple[float, StepReport]:
+        report = pending.read(self.store)  # type: ignore[arg-type]
+        return time.perf_counter(), report
 
     def reference_pairs_per_second(self) -> float:
         """Of the pass that computes the reference once, over the pairs of two steps."""
@@ -227,13 +232,15 @@ def prepared(o: argparse.Namespace) -> Bench:
 
 
 def where_time_goes(bench: Bench) -> dict[str, float]:
-    """Shares of one step by kind of kernel, and of nothing running."""
+    """Shares of two steps by kind of kernel, and of nothing running."""
     from torch.profiler import ProfilerActivity, profile
 
     steps = bench.steps()
     next(steps)
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        seconds, _ = next(steps)
+        next(steps), next(steps)
+        torch.cuda.synchronize()
     kinds: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
     spans = []
@@ -245,16 +252,22 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
         kinds[kind] += event.time_range.elapsed_us()
         if kind in ("other", "copies"):
             others[event.name[:80]] += event.time_range.elapsed_us()
-        spans.append((event.time_range.start, event.time_range.end))
-    busy, end = 0.0, 0.0
-    for start, stop in sorted(spans):
+        spans.append((event.time_range.start, event.time_range.end, event.name[:50]))
+    busy, end, last, gaps = 0.0, 0.0, "", []
+    for start, stop, name in sorted(spans):
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    whole = max(stop for _, stop in spans) - min(start for start, _ in spans)
+        if start > end and last:
+            gaps.append((start - end, last, name))
+        if stop > end:
+            end, last = stop, name
+    whole = end - min(spans)[0]
     for name, spent in sorted(others.items(), key=lambda item: -item[1])[:8]:
         print(f"{spent / whole:>8.1%}  {name}")
+    print("nothing runs, longest:")
+    for spent, before, behind in sorted(gaps, reverse=True)[:8]:
+        print(f"{spent / whole:>8.2%}  between {before} and {behind}")
     shares = {kind: round(spent / whole, 4) for kind, spent in sorted(kinds.items(), key=lambda item: -item[1])}
-    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(seconds, 3)}
+    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(whole / 2e6, 3)}
 
 
 def parsed() -> argparse.Namespace:
@@ -282,7 +295,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
-    parser.add_argument("--profile", action="store_true", help="where one more step's time goes")
+    parser.add_argument("--profile", action="store_true", help="where the time of two more steps goes")
     return parser.parse_args()
 
 
@@ -297,9 +310,9 @@ def main() -> None:
     compiled = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds, reports = zip(*bench.steps(), strict=True)
+    ends, reports = zip(*bench.steps(), strict=True)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    timed, done = sum(seconds[2:]), reports[2:]
+    timed, done = ends[-1] - ends[1], reports[2:]
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
     shape = SHAPES[options.shape]
     share = pairs / sum(r.num_pairs for r in reports)
@@ -313,7 +326,6 @@ def main() -> None:
         "useful_tflops": round(useful / timed / 1e12, 1),
         "pack_fill": round(sum(r.pack_fill for r in done) / len(done), 3),
         "built_and_compiled_seconds": round(compiled, 1),
-        "first_step_seconds": round(seconds[0], 2),
         "peak_gib": peak and round(peak, 1),
         "reference_pairs_per_second": round(bench.reference_pairs_per_second(), 1) if options.reference else None,
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
