@@ -25,6 +25,7 @@ from made_model import SHAPES, config_of
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION
+from tandem.model.joined_lora import join_adapters
 from tandem.model.parallel import compile_layers, decoder_layers, shard, unchanged
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
@@ -46,6 +47,8 @@ KINDS = {
     "fused layers": ("triton_",),
     "copies": ("memcpy", "memset", "copy", "cat"),
 }
+
+WARM_UP = 2  # steps
 
 
 class PairsInMemory:
@@ -117,6 +120,8 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         compute_in_float8(model, o.float8)
     if o.lora:
         add_adapters(model, o.lora)
+        if o.joined:
+            join_adapters(model)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
     return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
 
@@ -170,18 +175,16 @@ class Bench:
             self.policy(self.policy.inputs(rows, self.device)).sum().backward()
         self.policy.zero_grad()
 
-    def steps(self) -> Iterator[tuple[float, StepReport]]:
-        """When each step ended, and its report: read one step late, as the trainer does, so that the device never waits."""
+    def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
+        """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         side = Side(ZeroReference(), self.config.dpo, self.workers, "bfloat16")  # type: ignore[arg-type]
-        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: self.options.steps + 2]
-        unread: PendingStep | None = None
-        for loaded in load_ahead(batches, self.packer):
-            pending = train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0)
-            if unread:
-                yield self._read(unread)
-            unread = pending
-        if unread:
-            yield self._read(unread)
+        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: num + WARM_UP]
+        unread: list[PendingStep] = []
+        for number, loaded in enumerate(load_ahead(batches, self.packer)):
+            unread.append(train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0))
+            while len(unread) > (number >= WARM_UP):
+                yield self._read(unread.pop(0))
+        yield from map(self._read, unread)
 
     def _read(self, pending: PendingStep) -> tuple[float, StepReport]:
         report = pending.read(self.store)  # type: ignore[arg-type]
@@ -214,7 +217,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
     num_pairs = o.completions * (o.completions - 1) // 2
     vocabulary = SHAPES[o.shape].vocabulary
-    num = -(-o.pairs * (o.steps + 2) // num_pairs)
+    num = -(-o.pairs * (o.steps + WARM_UP) // num_pairs)
     preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
     store = PairsInMemory(as_single_pairs(preferences) if o.single_pairs else preferences)
     shared = o.mode == "batch" and not o.no_sharing
@@ -235,12 +238,11 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
     """Shares of two steps by kind of kernel, and of nothing running."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps = bench.steps()
-    next(steps)
-    torch.cuda.synchronize()
+    steps = bench.steps(num=2)
+    for _ in range(WARM_UP):
+        next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        next(steps), next(steps)
-        torch.cuda.synchronize()
+        num = len(list(steps))
     kinds: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
     spans = []
@@ -267,7 +269,7 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
     for spent, before, behind in sorted(gaps, reverse=True)[:8]:
         print(f"{spent / whole:>8.2%}  between {before} and {behind}")
     shares = {kind: round(spent / whole, 4) for kind, spent in sorted(kinds.items(), key=lambda item: -item[1])}
-    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(whole / 2e6, 3)}
+    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(whole / num / 1e6, 3)}
 
 
 def parsed() -> argparse.Namespace:
@@ -291,6 +293,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
     parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="an experiment: matrix products by torchao")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
+    parser.add_argument("--joined", action="store_true", help="adapters inside their layers' products")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
@@ -310,9 +313,9 @@ def main() -> None:
     compiled = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    ends, reports = zip(*bench.steps(), strict=True)
+    ends, reports = zip(*bench.steps(options.steps), strict=True)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    timed, done = ends[-1] - ends[1], reports[2:]
+    timed, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
     shape = SHAPES[options.shape]
     share = pairs / sum(r.num_pairs for r in reports)

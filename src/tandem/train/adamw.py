@@ -1,4 +1,4 @@
-"""AdamW over weights or moments kept in fewer bits than it computes with.
+"""AdamW: torch's own over the parts of each worker, and one over weights or moments kept in fewer bits than it computes with.
 
 Rounded to the nearest, a small step is lost whole: at the learning rates of preference training bfloat16 weights hardly
 move, and a slow moving average stands still. Rounded by chance nothing is lost on average; a step's chances are its own.
@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
 from tandem.model.rounding import first_place, mixed, to_bfloat16
 
@@ -37,6 +38,43 @@ class Rule:
     weight_decay: float
     stochastic: bool  # how weights are rounded, if they are
     state_dtype: StateDtype
+
+
+class LocalAdamW(AdamW):
+    """torch's fused AdamW, over what each worker holds of every parameter: all in it stands element by element.
+
+    Through DTensor the host takes several times as long for the same update, and the GPU waits for it at every step.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **kwargs: Any):
+        super().__init__(parameters, fused=True, **kwargs)
+        for parameter in self.param_groups[0]["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+            self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        given = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [self.state[parameter] for parameter in given]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [_local(parameter) for parameter in given],
+            [_local(parameter.grad) for parameter in given],
+            *([_local(state[name]) for state in states] for name in MOMENTS),
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
 
 
 class RoundedAdamW(Optimizer):

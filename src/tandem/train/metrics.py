@@ -1,6 +1,6 @@
 """PackOutcomes in; a PairTable out, the numbers of every pair on the host; and what the pairs say together.
 
-The numbers stay on the device until they are read, all of a step or of a set in one transfer. Whatever is made of them is
+The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Whatever is made of them is
 made here, on the host, in float64 and over all pairs at once: no cut into packs can change a metric.
 """
 
@@ -67,6 +67,7 @@ class PairLedger:
         self._packs: list[Pack] = []
         self._numbers: list[Tensor] = []  # [columns, pairs] each
         self._sft: list[Tensor] = []
+        self._sent: _Sent | None = None
 
     def add(self, outcome: PackOutcome) -> None:
         self._packs.append(outcome.pack)
@@ -77,15 +78,41 @@ class PairLedger:
         """Whether every loss is, as a number on the device."""
         return torch.isfinite(torch.cat([*(numbers[0] for numbers in self._numbers), *self._sft])).all()
 
-    def read(self, workers: Workers, *also: Tensor) -> tuple[PairTable, list[float]]:
-        """The pairs of all workers, and further numbers beside them, in one transfer. Waits for the device."""
+    def send(self, *also: Tensor) -> None:
+        """Start the one transfer to the host, of every number and of further ones beside them. Waits for nothing.
+
+        What is sent before the next step is asked of the device can be read while that step runs.
+        """
         numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
-        scalars = [number.double().reshape(1) for number in also]
-        flat = torch.cat([numbers.flatten(), sft, *scalars]).cpu().numpy()
-        columns, sft_values, read = np.split(flat, np.cumsum([numbers.numel(), len(sft)]))
+        flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
+        arrived = torch.cuda.Event() if flat.is_cuda else None
+        self._sent = _Sent(flat.to("cpu", non_blocking=True), numbers.shape, len(sft), arrived)
+        if arrived is not None:
+            arrived.record()
+
+    def read(self, workers: Workers) -> tuple[PairTable, list[float]]:
+        """The pairs of all workers, and the further numbers that were sent. Waits for the transfer."""
+        if self._sent is None:
+            raise RuntimeError("nothing was sent")
+        columns, sft, also = self._sent.parts()
         places = (np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True))
-        table = PairTable(sft_values, *places, *columns.reshape(numbers.shape))
-        return _joined(workers.gather(table)), read.tolist()
+        return _joined(workers.gather(PairTable(sft, *places, *columns))), also.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Numbers on their way to the host."""
+
+    flat: Tensor
+    shape: torch.Size  # of the columns
+    num_sft: int
+    arrived: torch.cuda.Event | None
+
+    def parts(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        columns, sft, also = np.split(self.flat.numpy(), np.cumsum([self.shape.numel(), self.num_sft]))
+        return columns.reshape(self.shape), sft, also
 
 
 def _columns(outcome: PackOutcome) -> Tensor:

@@ -10,10 +10,12 @@ from torch.optim import AdamW, Optimizer, lr_scheduler
 from tandem.config.policy import Milestones, Scheduler
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
-from tandem.train.adamw import RoundedAdamW, Rule
+from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int) -> AdamW | RoundedAdamW:
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int
+) -> LocalAdamW | RoundedAdamW:
     """With its states, as they are before the first step. Either clips and skips a non-finite step on the device.
 
     `seed`: of stochastic rounding.
@@ -21,16 +23,9 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], policy: PolicyConfi
     kwargs = policy.optimizer.kwargs
     beta1, beta2 = kwargs.betas
     if policy.weights == "float32" and policy.optimizer.state_dtype == "float32":
-        plain = AdamW(
-            parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay, fused=True
+        return LocalAdamW(
+            parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay
         )
-        for parameter in plain.param_groups[0]["params"]:
-            plain.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        return plain
     rule = Rule(
         beta1,
         beta2,

@@ -76,6 +76,7 @@ def measure(
             ledger.add(outcome)
             fail_point("validation.pack")
             check()
+    ledger.send()
     table, _ = ledger.read(side.workers)
     return table
 

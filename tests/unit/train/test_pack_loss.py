@@ -44,7 +44,8 @@ def started():
         side, ledger = Side(Uniform(), dpo, workers, "float32"), PairLedger()
         for pack in packs:
             ledger.add(pack_outcome(policy, side, pack))
-        table, also = ledger.read(workers, torch.tensor(7.0))
+        ledger.send(torch.tensor(7.0))
+        table, also = ledger.read(workers)
         assert also == [7.0]
         return table
 

@@ -1,0 +1,57 @@
+"""A linear layer and its adapter in one matrix product.
+
+As peft has it, the adapter's output is a second product as wide as the layer's own: written, read again and added. Here the
+adapter's few numbers a token stand beside the input, and its second matrix beside the weight, wherever that side is the
+narrower; the gradient of the input likewise.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+
+class JoinedLinear(Linear):
+    """peft's layer, computed so."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (name,) = self.active_adapters
+        layer = self.get_base_layer()
+        down, up = self.lora_A[name].weight, self.lora_B[name].weight
+        out = _Joined.apply(x.flatten(0, -2), layer.weight, layer.bias, down, up, self.scaling[name])
+        return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+class _Joined(torch.autograd.Function):
+    """The weight and the bias are frozen: they get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+    ) -> Tensor:
+        few = F.linear(x, down) * scale
+        ctx.save_for_backward(x, weight, down, up, few)
+        ctx.scale = scale
+        if x.shape[-1] > weight.shape[0]:
+            return F.linear(x, weight, bias) + F.linear(few, up)
+        return F.linear(torch.cat([x, few], -1), torch.cat([weight, up], 1), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, weight, down, up, few = ctx.saved_tensors
+        of_few = grad @ up * ctx.scale
+        if grad.shape[-1] > weight.shape[1]:
+            of_x = grad @ weight + of_few @ down
+        else:
+            of_x = torch.cat([grad, of_few], -1) @ torch.cat([weight, down], 0)
+        return of_x, None, None, of_few.T @ x, grad.T @ few, None
+
+
+def join_adapters(model: nn.Module) -> None:
+    """Compute every plain linear layer that has an adapter so."""
+    for module in model.modules():
+        if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
+            module.__class__ = JoinedLinear
