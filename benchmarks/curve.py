@@ -1,11 +1,13 @@
 """A real curve: held-out accuracy over wall-clock time, tandem and TRL with the same model, pairs and settings.
 
     python benchmarks/curve.py --model FOLDER --data hh_harmless_test.jsonl.gz [--seeds 3] [--plot FILE] [--trl-python PYTHON]
+    python benchmarks/curve.py ... --systems "TRL, float32" --only-ends
 
 Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
 the command and from the first step. The first seed has the machine to itself, and alone is timed and plotted; the others run
-side by side, for where they end. Its last line is one JSON object.
+side by side, for where they end (`--only-ends`: all of them). "TRL, float32" computes in float32. Its last line is one JSON
+object.
 """
 
 import argparse
@@ -70,7 +72,8 @@ settings = trl.DPOConfig(
     output_dir=tempfile.mkdtemp(), num_train_epochs=s["epochs"], per_device_train_batch_size=micro,
     per_device_eval_batch_size=micro, gradient_accumulation_steps=s["pairs"] // micro, learning_rate=s["rate"], beta=s["beta"],
     lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.98, adam_epsilon=1e-5, max_grad_norm=1.0,
-    bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False, precompute_ref_log_probs=True, max_length=s["longest"],
+    bf16=cuda and s["bfloat16"], use_cpu=not cuda, gradient_checkpointing=False, precompute_ref_log_probs=True,
+    max_length=s["longest"],
     eval_strategy="steps", eval_steps=s["period"], eval_on_start=True, remove_unused_columns=False, logging_strategy="no",
     save_strategy="no", report_to="none", disable_tqdm=True, seed=seed,
 )
@@ -126,8 +129,18 @@ def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> li
     return points
 
 
-def theirs(o: argparse.Namespace, tokens: tuple[Path, Path], seed: int) -> list[dict[str, float]]:
-    shared = {"epochs": EPOCHS, "pairs": PAIRS, "rate": RATE, "beta": BETA, "longest": LONGEST, "period": PERIOD}
+def theirs(
+    o: argparse.Namespace, tokens: tuple[Path, Path], seed: int, *, bfloat16: bool = True
+) -> list[dict[str, float]]:
+    shared = {
+        "bfloat16": bfloat16,
+        "epochs": EPOCHS,
+        "pairs": PAIRS,
+        "rate": RATE,
+        "beta": BETA,
+        "longest": LONGEST,
+        "period": PERIOD,
+    }
     arguments = [o.model, *map(str, tokens), str(seed), str(o.micro_batch), json.dumps(shared)]
     command = [o.trl_python, "-c", TRL, str(time.time()), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -167,6 +180,8 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", default=["tandem", "TRL"], choices=["tandem", "TRL", "TRL, float32"])
+    parser.add_argument("--only-ends", action="store_true", help="all seeds side by side; nothing is timed")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's, in pairs")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--plot", type=Path)
@@ -180,9 +195,11 @@ def main() -> None:
     systems: dict[str, Callable[[int], list[dict[str, float]]]] = {
         "tandem": lambda seed: ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"),
         "TRL": lambda seed: theirs(o, tokens, seed),
+        "TRL, float32": lambda seed: theirs(o, tokens, seed, bfloat16=False),
     }
+    systems = {name: run for name, run in systems.items() if name in o.systems}
     curves: dict[str, list[list[dict[str, float]]]] = {}
-    for name, run in systems.items():
+    for name, run in systems.items() if not o.only_ends else ():
         points = run(0)
         curves[name], last = [points], points[-1]
         print(
@@ -192,16 +209,19 @@ def main() -> None:
         )
         print(json.dumps({name: points}), flush=True)
     with ThreadPoolExecutor() as together:
-        started = {name: [together.submit(run, seed) for seed in range(1, o.seeds)] for name, run in systems.items()}
+        started = {
+            name: [together.submit(run, seed) for seed in range(not o.only_ends, o.seeds)]
+            for name, run in systems.items()
+        }
         for name, rest in started.items():
-            curves[name] += [one.result() for one in rest]
+            curves.setdefault(name, []).extend(one.result() for one in rest)
     for what in ("accuracy", "loss"):
         ends = {name: [run[-1][what] for run in runs] for name, runs in curves.items()}
         told = ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items())
         spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in ends.values()]
         error = 2 * (sum(one**2 for one in spread) / o.seeds) ** 0.5
-        print(f"{what}: {told}; two standard errors of the difference {error:.4f}")
-    if o.plot:
+        print(f"{what}: {told}; two standard errors {'of the difference ' if len(ends) > 1 else ''}{error:.4f}")
+    if o.plot and not o.only_ends:
         o.plot.write_text(plot({name: runs[0] for name, runs in curves.items()}), encoding="utf-8")
     result: dict[str, Any] = {"benchmark": "curve", "data": o.data.name, "curves": curves}
     print(json.dumps(result))
