@@ -116,7 +116,10 @@ def inspect_row(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A data file, a pattern, or embedded.")],
     overrides: Overrides = None,
     row: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The line (or element) to show; the first usable one.")
+        str | None,
+        typer.Option(
+            metavar="[FILE:]N", help="The line (or element) to show, of FILE among several; the first usable."
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="M", help="Whose tokenizer and template: policy.model_name.")
@@ -133,6 +136,8 @@ def inspect_row(
     named = re.compile(r"\+*data\.train(\.data_path=|=(?!\{)|=.*data_path)")
     if given := next((one for one in overrides or [] if named.match(one)), None):
         raise ConfigError(f"inspect {data} shows that file, so that {given} has no say in it. Leave it out.")
+    if row is not None and not re.fullmatch(r"(.*:)?[1-9]\d*", row):
+        raise ConfigError(f"--row {row}: give the number of a row, from 1 on; of one file among several, FILE:N.")
     # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
     usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
     changes = [*usual, *(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]

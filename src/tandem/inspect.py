@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ VISIBLE = str.maketrans(
     | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
     | {"\n": "⏎\n", "\t": "⇥\t"}
 )
+NO_LIMIT = 2**31 - 1
+TOO_LONG = ("over-long", "equal once cut")
 LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 PAGE = """<!doctype html>
@@ -59,22 +62,27 @@ class Inspection:
     rows: int
     accepted: int
     left_out: dict[str, int]  # rows by reason
+    problem: str | None  # why training leaves this one out, if it does
+    tokenizer: str  # whose tokens these are
     has_template: bool
     prompt: list[Token]
     completions: list[list[Token]]
     pairs: list[tuple[int, int]]
 
 
-def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
-    """The preference at a line (or element) of a file; the first usable one without a number."""
+def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
+    """The preference at a line (or element): 3, or of several files pairs.jsonl:3; the first usable one without a row."""
     source = find_model(config.policy)
     tokenizer = load_tokenizer(find_tokenizer(config.policy, source))
     template = make_template(tokenizer, config.policy.tokenizer)
     path = str(TRAIN) if data_path == EMBEDDED else data_path
     keys = _keys(config, data_path)
-    store = _open(path, keys, template, config)
-    index = _find(store, path, row)
-    preference = store[index]
+    store = _open(path, keys, template, config, judged=row is None)
+
+    def without_limit() -> TokenStore:
+        return _open(path, keys, template, config, max_length=NO_LIMIT, judged=False)
+
+    preference, problem = (store[0], None) if row is None else _at(row, path, store, without_limit)
     return Inspection(
         place=preference.place,
         format=store.format,
@@ -82,6 +90,8 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
         rows=store.counts.rows,
         accepted=store.counts.accepted,
         left_out={**store.counts.bad, **store.counts.filtered},
+        problem=problem,
+        tokenizer=config.policy.tokenizer_name,
         has_template=template.source is not None,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
         completions=[_completion(preference, number, tokenizer) for number in range(len(preference.completions))],
@@ -90,11 +100,15 @@ def inspect_data(data_path: str, config: Config, row: int | None) -> Inspection:
 
 
 def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
-    """Tokens in alternating shades, special ones marked; what is scored in another colour than what is not."""
+    """Tokens in alternating shades, special ones reversed; what is scored in another colour than what is not."""
     i = inspection
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
     console.print(f"{i.place}: read as {i.format}, {i.format_reason}; {usable}", markup=False)
+    if i.problem:
+        console.print(f"Training leaves it out: {i.problem}", markup=False, style="bold red")
+    if i.tokenizer == EMBEDDED:
+        console.print("Tokens are the embedded model's; --model M shows those of another.")
     if not i.has_template:
         console.print("No chat template: the texts are taken as they are.")
     console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)
@@ -124,11 +138,14 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
         raise ConfigError(f"--html {file}: {error.strerror}. Choose another file.") from None
 
 
-def _open(path: str, keys: DatasetFields, template: Any, config: Config) -> TokenStore:
+def _open(
+    path: str, keys: DatasetFields, template: Any, config: Config, *, max_length: int | None = None, judged: bool
+) -> TokenStore:
     # Looking is not training: nothing that is wrong elsewhere in the file keeps a good row from being seen.
-    lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0}
+    cut = "drop" if max_length or config.data.overlong == "error" else config.data.overlong
+    lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0, "overlong": cut}
     data = config.data.model_copy(update=lenient)
-    return open_store(path, keys, template, data, config.policy.max_total_sequence_length)
+    return open_store(path, keys, template, data, max_length or config.policy.max_total_sequence_length, judged=judged)
 
 
 def _keys(config: Config, data_path: str) -> DatasetFields:
@@ -138,23 +155,44 @@ def _keys(config: Config, data_path: str) -> DatasetFields:
     return DatasetFields(**{**said, "data_path": data_path})
 
 
-def _find(store: TokenStore, path: str, row: int | None) -> int:
-    if row is None:
-        return 0
-    for index in range(len(store)):
-        if store.place(index).endswith(f":{row}"):
-            return index
-    for line in (store.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines():
-        reject = json.loads(line)
-        if reject["place"].endswith(f":{row}"):
-            raise DataError(f"{reject['place']}: {reject['message']}")
-    raise DataError(f"{path}: there is no row at {row}; the nearest is at {_nearest(store, row)}.")
+def _at(
+    row: str, path: str, store: TokenStore, without_limit: Callable[[], TokenStore]
+) -> tuple[TokenizedPreference, str | None]:
+    """The preference at a row; and, if that is one that is only too long, why training leaves it out."""
+    if (index := _find(store, row)) is not None:
+        return store[index], None
+    reject = _reject(row, path, store)
+    problem = f"{reject['place']}: {reject['message']}"
+    if reject["reason"] not in TOO_LONG:
+        raise DataError(problem)
+    longer = without_limit()
+    index = _find(longer, row)
+    if index is None:  # once cut, its completions are equal
+        raise DataError(problem)
+    return longer[index], problem
 
 
-def _nearest(store: TokenStore, row: int) -> int:
-    rejects = (store.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-    places = [*map(store.place, range(len(store))), *(json.loads(line)["place"] for line in rejects)]
-    return min((int(place.rpartition(":")[2]) for place in places), key=lambda number: abs(number - row))
+def _find(store: TokenStore, row: str) -> int | None:
+    return next((index for index in range(len(store)) if _is_at(store.place(index), row)), None)
+
+
+def _is_at(place: str, row: str) -> bool:
+    """data/b.jsonl:3 is at 3, at b.jsonl:3 and at data/b.jsonl:3."""
+    return place == row or place.endswith((f"/{row}", f":{row}"))
+
+
+def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
+    """What is said of a row that is no preference."""
+    rejects = [json.loads(line) for line in (store.folder / "rejects.jsonl").read_text("utf-8").splitlines()]
+    if found := next((reject for reject in rejects if _is_at(reject["place"], row)), None):
+        return found
+    file, _, number = row.rpartition(":")
+    places = [*map(store.place, range(len(store))), *(reject["place"] for reject in rejects)]
+    there = [int(place.rpartition(":")[2]) for place in places if not file or _is_at(place.rpartition(":")[0], file)]
+    if not there:
+        raise DataError(f"{path}: no row of it is of a file {file}.")
+    nearest = min(there, key=lambda other: abs(other - int(number)))
+    raise DataError(f"{path}: there is no row at {row}; the nearest is at {nearest}.")
 
 
 def _completion(preference: TokenizedPreference, number: int, tokenizer: Any) -> list[Token]:
@@ -196,7 +234,7 @@ def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:
     text = Text()
     for i, token in enumerate(tokens):
         shade = colour if token.scored else "cyan"
-        style = "bold magenta" if token.special else shade if i % 2 else f"{shade} on grey19"
+        style = f"bold reverse {shade}" if token.special else shade if i % 2 else f"{shade} on grey19"
         text.append(token.text.translate(VISIBLE), style=style)
         if positions:
             text.append(f"{str(token.position).translate(SUBSCRIPTS)} ", style="dim")

@@ -11,6 +11,7 @@ import torch
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED
 from tandem.data.opening import judge
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.selection import Preferences, Selection
@@ -42,6 +43,7 @@ class Preparation:
     pairs_per_batch: int
     packing: str  # policy.packing.mode
     weights: dict[str, float]  # of training sets that an epoch does not pass over once
+    tokenizer: str  # whose tokens these are
     has_template: bool
     max_length: int
     prompt_end: str
@@ -101,6 +103,7 @@ def prepare_data(
         pairs,
         config.policy.packing.mode,
         {f"train-{i}": one.weight for i, one in enumerate(config.data.training_sets) if one.weight != 1},
+        config.policy.tokenizer_name,
         template.source is not None,
         config.policy.max_total_sequence_length,
         *_around_the_answer(sets.train[0], template.tokenizer),
@@ -181,6 +184,8 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
     reporter.preflight(preparation.sets, rejects)
     for name, weight in preparation.weights.items():
         reporter.say(f"  {name}: an epoch passes over it {weight:g} times (weight)")
+    if preparation.tokenizer == EMBEDDED:
+        reporter.say("  Tokens are the embedded model's: name your own by policy.model_name=MODEL")
     if not preparation.has_template:
         reporter.say("  No chat template: the texts are taken as they are")
     for found in preparation.sets:

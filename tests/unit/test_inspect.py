@@ -24,7 +24,7 @@ def file(tmp_path):
 
 
 def inspected(file, row=None, *overrides):
-    return inspect_data(str(file), load_config(None, overrides).config, row)
+    return inspect_data(str(file), load_config(None, overrides).config, row and str(row))
 
 
 def texts(tokens):
@@ -168,3 +168,59 @@ def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
     assert capsys.readouterr().err == (
         f"tandem: error: inspect {file} shows that file, so that {named} has no say in it. Leave it out.\n"
     )
+
+
+def test_a_row_that_is_only_too_long_is_seen_and_said_to_be_left_out(file):
+    limit = "policy.max_total_sequence_length=14"
+    found = inspected(file, 1, limit)
+    assert texts(found.completions[0]) == "Yes <b><|im_end|>"
+    assert found.problem == f"{file}:1: 18 tokens, over {limit}."
+    console = Console(record=True, width=200)
+    show(found, console, positions=False)
+    assert f"\nTraining leaves it out: {file}:1: 18 tokens, over {limit}.\n" in console.export_text()
+    assert inspected(file, 3, "policy.max_total_sequence_length=40", "data.overlong=error").problem is None
+
+
+def test_a_row_cut_as_data_overlong_says_is_seen_cut(file):
+    found = inspected(file, 1, "policy.max_total_sequence_length=14", "data.overlong=truncate_completion")
+    assert texts(found.completions[0]) != "Yes <b><|im_end|>"
+    assert found.problem is None
+
+
+def test_a_row_of_one_file_among_several_is_named_with_it(file):
+    (file.parent / "z.jsonl").write_text(json.dumps({"prompt": "Z", "chosen": "a", "rejected": "b"}) + "\n")
+    pattern = file.parent / "*.jsonl"
+    assert inspected(pattern, "1").place == f"{file}:1"
+    assert inspected(pattern, "z.jsonl:1").place == inspected(pattern, f"{file.parent}/z.jsonl:1").place
+    assert inspected(pattern, "z.jsonl:1").place == f"{file.parent}/z.jsonl:1"
+    with pytest.raises(DataError) as nearest:
+        inspected(pattern, "z.jsonl:7")
+    assert str(nearest.value) == f"{pattern}: there is no row at z.jsonl:7; the nearest is at 1."
+    with pytest.raises(DataError) as unknown:
+        inspected(pattern, "no.jsonl:7")
+    assert str(unknown.value) == f"{pattern}: no row of it is of a file no.jsonl."
+
+
+@pytest.mark.parametrize("row", ["0", "-1", "x", "a.jsonl:"])
+def test_what_is_no_number_of_a_row_is_refused(row, file, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(file), f"--row={row}"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"tandem: error: --row {row}: give the number of a row, from 1 on; of one file among several, FILE:N.\n"
+    )
+
+
+def test_special_tokens_show_whether_they_are_scored(file):
+    console = Console(record=True, force_terminal=True, color_system="standard", width=200)
+    show(inspected(file), console, positions=False)
+    shown = [segment for segment in console._record_buffer if segment.text in ("<|im_start|>", "<|im_end|>")]
+    styles = {str(segment.style) for segment in shown}
+    assert styles == {"bold reverse cyan", "bold reverse green", "bold reverse red"}
+
+
+def test_whose_tokens_are_shown_is_said(file):
+    console = Console(record=True, width=200)
+    show(inspected(file), console, positions=False)
+    assert "Tokens are the embedded model's; --model M shows those of another." in console.export_text()

@@ -282,6 +282,9 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
         return f"{place}: {_unknown(key)}", None
     if error["type"] == "value_error":
         return f"{place}: {error['ctx']['error']}.", None
+    if error["type"] == "too_short":
+        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        error = {**error, "msg": f"it has {given} items and needs at least {least}"}
     # What came out of the environment may be a secret: it is shown as it was written.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
     return f"{place}: {key} = {json.dumps(shown, default=str)}", error["msg"][0].lower() + error["msg"][1:]

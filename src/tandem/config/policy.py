@@ -185,3 +185,8 @@ class Policy(Section):
                 "policy.packing.share_prompts=false and a policy.packing.mode other than none"
             )
         return self
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Whose tokenizer is used."""
+        return self.tokenizer.name or self.model_name

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,15 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
     if is_hub_name(data_path):
         found = hub_files(data_path, subset=given.subset, split=given.split, revision=given.revision)
         return [SourceFile(file, f"{data_path}/{name}") for name, file in found.files.items()]
+    if "://" in data_path:
+        raise DataError(f"{data_path}: an address, from which nothing is fetched. {_instead_of(data_path)}")
     raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).")
+
+
+def _instead_of(address: str) -> str:
+    """What to give for an address on the net: a hub dataset's name, where that can be told."""
+    on_hub = re.match(r"(?:hf://datasets/|https?://(?:www\.)?huggingface\.co/datasets/)([\w.-]+/[\w.-]+)", address)
+    return f"Give the hub dataset by its name: {on_hub[1]}." if on_hub else "Download the file and give its path."
 
 
 def _refuse_parts(data_path: str, given: DatasetFields, what: str) -> None:

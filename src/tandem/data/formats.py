@@ -34,6 +34,11 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
     """`prompt`, `chosen`, `rejected` under configurable keys: texts, or messages."""
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
+        if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
+            message = (
+                f"no row, but an object around rows: {', '.join(around)}. Save the list as a .json file of its own."
+            )
+            raise RowError(row.place, "an object around rows", message)
         raise RowError(
             row.place,
             "missing key",
@@ -41,6 +46,11 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
             "rejected_key name others; data.train.dataset_name names another format.",
         )
     return _pair(row, with_system(row, prompt_of(row, keys.prompt_key)), keys.chosen_key, keys.rejected_key)
+
+
+def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and bool({*names, "completions", "conversations"} & first.keys())
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:

@@ -33,6 +33,14 @@ IS_ARRAY = "Is it one JSON array? Such a file is named .json."
 PREPARE_AGAIN = "Prepare it again, with tandem prepare."
 
 
+class TooFewUsableError(DataError):
+    """Too much of a set cannot be used. `shares`: the settings that would let it pass, each with its least value."""
+
+    def __init__(self, message: str, shares: dict[str, float] | None = None):
+        super().__init__(message)
+        self.shares = shares or {}
+
+
 def open_store(
     source: str,
     keys: DatasetFields,
@@ -41,14 +49,17 @@ def open_store(
     max_length: int,
     progress: Callable[[float], None] = lambda share: None,
     processes: Processes | None = None,
+    *,
+    judged: bool = True,
 ) -> TokenStore:
-    """The tokenised form of a set, checked: enough of its rows could be used.
+    """The tokenised form of a set.
 
-    processes: those of the sets before, if there are any.
+    processes: those of the sets before, if there are any. judged: refused if too few of its rows could be used.
     """
     with nullcontext(processes) if processes else Processes(template) as processes:
         store = _open(source, keys, processes, data, max_length, progress)
-    judge(store, source, data)
+    if judged:
+        judge(store, source, data)
     if keys.system_prompt_file is not None and NO_SYSTEM in store.notes:
         raise DataError(
             f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves system turns out. Give one "
@@ -226,7 +237,7 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
     all_bad, all_filtered = _examples(store, counts.bad), _examples(store, counts.filtered)
     if counts.rows == 0:
-        raise DataError(f"{source}: the file holds no rows.")
+        raise DataError(f"{source}: the file holds no rows. Was it written, or fetched, to its end?")
     if bad == counts.rows:
         (only, *others) = counts.bad
         unlike = (
@@ -234,6 +245,11 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
         )
         raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
     problems: list[str] = []
+    shares: dict[str, float] = {}
+    if 0 < bad <= counts.rows / 2:
+        shares["data.max_bad_share"] = _share_for(bad, counts.rows)
+    if filtered and counts.accepted:
+        shares["data.max_filtered_share"] = _share_for(filtered, counts.rows)
     if bad and data.on_bad_row == "error":
         leave_out = f"leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}"
         problems.append(f"{bad} of {counts.rows} rows are malformed:\n{all_bad}\n{_mend(counts, leave_out)}")
@@ -254,7 +270,7 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
             f"{all_filtered}\n{_remedy(counts, data)}"
         )
     if problems:
-        raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
+        raise TooFewUsableError("\n".join(f"{source}: {problem}" for problem in problems), shares)
     if counts.accepted == 0:
         raise DataError(
             f"{source}: no usable preference among {counts.rows} rows:\n{_examples(store, counts.bad | counts.filtered)}\n"

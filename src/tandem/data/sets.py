@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.datasets import DatasetFields
+from tandem.config.datasets import Data, DatasetFields
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
-from tandem.data.opening import open_store
+from tandem.data.opening import TooFewUsableError, open_store
 from tandem.data.processes import Processes
 from tandem.data.selection import Preferences, Selection, hold_out
 from tandem.data.store import TokenStore
@@ -78,6 +78,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     asked += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
     read: dict[str, TokenStore] = {}
     problems: dict[str, TandemError] = {}
+    shares: list[dict[str, float]] = []
     with Processes(template) as processes:
         for split, one, embedded in asked:
             try:
@@ -86,19 +87,43 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
                 # Rows are read alike for every set: what is said of keys names those of this one.
                 told = of_set(str(error), split)
                 problems[split] = type(error)(f"{told}\n{IN_LIST}" if "data.train[" in told else told)
+                shares += [error.shares] if isinstance(error, TooFewUsableError) else []
     if problems:
-        raise _together(problems)
+        raise _together(problems, _hints(problems, shares, config))
     stores = {name: read[name] for name in names}
     validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
     return _joined(stores, [one.weight for one in given], read, validation, config)
 
 
-def _together(problems: dict[str, TandemError]) -> TandemError:
+def _together(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
     """What is wrong with the sets, as one error of the first one's kind."""
     (first, *others) = problems.values()
-    if not others:
-        return first
-    return type(first)("\n\n".join(f"{split}: {problem}" for split, problem in problems.items()))
+    told = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
+    return type(first)("\n".join(["\n\n".join(told), *hints]))
+
+
+def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], config: Config) -> list[str]:
+    """What is to be known about several of the problems."""
+    hints = []
+    if any("over-long" in str(problem) for problem in problems.values()) and config.policy.tokenizer_name == EMBEDDED:
+        hints.append("Lengths are counted in the embedded model's tokens: name your own by policy.model_name=MODEL.")
+    if least := _for_all(shares, config.data):
+        hints.append(f"To let all of these pass: {least}.")
+    return hints
+
+
+def _for_all(shares: list[dict[str, float]], data: Data) -> str:
+    """Settings hold for every set: the value that lets each of several pass."""
+    least = {
+        key: max(values)
+        for key, now in (
+            ("data.max_bad_share", data.max_bad_share),
+            ("data.max_filtered_share", data.max_filtered_share),
+        )
+        if len(values := [one[key] for one in shares if key in one]) > 1 and max(values) > now
+    }
+    skip = ["data.on_bad_row=skip"] if "data.max_bad_share" in least and data.on_bad_row == "error" else []
+    return " ".join([*skip, *(f"{key}={value}" for key, value in least.items())])
 
 
 def _joined(

@@ -110,13 +110,20 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
                 yield from _chunks(_csv_values(file, path), "values", name, share, opening, at_once)
             elif "json" in suffixes and starts == b"[":
                 yield from _chunks(elements(file, path), "values", name, share, opening, at_once)
+            elif _is_indented(opening):
+                raise DataError(
+                    f"{path}: an object over several lines, which is no row. A .json file holds a list of rows, [...]; any "
+                    "other has one row on a line."
+                )
             else:
                 lines = ((number, line, len(line)) for number, line in _numbered(file, path) if line.strip())
                 yield from _chunks(lines, "lines", name, share, opening, at_once)
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
             if full_disk(error):  # where a packed table was unpacked
                 raise
-            raise DataError(f"{path}: the archive is damaged or cut off ({_one_line(error)}).") from None
+            raise DataError(
+                f"{path}: the archive is damaged or cut off ({_one_line(error)}). Write or fetch it again."
+            ) from None
 
 
 def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
@@ -152,6 +159,12 @@ def _chunks(
             numbers, values, num_bytes, has_bom = [], [], 0, False
     if values or has_bom:
         yield Chunk(name, tuple(numbers), tuple(values), kind, 1.0, has_bom)
+
+
+def _is_indented(opening: bytes) -> bool:
+    """Whether a JSON object opens on a line of its own and goes on in the next."""
+    first, _, rest = opening.removeprefix(BOM).lstrip().partition(b"\n")
+    return first.strip() == b"{" and rest.lstrip()[:1] == b'"'
 
 
 def _uncompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:

@@ -398,7 +398,7 @@ def test_a_key_that_is_no_text_is_refused(write):
         ("policy.optimizer.kwargs.lr=nan", "policy.optimizer.kwargs.lr = NaN: input should be a finite number."),
         (
             "policy.optimizer.kwargs.betas=[0.9]",
-            "policy.optimizer.kwargs.betas = [0.9]: list should have at least 2 items after validation, not 1.",
+            "policy.optimizer.kwargs.betas = [0.9]: it has 1 items and needs at least 2.",
         ),
         (
             "dpo.reference_policy_kl_penalty=0",

@@ -217,14 +217,14 @@ def test_a_table_is_numbered_through_all_its_batches(read, monkeypatch):
 def test_a_gzip_archive_that_was_cut_off_is_refused(refusal, cut):
     assert refusal("pairs.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-cut]) == (
         "pairs.jsonl.gz: the archive is damaged or cut off "
-        "(Compressed file ended before the end-of-stream marker was reached)."
+        "(Compressed file ended before the end-of-stream marker was reached). Write or fetch it again."
     )
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_zstd_archive_that_was_cut_off_is_refused(refusal, cut):
     assert refusal("pairs.jsonl.zst", zstd(jsonl(TEXTS))[:-cut]) == (
-        "pairs.jsonl.zst: the archive is damaged or cut off (Truncated compressed stream)."
+        "pairs.jsonl.zst: the archive is damaged or cut off (Truncated compressed stream). Write or fetch it again."
     )
 
 
@@ -359,3 +359,11 @@ def test_offsets_beyond_the_texts_are_refused_and_not_followed(refusal):
     end = content.rindex((300).to_bytes(4, "little"), 0, content.index(b"xxx"))  # offsets [0, 300, 301], then the texts
     content[end : end + 4] = (2**30).to_bytes(4, "little")
     assert refusal("pairs.arrow", bytes(content)).startswith("pairs.arrow: damaged, or no arrow file: In column 0: ")
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", '{\n "train": [\n'), ("a.jsonl", '{\n  "prompt": "a",\n')])
+def test_an_object_over_several_lines_is_no_row(refusal, name, content):
+    assert refusal(name, content.encode()) == (
+        f"{name}: an object over several lines, which is no row. A .json file holds a list of rows, [...]; any other has one row "
+        "on a line."
+    )

@@ -110,9 +110,7 @@ def test_what_a_dataset_of_a_list_leaves_out_is_filled_from_the_default():
 
 
 def test_an_empty_list_of_training_sets_is_refused():
-    assert refusal("data.train=[]") == (
-        "command line: data.train = []: list should have at least 1 item after validation, not 0."
-    )
+    assert refusal("data.train=[]") == ("command line: data.train = []: it has 0 items and needs at least 1.")
 
 
 def test_an_unknown_key_within_a_list_is_told():
@@ -311,8 +309,36 @@ def test_what_is_wrong_with_all_sets_is_told_together(here):
     odd, empty, gone = str(caught.value).split("\n\n")
     assert "data.train[0].rejected_key names another." in odd
     assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
-    assert empty == "validation-default: empty.jsonl: the file holds no rows."
+    assert empty == "validation-default: empty.jsonl: the file holds no rows. Was it written, or fetched, to its end?"
     assert gone.startswith("validation-w: gone.jsonl: ")
+
+
+GOOD, BAD = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', '{"prompt": "a"}\n'
+LONG = '{"prompt": "a", "chosen": "b b b b b b b b b b b b b b b b", "rejected": "c"}\n'
+
+
+def test_a_setting_for_several_sets_is_told_once_with_the_value_that_serves_all(here):
+    Path("some.jsonl").write_text(GOOD * 8 + BAD * 2)
+    Path("more.jsonl").write_text(GOOD * 6 + BAD * 4)
+    sets = ["data.train=some.jsonl", "data.validation=more.jsonl"]
+    with pytest.raises(DataError) as caught:
+        opened(*sets)
+    assert str(caught.value).endswith("\nTo let all of these pass: data.on_bad_row=skip data.max_bad_share=0.4.")
+    read = opened(*sets, "data.on_bad_row=skip", "data.max_bad_share=0.4").read
+    assert [len(store) for store in read.values()] == [8, 6]
+    Path("more.jsonl").write_text(GOOD)
+    with pytest.raises(DataError) as caught:
+        opened(*sets)
+    assert "To let all" not in str(caught.value)
+
+
+def test_lengths_counted_in_the_embedded_models_tokens_are_said_to_be(here):
+    Path("long.jsonl").write_text(GOOD + LONG)
+    with pytest.raises(DataError) as caught:
+        opened("data.train=long.jsonl", "policy.max_total_sequence_length=20", "data.max_filtered_share=0.1")
+    assert str(caught.value).endswith(
+        "\nLengths are counted in the embedded model's tokens: name your own by policy.model_name=MODEL."
+    )
 
 
 def test_one_field_cannot_be_two_parts_of_a_preference():

@@ -156,6 +156,28 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     )
 
 
+def test_an_object_around_rows_is_told(tmp_path):
+    source = tmp_path / "pairs.json"
+    source.write_text('{"train": [{"prompt": "a", "chosen": "b", "rejected": "c"}], "test": []}')
+    assert refusal(source, Data()) == (
+        f"{source}: none of 1 rows can be read:\n"
+        "  an object around rows: 1\n"
+        f"    {source}:1: no row, but an object around rows: train. Save the list as a .json file of its own."
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "instead"),
+    [
+        ("https://huggingface.co/datasets/org/name/blob/main/a.jsonl", "Give the hub dataset by its name: org/name."),
+        ("hf://datasets/org/name", "Give the hub dataset by its name: org/name."),
+        ("https://example.com/a.jsonl", "Download the file and give its path."),
+    ],
+)
+def test_an_address_is_told_what_to_give_instead(address, instead):
+    assert refusal(address, Data()) == f"{address}: an address, from which nothing is fetched. {instead}"
+
+
 def test_a_format_that_is_given_is_not_guessed(source):
     write(source, group("hi", "yes", "no"))
     given = opened(source, keys=DatasetFields(dataset_name="PreferenceDataset"))
@@ -264,7 +286,7 @@ def test_a_missing_file_is_named(source):
 
 def test_an_empty_file_is_refused(source):
     write(source, "", "")
-    assert refusal(source, Data()) == f"{source}: the file holds no rows."
+    assert refusal(source, Data()) == f"{source}: the file holds no rows. Was it written, or fetched, to its end?"
 
 
 def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_reason(source, cache):
