@@ -2,10 +2,8 @@
 
     python benchmarks/adapters.py [--shape qwen2.5-1.5b] [--tokens 16384] [--rank 16]
 
-As peft has it, the adapter's output is a second product as wide as the layer's own, written, read again and added. Joined, its
-few numbers a token stand beside the input, and its second matrix beside the weight: one product makes both, where the input is
-the narrower side; the gradient of the input likewise, where the output is. Every way is compiled. Needs a GPU to mean anything.
-Prints a table and, as its last line, one JSON object.
+Joined: src/tandem/model/joined_lora.py. Every way is compiled. Needs a GPU to mean anything. Prints a table and, as its last
+line, one JSON object.
 """
 
 import argparse
@@ -19,6 +17,8 @@ import torch.nn.functional as F
 from made_model import NAMES, SHAPES
 from torch import Tensor
 
+from tandem.model.joined_lora import joined_linear
+
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -31,32 +31,14 @@ def as_peft(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, scale: float) -
     return F.linear(x, weight) + F.linear(F.linear(x, down), up) * scale
 
 
-class Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        few = F.linear(x, down) * scale
-        ctx.save_for_backward(x, weight, down, up, few)
-        ctx.scale = scale
-        if x.shape[-1] > weight.shape[0]:
-            return F.linear(x, weight) + F.linear(few, up)
-        return F.linear(torch.cat([x, few], -1), torch.cat([weight, up], 1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        x, weight, down, up, few = ctx.saved_tensors
-        of_few = grad @ up * ctx.scale
-        if grad.shape[-1] > weight.shape[1]:
-            of_x = grad @ weight + of_few @ down
-        else:
-            of_x = torch.cat([grad, of_few], -1) @ torch.cat([weight, down], 0)
-        return of_x, None, of_few.T @ x, grad.T @ few, None
+def joined(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    return joined_linear(x, weight, None, down, up, scale)
 
 
 WAYS: dict[str, Layer] = {
     "no adapter": frozen,
     "as peft": as_peft,
-    "joined": lambda *given: Joined.apply(*given),  # type: ignore[no-any-return]
+    "joined": joined,
 }
 
 

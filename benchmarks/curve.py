@@ -146,7 +146,9 @@ def theirs(
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    return json.loads(done.stdout.strip().splitlines()[-1])["points"]
+    points = json.loads(done.stdout.strip().splitlines()[-1])["points"]
+    # Before the first step every pair is a tie, which counts one half here and nothing there.
+    return [{**point, "accuracy": point["accuracy"] if point["step"] else 0.5} for point in points]
 
 
 def plot(curves: dict[str, list[dict[str, float]]]) -> str:

@@ -120,8 +120,6 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         compute_in_float8(model, o.float8)
     if o.lora:
         add_adapters(model, o.lora)
-        if o.joined:
-            join_adapters(model)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
     return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
 
@@ -146,6 +144,7 @@ def add_adapters(model: Any, dim: int) -> None:
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
             parameter.data = parameter.data.float()
+    join_adapters(model)
 
 
 @dataclass
@@ -236,6 +235,7 @@ def prepared(o: argparse.Namespace) -> Bench:
 
 def where_time_goes(bench: Bench) -> dict[str, float]:
     """Shares of two steps by kind of kernel, and of nothing running."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     steps = bench.steps(num=2)
@@ -243,33 +243,32 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         num = len(list(steps))
+    # Straight from the profiler: its own list of events takes half a minute to make.
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    found = [one for one in events if one.device_type() == DeviceType.CUDA and not one.is_user_annotation()]
     kinds: dict[str, float] = defaultdict(float)
     others: dict[str, float] = defaultdict(float)
-    spans = []
-    for event in seen.events() or []:
-        if event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        name = event.name.lower()
-        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
-        kinds[kind] += event.time_range.elapsed_us()
+    gaps: dict[str, list[int]] = defaultdict(list)
+    busy, end, last = 0, 0, ""
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        name, start, stop = event.name(), event.start_ns(), event.end_ns()
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
+        kinds[kind] += stop - start
         if kind in ("other", "copies"):
-            others[event.name[:80]] += event.time_range.elapsed_us()
-        spans.append((event.time_range.start, event.time_range.end, event.name[:50]))
-    busy, end, last, gaps = 0.0, 0.0, "", []
-    for start, stop, name in sorted(spans):
-        busy += max(0.0, stop - max(start, end))
-        if start > end and last:
-            gaps.append((start - end, last, name))
+            others[name[:80]] += stop - start
+        if end and start > end:
+            gaps[f"{last[:50]} and {name[:50]}"].append(start - end)
+        busy += max(0, stop - max(start, end))
         if stop > end:
             end, last = stop, name
-    whole = end - min(spans)[0]
+    whole = end - min(event.start_ns() for event in found)
     for name, spent in sorted(others.items(), key=lambda item: -item[1])[:8]:
         print(f"{spent / whole:>8.1%}  {name}")
-    print("nothing runs, longest:")
-    for spent, before, behind in sorted(gaps, reverse=True)[:8]:
-        print(f"{spent / whole:>8.2%}  between {before} and {behind}")
+    print(f"{len(found) / num:,.0f} kernels and copies a step. Nothing runs:")
+    for between, each in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:12]:
+        print(f"{sum(each) / whole:>8.2%}  {len(each):>6} times between {between}")
     shares = {kind: round(spent / whole, 4) for kind, spent in sorted(kinds.items(), key=lambda item: -item[1])}
-    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(whole / num / 1e6, 3)}
+    return {**shares, "idle": round(1 - busy / whole, 4), "seconds": round(whole / num / 1e9, 3)}
 
 
 def parsed() -> argparse.Namespace:
@@ -293,7 +292,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
     parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="an experiment: matrix products by torchao")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
-    parser.add_argument("--joined", action="store_true", help="adapters inside their layers' products")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")

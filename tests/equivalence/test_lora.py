@@ -116,8 +116,10 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone_with_adapters(arch
         assert (got[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max() + 1e-9, name
 
 
-def test_new_adapters_change_no_bit():
-    overrides = [*LORA, "policy.lora.dropout=0.3"]
+@pytest.mark.parametrize(("dropout", "tolerance"), [(0.3, 0.0), (0.0, 1e-5)])
+def test_new_adapters_change_nothing(dropout, tolerance):
+    """Not a bit beside their layer; inside its product, whose sums may run in another order, no more than rounding."""
+    overrides = [*LORA, f"policy.lora.dropout={dropout}"]
     setup, workers = set_up_with(*overrides), start_workers()
     base = as_policy(plain_model(embedded_model()), head_chunk=8192)
     adapted = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
@@ -125,13 +127,15 @@ def test_new_adapters_change_no_bit():
     pack = next(setup.train.micro_batches(np.arange(4)))
     shard(adapted, workers, bfloat16=False)
     with torch.no_grad():
-        assert torch.equal(adapted(adapted.inputs(pack, CPU)), base(base.inputs(pack, CPU)))
+        ours, plain = adapted(adapted.inputs(pack, CPU)), base(base.inputs(pack, CPU))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
 
 
-def test_layers_with_adapters_compile_whole():
-    """No break in the graph, in bfloat16 over frozen weights and with dropout; the same numbers without gradients."""
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_layers_with_adapters_compile_whole(dropout):
+    """No break in the graph, in bfloat16 over frozen weights; the same numbers without gradients."""
     torch._dynamo.reset()
-    setup = set_up_with(*LORA, "policy.lora.dropout=0.1", "policy.precision=bfloat16")
+    setup = set_up_with(*LORA, f"policy.lora.dropout={dropout}", "policy.precision=bfloat16")
     policy = shard(load_adapted(setup.source, setup.config.policy, CPU, setup.lora), start_workers(), bfloat16=True)
     inputs = policy.inputs(next(setup.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """A linear layer and its adapter in one matrix product.
 
-As peft has it, the adapter's output is a second product as wide as the layer's own: written, read again and added. Here the
-adapter's few numbers a token stand beside the input, and its second matrix beside the weight, wherever that side is the
-narrower; the gradient of the input likewise.
+As peft computes it, the adapter's output is a second product as wide as the layer's own: written, read again and added. Here
+the adapter's few numbers a token stand beside the input, and its second matrix beside the weight, where the input is the
+narrower side; the gradient of the input likewise, where the output is.
 """
 
 from typing import Any
@@ -13,20 +13,30 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 
+def join_adapters(model: nn.Module) -> None:
+    """Compute every plain linear layer that has one adapter, without dropout, so."""
+    for module in model.modules():
+        if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
+            module.__class__ = JoinedLinear
+
+
 class JoinedLinear(Linear):
-    """peft's layer, computed so."""
+    """peft's layer, whose weight and bias are frozen."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
         layer = self.get_base_layer()
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        out = _Joined.apply(x.flatten(0, -2), layer.weight, layer.bias, down, up, self.scaling[name])
-        return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+        return joined_linear(x, layer.weight, layer.bias, down, up, self.scaling[name])
+
+
+def joined_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """x @ (weight + scale * up @ down).T + bias, with gradients of x, down and up."""
+    out: Any = _Joined.apply(x.flatten(0, -2), weight, bias, down, up, scale)
+    return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
 class _Joined(torch.autograd.Function):
-    """The weight and the bias are frozen: they get no gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
@@ -48,10 +58,3 @@ class _Joined(torch.autograd.Function):
         else:
             of_x = torch.cat([grad, of_few], -1) @ torch.cat([weight, down], 0)
         return of_x, None, None, of_few.T @ x, grad.T @ few, None
-
-
-def join_adapters(model: nn.Module) -> None:
-    """Compute every plain linear layer that has an adapter so."""
-    for module in model.modules():
-        if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
-            module.__class__ = JoinedLinear

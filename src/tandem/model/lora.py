@@ -121,6 +121,10 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
     """The frozen model with its adapters, as training starts: new ones change nothing, trained ones are put in."""
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _inject(loaded.model, plan, source)
+    if plan.dropout == 0 and plan.quantization is None:
+        from tandem.model.joined_lora import join_adapters
+
+        join_adapters(loaded.model)
     weights = {} if plan.start is None else plan.start.weights()
     with torch.no_grad():
         for name, layer in lora_layers(loaded.model):
