@@ -25,8 +25,8 @@ class JoinedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
-        layer = self.get_base_layer()
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight
+        layer: Any = self.get_base_layer()
+        down, up = (getattr(self, side)[name].weight for side in ("lora_A", "lora_B"))
         return joined_linear(x, layer.weight, layer.bias, down, up, self.scaling[name])
 
 

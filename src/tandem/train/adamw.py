@@ -46,6 +46,9 @@ class LocalAdamW(AdamW):
     Through DTensor the host takes several times as long for the same update, and the GPU waits for it at every step.
     """
 
+    grad_scale: Tensor
+    found_inf: Tensor
+
     def __init__(self, parameters: Iterable[nn.Parameter], **kwargs: Any):
         super().__init__(parameters, fused=True, **kwargs)
         for parameter in self.param_groups[0]["params"]:

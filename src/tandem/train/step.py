@@ -184,8 +184,9 @@ def grad_norm(policy: Policy) -> Tensor:
 
 def _plain(gradient: Tensor) -> Tensor:
     """One worker's part is the whole: without DTensor the host is done with it several times as fast."""
-    is_whole = isinstance(gradient, DTensor) and gradient.device_mesh.size() == 1
-    return gradient.to_local() if is_whole else gradient
+    if isinstance(gradient, DTensor) and gradient.device_mesh.size() == 1:
+        return gradient.to_local()
+    return gradient
 
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
