@@ -16,6 +16,7 @@ from tandem.errors import (
     DiskError,
     StoppedError,
     TandemError,
+    Terminated,
     ToldError,
     full_disk,
 )
@@ -289,6 +290,9 @@ def main() -> None:
         _leave(error.exit_code)
     except TandemError as error:
         _fail(error)
+    except Terminated:
+        print("tandem: stopped by SIGTERM", file=sys.stderr)
+        _leave(143)
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"tandem: interrupted{error}", file=sys.stderr)
         _leave(130)

@@ -70,6 +70,10 @@ class StoppedError(TandemError):
         self.exit_code = exit_code
 
 
+class Terminated(BaseException):
+    """SIGTERM, wherever the process stands. Like Ctrl-C it is no Exception: nothing that deals with errors takes it for one."""
+
+
 class AuditError(TandemError):
     """The model, as packed, does not compute what the plain model computes: nothing was trained."""
 

@@ -62,7 +62,7 @@ class Inspection:
     rows: int
     accepted: int
     left_out: dict[str, int]  # rows by reason
-    problem: str | None  # why training leaves this one out, if it does
+    note: str | None  # what training does with it because of its length
     tokenizer: str  # whose tokens these are
     has_template: bool
     prompt: list[Token]
@@ -82,7 +82,9 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
     def without_limit() -> TokenStore:
         return _open(path, keys, template, config, max_length=NO_LIMIT, judged=False)
 
-    preference, problem = (store[0], None) if row is None else _at(row, path, store, without_limit)
+    preference, note = (store[0], None) if row is None else _at(row, path, store, config, without_limit)
+    if note is None and _may_be_cut(preference, config):
+        note = _cut(preference, without_limit(), config.data.overlong)
     return Inspection(
         place=preference.place,
         format=store.format,
@@ -90,7 +92,7 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
         rows=store.counts.rows,
         accepted=store.counts.accepted,
         left_out={**store.counts.bad, **store.counts.filtered},
-        problem=problem,
+        note=note,
         tokenizer=config.policy.tokenizer_name,
         has_template=template.source is not None,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
@@ -105,14 +107,14 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
     console.print(f"{i.place}: read as {i.format}, {i.format_reason}; {usable}", markup=False)
-    if i.problem:
-        console.print(f"Training leaves it out: {i.problem}", markup=False, style="bold red")
+    if i.note:
+        console.print(i.note, markup=False, style="bold red")
     if i.tokenizer == EMBEDDED:
         console.print("Tokens are the embedded model's; --model M shows those of another.")
     if not i.has_template:
         console.print("No chat template: the texts are taken as they are.")
     console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)
-    console.print(_coloured(i.prompt, "cyan", positions))
+    _print(_coloured(i.prompt, "cyan", positions), console)
     for number, completion in enumerate(i.completions):
         over = [str(loser) for winner, loser in i.pairs if winner == number]
         under = any(loser == number for _, loser in i.pairs)
@@ -121,7 +123,11 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
         which = "scored" if num_scored == len(completion) else f"{num_scored} of them scored"
         title = f"\ncompletion {number}: {_tokens_in_words(completion)}, {which}{better}"
         console.print(title, style="bold", markup=False)
-        console.print(_coloured(completion, "green" if over else "red", positions))
+        _print(_coloured(completion, "green" if over else "red", positions), console)
+
+
+def _print(text: Text, console: Console) -> None:
+    console.print(text, end="" if text.plain.endswith("\n") else "\n")
 
 
 def as_json(inspection: Inspection) -> str:
@@ -155,10 +161,21 @@ def _keys(config: Config, data_path: str) -> DatasetFields:
     return DatasetFields(**{**said, "data_path": data_path})
 
 
+def _may_be_cut(preference: TokenizedPreference, config: Config) -> bool:
+    is_full = preference.longest == config.policy.max_total_sequence_length
+    return is_full and config.data.overlong.startswith("truncate")
+
+
+def _cut(preference: TokenizedPreference, longer: TokenStore, overlong: str) -> str | None:
+    index = _find(longer, preference.place)
+    before = preference.longest if index is None else longer[index].longest
+    return f"Cut from {before} tokens by data.overlong={overlong}." if before > preference.longest else None
+
+
 def _at(
-    row: str, path: str, store: TokenStore, without_limit: Callable[[], TokenStore]
+    row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """The preference at a row; and, if that is one that is only too long, why training leaves it out."""
+    """The preference at a row; and, if that is one that is only too long, what training does with it."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)
@@ -169,7 +186,8 @@ def _at(
     index = _find(longer, row)
     if index is None:  # once cut, its completions are equal
         raise DataError(problem)
-    return longer[index], problem
+    does = "stops at it" if config.data.overlong == "error" else "leaves it out"
+    return longer[index], f"Training {does}: {problem}"
 
 
 def _find(store: TokenStore, row: str) -> int | None:
@@ -234,8 +252,11 @@ def _coloured(tokens: list[Token], colour: str, positions: bool) -> Text:
     text = Text()
     for i, token in enumerate(tokens):
         shade = colour if token.scored else "cyan"
-        style = f"bold reverse {shade}" if token.special else shade if i % 2 else f"{shade} on grey19"
-        text.append(token.text.translate(VISIBLE), style=style)
+        style = f"bold black on {shade}" if token.special else shade if i % 2 else f"{shade} on grey19"
+        shown = token.text.translate(VISIBLE)
+        line, end = (shown[:-1], "\n") if shown.endswith("\n") else (shown, "")
+        text.append(line, style=style)
         if positions:
             text.append(f"{str(token.position).translate(SUBSCRIPTS)} ", style="dim")
+        text.append(end)
     return text

@@ -283,3 +283,22 @@ def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
     assert errors.endswith("tandem: stopped by SIGTERM\n")
     assert "Traceback" not in errors
     assert steps_kept(tmp_path / "run") == [1]
+
+
+WHILE_LOADING = """
+import os, signal, sys
+import transformers
+from tandem import cli
+load = transformers.AutoConfig.from_pretrained
+def stopped(*arguments, **more):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return load(*arguments, **more)
+transformers.AutoConfig.from_pretrained = stopped
+sys.argv = ["tandem", "prepare"]
+cli.main()
+"""
+
+
+def test_a_stop_while_libraries_are_at_work_is_not_taken_for_a_mistake():
+    done = subprocess.run([sys.executable, "-c", WHILE_LOADING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (143, "tandem: stopped by SIGTERM\n")

@@ -174,17 +174,22 @@ def test_a_row_that_is_only_too_long_is_seen_and_said_to_be_left_out(file):
     limit = "policy.max_total_sequence_length=14"
     found = inspected(file, 1, limit)
     assert texts(found.completions[0]) == "Yes <b><|im_end|>"
-    assert found.problem == f"{file}:1: 18 tokens, over {limit}."
+    assert found.note == f"Training leaves it out: {file}:1: 18 tokens, over {limit}."
     console = Console(record=True, width=200)
     show(found, console, positions=False)
     assert f"\nTraining leaves it out: {file}:1: 18 tokens, over {limit}.\n" in console.export_text()
-    assert inspected(file, 3, "policy.max_total_sequence_length=40", "data.overlong=error").problem is None
+    assert inspected(file, 3, "policy.max_total_sequence_length=40", "data.overlong=error").note is None
+    assert (
+        inspected(file, 1, limit, "data.overlong=error").note
+        == f"Training stops at it: {file}:1: 18 tokens, over {limit}."
+    )
 
 
 def test_a_row_cut_as_data_overlong_says_is_seen_cut(file):
     found = inspected(file, 1, "policy.max_total_sequence_length=14", "data.overlong=truncate_completion")
-    assert texts(found.completions[0]) != "Yes <b><|im_end|>"
-    assert found.problem is None
+    assert texts(found.completions[0]) == "Yes "
+    assert found.note == "Cut from 18 tokens by data.overlong=truncate_completion."
+    assert inspected(file, 1, "policy.max_total_sequence_length=18", "data.overlong=truncate_completion").note is None
 
 
 def test_a_row_of_one_file_among_several_is_named_with_it(file):
@@ -217,7 +222,7 @@ def test_special_tokens_show_whether_they_are_scored(file):
     show(inspected(file), console, positions=False)
     shown = [segment for segment in console._record_buffer if segment.text in ("<|im_start|>", "<|im_end|>")]
     styles = {str(segment.style) for segment in shown}
-    assert styles == {"bold reverse cyan", "bold reverse green", "bold reverse red"}
+    assert styles == {"bold black on cyan", "bold black on green", "bold black on red"}
 
 
 def test_whose_tokens_are_shown_is_said(file):

@@ -282,6 +282,8 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
         return f"{place}: {_unknown(key)}", None
     if error["type"] == "value_error":
         return f"{place}: {error['ctx']['error']}.", None
+    if error["type"] in ("dict_type", "model_type"):
+        error = {**error, "msg": "it is no mapping, such as {KEY: VALUE}"}
     if error["type"] == "too_short":
         least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         error = {**error, "msg": f"it has {given} items and needs at least {least}"}

@@ -25,7 +25,7 @@ KEYWORDS = {
     "validation": "validation|valid|val|dev",
     "test": "test|testing|eval|evaluation",
 }
-GIVE_FILES = "Download what you need of it and give the files as data_path."
+GIVE_FILES = "Give the files you want as data_path, such as 'FOLDER/*.jsonl', once they are on this machine."
 
 
 # Names and paths are shown in messages of one line.

@@ -113,7 +113,8 @@ class _ArrayText:
         before = self._text[:at]
         newlines = before.count("\n")
         column = at - before.rfind("\n") if newlines else self._column + at
-        return DataError(f"{self._path}:{self._line + newlines}: column {column}: malformed JSON: {reason}.")
+        cut = " The file ends here: was it cut off?" if self._is_whole and not self._text[at:].strip() else ""
+        return DataError(f"{self._path}:{self._line + newlines}: column {column}: malformed JSON: {reason}.{cut}")
 
 
 class DuplicateKey(Exception):

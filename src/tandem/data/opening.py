@@ -240,9 +240,9 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
         raise DataError(f"{source}: the file holds no rows. Was it written, or fetched, to its end?")
     if bad == counts.rows:
         (only, *others) = counts.bad
-        unlike = (
-            {"malformed JSON": f"\n{NOT_JSON}", "not an object": f"\n{IS_ARRAY}"}.get(only, "") if not others else ""
-        )
+        is_list = store.examples[0]["message"].startswith("a list")
+        hints = {"malformed JSON": f"\n{NOT_JSON}", "not an object": f"\n{IS_ARRAY}" if is_list else ""}
+        unlike = "" if others else hints.get(only, "")
         raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
     problems: list[str] = []
     shares: dict[str, float] = {}

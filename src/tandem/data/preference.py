@@ -175,7 +175,14 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
     if not value or (isinstance(value, str) and not value.strip()):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RowError(row.place, "bad tools", f"tools: {shown(value)}, not a list of objects that describe tools.")
+        each = value if isinstance(value, list) else []
+        odd = next((f"tools[{i}]: {shown(one)}" for i, one in enumerate(each) if not isinstance(one, Mapping)), None)
+        told = (
+            f"{odd}, not an object that describes a tool."
+            if odd
+            else f"tools: {shown(value)}, not a list of objects that describe tools."
+        )
+        raise RowError(row.place, "bad tools", told)
     return tuple(_clean_within(value, row, "tools"))
 
 

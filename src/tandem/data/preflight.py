@@ -119,9 +119,10 @@ def _prompt_overlap(store: Preferences, train: Preferences) -> int:
     return sum(store[i].prompt.tobytes() in seen for i in range(min(len(store), MAX_PREFERENCES)))
 
 
-def _ngram_overlap(store: Preferences, train: Preferences) -> float:
+def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:
+    """None where all completions are shorter than an n-gram."""
     own, other = _ngrams(store), _ngrams(train)
-    return float(np.isin(own, other).mean()) if len(own) else 0.0
+    return float(np.isin(own, other).mean()) if len(own) else None
 
 
 def _ngrams(store: Preferences) -> NDArray[np.uint64]:

@@ -107,7 +107,7 @@ def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], con
     hints = []
     if any("over-long" in str(problem) for problem in problems.values()) and config.policy.tokenizer_name == EMBEDDED:
         hints.append("Lengths are counted in the embedded model's tokens: name your own by policy.model_name=MODEL.")
-    if least := _for_all(shares, config.data):
+    if len(shares) == len(problems) and (least := _for_all(shares, config.data)):
         hints.append(f"To let all of these pass: {least}.")
     return hints
 

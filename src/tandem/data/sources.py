@@ -106,6 +106,8 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
                 return
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
+            if "tsv" in suffixes:
+                raise DataError(f"{path}: a table with tabs, which is not read. Write it as .csv, with commas.")
             if "csv" in suffixes:
                 yield from _chunks(_csv_values(file, path), "values", name, share, opening, at_once)
             elif "json" in suffixes and starts == b"[":
@@ -204,6 +206,8 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
     reader = csv.DictReader(_decoded(file, path), strict=True)
     try:
         names = list(reader.fieldnames or [])
+        if names and (other := _no_header(names)):
+            raise DataError(f"{path}:1: {other}")
         twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
         if twice is not None:
             raise DataError(f"{path}:1: the column {twice!r} stands twice in the header. Remove one.")
@@ -219,6 +223,16 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
                 yield reader.line_num, _with_numbers(_with_messages(value)), sum(map(len, texts))
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num + 1}: malformed csv in the row from here: {error}.") from None
+
+
+def _no_header(names: list[str]) -> str | None:
+    """What the first line of a csv file is, if it is not the names of columns between commas."""
+    if names[0].lstrip().startswith("{"):
+        return "an object, not the names of columns. A file with a JSON object on every line is named .jsonl."
+    for sign, word in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and sign in names[0]:
+            return f"the names of columns are separated by {word}. Write the file with commas."
+    return None
 
 
 def _with_messages(value: dict[str, Any]) -> dict[str, Any]:

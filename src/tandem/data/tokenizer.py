@@ -11,6 +11,7 @@ from tandem.data.spm import SAVED_AS, SentencePiece
 from tandem.errors import ConfigError
 
 INSTALL = "pip install tandem-dpo[sentencepiece]"
+KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
 PLAIN = "How far is the moon?"
 PROBES = (PLAIN, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
@@ -125,6 +126,10 @@ def _from_folder(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         differs = bare and not _agree(tokenizer, SentencePiece(model), (PLAIN,))
     except Exception as error:
+        if not any((folder / name).is_file() for name in KNOWN_FILES):
+            raise ConfigError(
+                f"{folder}: holds no tokenizer (no {', no '.join(KNOWN_FILES)}). Give its folder as policy.tokenizer.name."
+            ) from None
         raise ConfigError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())}") from None
     if differs:
         raise ConfigError(

@@ -57,6 +57,8 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
         hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
+        if key == "policy.model_name" and (folder / "tokenizer.json").is_file():
+            hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
         raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
     described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
@@ -91,6 +93,8 @@ def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
     if name is None:
         return source.folder
     path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        raise ConfigError(f"policy.tokenizer.name = {name}: a file of a tokenizer. Give its folder: {path.parent}.")
     if path.exists() or path.suffix == ".model":
         return path
     return fetched("policy.tokenizer.name", name, None, TOKENIZER_FILES)

@@ -167,12 +167,14 @@ class Reporter:
                 self.say(f"  {s.name}: noted {count:,}: {note}{place}")
             if s.num_duplicates:
                 self.say(f"  {s.name}: noted {s.num_duplicates:,}: preferences that stand in it already")
-            if s.prompt_overlap is not None and s.ngram_overlap is not None:
-                self.say(
-                    f"  {s.name}: prompt overlap with training {s.prompt_overlap}, "
-                    f"{NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"
+            if s.prompt_overlap is not None:
+                shared = (
+                    f", {NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"
+                    if s.ngram_overlap is not None
+                    else ""
                 )
-                if s.ngram_overlap > MUCH_OVERLAP:
+                self.say(f"  {s.name}: prompt overlap with training {s.prompt_overlap}{shared}")
+                if (s.ngram_overlap or 0) > MUCH_OVERLAP:
                     self.warn(f"much of {s.name} stands in the training set too: its loss says little about new text.")
                 if s.prompt_overlap:
                     self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")

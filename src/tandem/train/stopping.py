@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tandem.errors import StoppedError
+from tandem.errors import StoppedError, Terminated
 
 # A closed terminal, and what job schedulers send before the time is up, are asked to stop by too.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
@@ -88,7 +88,7 @@ def terminated_cleanly() -> Iterator[None]:
     """SIGTERM unwinds the process, as Ctrl-C does, so that half-written folders are removed and workers end."""
 
     def unwind(number: int, _: Any) -> None:
-        raise StoppedError("SIGTERM", SIGNALS[signal.SIGTERM])
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, unwind)
     try:

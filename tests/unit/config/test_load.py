@@ -404,8 +404,8 @@ def test_a_key_that_is_no_text_is_refused(write):
             "dpo.reference_policy_kl_penalty=0",
             "dpo.reference_policy_kl_penalty = 0: input should be greater than 0.",
         ),
-        ("dpo=3", "dpo = 3: input should be a valid dictionary or instance of Dpo."),
-        ("data.train=3", "data.train = 3: input should be a valid dictionary or instance of DatasetFields."),
+        ("dpo=3", "dpo = 3: it is no mapping, such as {KEY: VALUE}."),
+        ("data.train=3", "data.train = 3: it is no mapping, such as {KEY: VALUE}."),
         ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),
     ],
 )

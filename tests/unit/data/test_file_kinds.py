@@ -253,7 +253,10 @@ def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
 
 
 BAD_ARRAYS = {
-    "cut off": (b'[{"a": 1},\n {"a": ', "pairs.json:2: column 8: malformed JSON: Expecting value."),
+    "cut off": (
+        b'[{"a": 1},\n {"a": ',
+        "pairs.json:2: column 8: malformed JSON: Expecting value. The file ends here: was it cut off?",
+    ),
     "two arrays": (b"[]\n[]", "pairs.json:2: column 1: malformed JSON: Extra data."),
     "duplicate key": (
         b'[{"a": 1, "a": 2}]',
@@ -367,3 +370,33 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
         f"{name}: an object over several lines, which is no row. A .json file holds a list of rows, [...]; any other has one row "
         "on a line."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "a.csv",
+            "prompt;chosen;rejected\n",
+            "a.csv:1: the names of columns are separated by semicolons. Write the file with commas.",
+        ),
+        (
+            "a.csv",
+            "prompt\tchosen\n",
+            "a.csv:1: the names of columns are separated by tabs. Write the file with commas.",
+        ),
+        (
+            "a.csv",
+            '{"prompt": "a", "chosen": "b"}\n',
+            "a.csv:1: an object, not the names of columns. A file with a JSON object on every line is named .jsonl.",
+        ),
+        ("a.tsv", "prompt\tchosen\n", "a.tsv: a table with tabs, which is not read. Write it as .csv, with commas."),
+        (
+            "a.json",
+            '[{"prompt": "a"}, {"prompt": ',
+            "a.json:1: column 30: malformed JSON: Expecting value. The file ends here: was it cut off?",
+        ),
+    ],
+)
+def test_files_of_another_kind_than_their_name_says_or_cut_off_are_told(refusal, name, content, told):
+    assert refusal(name, content.encode()) == told

@@ -184,6 +184,15 @@ def test_of_saved_splits_the_wanted_one_is_read(tmp_path):
     )
 
 
+def test_one_saved_dataset_has_no_other_split_than_its_own(tmp_path):
+    unnamed, named = save(tmp_path / "a", TULU), save(tmp_path / "b", TULU, _split="test")
+    assert names(unnamed, split="train") == names(named, split="test") == ["data-00000-of-00001.arrow"]
+    for saved, split in ((unnamed, "test"), (named, "train")):
+        assert refusal(saved, split=split) == (
+            f"{saved}: one saved dataset, which has no split {split!r}. Leave out split."
+        )
+
+
 def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
     assert refusal(save(tmp_path / "a", TULU, _indices_data_files=[{"filename": "i.arrow"}])) == (
         f"{tmp_path}/a: saved with its rows rearranged by an index. Save it again, flattened."

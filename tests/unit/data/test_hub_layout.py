@@ -6,7 +6,7 @@ import yaml
 from tandem.data.hub_layout import choose_files
 from tandem.errors import DataError
 
-GIVE_FILES = "Download what you need of it and give the files as data_path."
+GIVE_FILES = "Give the files you want as data_path, such as 'FOLDER/*.jsonl', once they are on this machine."
 
 
 def readme(*configs: object) -> str:

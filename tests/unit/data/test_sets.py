@@ -326,6 +326,9 @@ def test_a_setting_for_several_sets_is_told_once_with_the_value_that_serves_all(
     assert str(caught.value).endswith("\nTo let all of these pass: data.on_bad_row=skip data.max_bad_share=0.4.")
     read = opened(*sets, "data.on_bad_row=skip", "data.max_bad_share=0.4").read
     assert [len(store) for store in read.values()] == [8, 6]
+    with pytest.raises(DataError) as caught:  # one of which no setting lets pass
+        opened(*sets, "data.val_data_paths.w=gone.jsonl")
+    assert "To let all" not in str(caught.value)
     Path("more.jsonl").write_text(GOOD)
     with pytest.raises(DataError) as caught:
         opened(*sets)

@@ -58,7 +58,10 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    assert refusal(load_tokenizer, tmp_path / "no").startswith(f"{tmp_path}/no: no tokenizer could be loaded: ")
+    assert refusal(load_tokenizer, tmp_path / "no") == (
+        f"{tmp_path}/no: holds no tokenizer (no tokenizer.json, no tokenizer_config.json, no tokenizer.model, no vocab.json, "
+        "no vocab.txt). Give its folder as policy.tokenizer.name."
+    )
 
 
 def test_a_folder_with_only_a_sentencepiece_model_is_read_where_transformers_reads_it_rightly(tmp_path):

@@ -124,7 +124,7 @@ def test_no_tools_are_none(none):
         ("{'type': 'function'}", "tools: a text that is not JSON."),
         ({"name": "add"}, "tools: an object, not a list of objects that describe tools."),
         ('{"name": "add"}', "tools: an object, not a list of objects that describe tools."),
-        (["add"], "tools: a list, not a list of objects that describe tools."),
+        (["add"], "tools[0]: a text, not an object that describes a tool."),
         (7, "tools: 7, not a list of objects that describe tools."),
     ],
 )

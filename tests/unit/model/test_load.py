@@ -47,6 +47,13 @@ def test_a_directory_without_a_model_is_named(tmp_path):
     )
 
 
+def test_a_tokenizer_given_as_a_model_is_told_its_key(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert refusal(model_name=str(tmp_path)).endswith(
+        f"so it is no model. It is a tokenizer: policy.tokenizer.name={tmp_path} uses it."
+    )
+
+
 def test_a_hub_name_that_cannot_be_had_is_one_line():
     message = refusal(model_name="someone/something")
     assert message.startswith(
