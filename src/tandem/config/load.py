@@ -307,10 +307,12 @@ def _unknown(key: str) -> str:
         return f"the key {key} is written with dots. In a file, write it as sections, one inside the other."
     section, _, leaf = key.rpartition(".")
     of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
-    known = {name.rsplit(".", 1)[-1]: name for name in sorted(key_names(), reverse=True)} | KNOWN_ELSEWHERE
+    # Of a name in several sections the training set's, else the first.
+    order = sorted(key_names(), key=lambda name: (not name.startswith("data.train."), name), reverse=True)
+    known = {name.rsplit(".", 1)[-1]: name for name in order} | KNOWN_ELSEWHERE
     names_here = [name.rsplit(".", 1)[-1] for name in key_names() if name.rpartition(".")[0] == of_one]
     here = {name: f"{section}.{name}" for name in names_here}
-    nearest = next(
+    nearest = known.get(leaf) or next(
         (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.6))), None
     )
     hint = f" Did you mean {nearest}?" if nearest else ""

@@ -324,6 +324,12 @@ def test_a_file_given_as_an_override_is_told_its_key(tmp_path, monkeypatch):
 # Unknown keys
 
 
+def test_a_known_name_in_another_place_is_told_where_it_belongs():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["data.data_path=a.jsonl"])
+    assert "unknown key data.data_path. Did you mean data.train.data_path?" in str(caught.value)
+
+
 def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(write):
     file = write("a.yaml", "dpo: {max_num_epoch: 3}")
     assert refusal(file) == f"{file}: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
