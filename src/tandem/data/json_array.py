@@ -113,7 +113,8 @@ class _ArrayText:
         before = self._text[:at]
         newlines = before.count("\n")
         column = at - before.rfind("\n") if newlines else self._column + at
-        cut = " The file ends here: was it cut off?" if self._is_whole and not self._text[at:].strip() else ""
+        is_over = not self._text[at:].strip() or reason.startswith("Unterminated string")
+        cut = " The file ends within it: was it cut off?" if self._is_whole and is_over else ""
         return DataError(f"{self._path}:{self._line + newlines}: column {column}: malformed JSON: {reason}.{cut}")
 
 

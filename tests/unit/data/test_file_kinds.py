@@ -255,7 +255,7 @@ def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
 BAD_ARRAYS = {
     "cut off": (
         b'[{"a": 1},\n {"a": ',
-        "pairs.json:2: column 8: malformed JSON: Expecting value. The file ends here: was it cut off?",
+        "pairs.json:2: column 8: malformed JSON: Expecting value. The file ends within it: was it cut off?",
     ),
     "two arrays": (b"[]\n[]", "pairs.json:2: column 1: malformed JSON: Extra data."),
     "duplicate key": (
@@ -394,7 +394,7 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
         (
             "a.json",
             '[{"prompt": "a"}, {"prompt": ',
-            "a.json:1: column 30: malformed JSON: Expecting value. The file ends here: was it cut off?",
+            "a.json:1: column 30: malformed JSON: Expecting value. The file ends within it: was it cut off?",
         ),
     ],
 )

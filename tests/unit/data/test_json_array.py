@@ -125,19 +125,20 @@ def test_bytes_that_are_no_utf8_are_told_by_their_place_behind_a_byte_order_mark
 
 # What is malformed
 
+CUT = " The file ends within it: was it cut off?"
 # Line 1 holds [{"a": 1}, from column 1 to 10; line 2 begins with two blanks.
 MALFORMED = {
     '[{"a": 1},\n  {"b" 2}]': "2: column 8: malformed JSON: Expecting ':' delimiter.",
     '[{"a": 1},\n  {"b": 2} {"c": 3}]': "2: column 12: malformed JSON: Expecting ',' delimiter.",
-    '[{"a": 1},\n  {"b": 2}\n\n': "4: column 1: malformed JSON: Expecting ',' delimiter.",
-    '[{"a": 1},\n  {"b": 2},': "2: column 12: malformed JSON: Expecting value.",
+    '[{"a": 1},\n  {"b": 2}\n\n': f"4: column 1: malformed JSON: Expecting ',' delimiter.{CUT}",
+    '[{"a": 1},\n  {"b": 2},': f"2: column 12: malformed JSON: Expecting value.{CUT}",
     '[{"a": 1},\n  {"b": 2},\n]': "3: column 1: malformed JSON: Expecting value.",
     '[{"a": 1},\n  {"b": 2}]\n [': "3: column 2: malformed JSON: Extra data.",
-    '[{"a": 1},\n  {"b": "x': "2: column 9: malformed JSON: Unterminated string starting at.",
+    '[{"a": 1},\n  {"b": "x': f"2: column 9: malformed JSON: Unterminated string starting at.{CUT}",
     '[{"a": 1},\n  {"b": "ä\n"}]': "2: column 11: malformed JSON: Invalid control character at.",
     '{"a": 1}': "1: column 1: malformed JSON: Expecting '['.",
-    "": "1: column 1: malformed JSON: Expecting '['.",
-    "[": "1: column 2: malformed JSON: Expecting value.",
+    "": f"1: column 1: malformed JSON: Expecting '['.{CUT}",
+    "[": f"1: column 2: malformed JSON: Expecting value.{CUT}",
 }
 
 
