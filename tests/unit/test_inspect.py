@@ -229,3 +229,9 @@ def test_whose_tokens_are_shown_is_said(file):
     console = Console(record=True, width=200)
     show(inspected(file), console, positions=False)
     assert "Tokens are the embedded model's; --model M shows those of another." in console.export_text()
+
+
+def test_a_position_stands_on_the_line_of_its_token(file):
+    console = Console(record=True, width=200)
+    show(inspected(file), console, positions=True)
+    assert "er₂ ⏎₃ \nHi₄" in console.export_text().replace("  ", " ")

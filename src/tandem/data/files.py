@@ -85,14 +85,15 @@ def _is_saved(path: Path) -> bool:
 def _saved(path: Path, given: DatasetFields) -> list[Path]:
     """The Arrow files of a folder written by `save_to_disk`: of the wanted split, if it holds several."""
     try:
-        if in_splits := (path / "dataset_dict.json").is_file():
+        in_splits = (path / "dataset_dict.json").is_file()
+        if in_splits:
             splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
             split = given.split or "train"
             if split not in splits:
                 raise DataError(f"{path}: it has no split {split!r}. Set split to one of: {', '.join(splits)}.")
             path = path / split
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if given.split not in (None, path.name if in_splits else state.get("_split") or "train"):
+        if not in_splits and given.split not in (None, state.get("_split") or "train"):
             raise DataError(f"{path}: one saved dataset, which has no split {given.split!r}. Leave out split.")
         names = [file["filename"] for file in state["_data_files"]]
         if state.get("_indices_data_files"):

@@ -27,7 +27,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     whole = {p for p in policy.parameters() if not p.is_floating_point() or (workers.count == 1 and p.dtype == dtype)}
     if whole == set(policy.parameters()):
         return policy
-    for layer in decoder_layers(policy) if workers.count > 1 or not _are_adapters(policy, whole) else ():
+    for layer in decoder_layers(policy):
         fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
     # a forward without one (validation, reference) `parameters()` would not be what the optimizer updates.
@@ -43,13 +43,6 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
         if bfloat16 and parameter.dtype == torch.float32:
             cast_by_chance(parameter, salt_of(name.removeprefix("model.").replace(".base_layer.", ".")))
     return policy
-
-
-def _are_adapters(policy: Policy, whole: set[torch.nn.Parameter]) -> bool:
-    """Whether all that is not whole are adapters. They are few: on one worker they go together, since every group of its own
-    costs the host time at every pass, for which a GPU would wait."""
-    rest = [parameter for parameter in policy.parameters() if parameter not in whole]
-    return len(rest) < len(list(policy.parameters())) and all(parameter.requires_grad for parameter in rest)
 
 
 def in_turn(policy: Policy, packs: Iterable[T], workers: Workers) -> Iterator[T]:

@@ -156,6 +156,16 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     )
 
 
+def test_a_list_of_texts_is_not_said_to_want_the_name_it_has(tmp_path):
+    source = tmp_path / "pairs.json"
+    source.write_text('["a"]')
+    assert refusal(source, Data()) == (
+        f"{source}: none of 1 rows can be read:\n"
+        "  not an object: 1\n"
+        f"    {source}:1: a text, not a JSON object with a prompt and completions."
+    )
+
+
 def test_an_object_around_rows_is_told(tmp_path):
     source = tmp_path / "pairs.json"
     source.write_text('{"train": [{"prompt": "a", "chosen": "b", "rejected": "c"}], "test": []}')

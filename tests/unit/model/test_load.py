@@ -12,7 +12,7 @@ from tandem.config.schema import Config
 from tandem.errors import ConfigError
 from tandem.model.attention import windows_of
 from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
-from tandem.model.source import ModelSource, find_model, weights_fingerprint
+from tandem.model.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import stop_workers
 from tandem.train.setup import set_up
@@ -52,6 +52,15 @@ def test_a_tokenizer_given_as_a_model_is_told_its_key(tmp_path):
     assert refusal(model_name=str(tmp_path)).endswith(
         f"so it is no model. It is a tokenizer: policy.tokenizer.name={tmp_path} uses it."
     )
+
+
+def test_a_file_of_a_tokenizer_is_told_its_folder(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    policy = Policy(tokenizer={"name": str(file)})
+    with pytest.raises(ConfigError) as refused:
+        find_tokenizer(policy, find_model(policy))
+    assert str(refused.value) == f"policy.tokenizer.name = {file}: a file of a tokenizer. Give its folder: {tmp_path}."
 
 
 def test_a_hub_name_that_cannot_be_had_is_one_line():
