@@ -78,8 +78,9 @@ def says_nothing(answer: str | tuple[Message, ...]) -> bool:
 
 def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
     if key not in holder:
-        near = difflib.get_close_matches(key, list(holder), n=1, cutoff=0.7)
-        hint = f" Is {above}{near[0]} meant?" if near else ""
+        lowered = {name.lower(): name for name in holder}
+        near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
+        hint = f" Is {above}{lowered[near[0]]} meant?" if near else ""
         found = ", ".join(holder) or "none"
         way_out = "" if above else f" Keys found: {found}. {_way_out(key)}"
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
@@ -172,7 +173,7 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise RowError(row.place, "bad tools", "tools: a text that is not JSON.") from None
-    if not value or (isinstance(value, str) and not value.strip()):
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         each = value if isinstance(value, list) else []

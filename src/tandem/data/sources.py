@@ -219,6 +219,12 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
                 message = f"{num_fields} fields where the header has {len(names)}."
                 place = f"{path}:{reader.line_num}"
                 yield reader.line_num, RowError(place, "wrong number of fields", message), 0
+            elif (column := next((name for name, text in value.items() if _is_python_list(text)), None)) is not None:
+                message = (
+                    f"{column}: messages as Python prints them, not as JSON. Write the column by json.dumps, or the table as "
+                    ".parquet."
+                )
+                yield reader.line_num, RowError(f"{path}:{reader.line_num}", "not JSON", message), 0
             else:
                 yield reader.line_num, _with_numbers(_with_messages(value)), sum(map(len, texts))
     except csv.Error as error:
@@ -233,6 +239,11 @@ def _no_header(names: list[str]) -> str | None:
         if len(names) == 1 and sign in names[0]:
             return f"the names of columns are separated by {word}. Write the file with commas."
     return None
+
+
+def _is_python_list(text: str) -> bool:
+    """Whether a list of messages was written by str() or, as pandas does, by to_csv: [{'role': ...}]."""
+    return text.startswith("[{'") and "'role'" in text
 
 
 def _with_messages(value: dict[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,16 @@ def test_messages_stand_in_a_csv_file_as_json(values):
     assert values("pairs.csv", as_csv(rows)) == [{**rows[0], "prompt": asked}]
 
 
+def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
+    asked = str([{"role": "user", "content": "Why?"}])
+    refused, kept = read("pairs.csv", as_csv([{"prompt": asked, "chosen": "a"}, {"prompt": "[{'a': 1}]", "chosen": "b"}]))
+    assert str(refused) == (
+        f"{tmp_path}/pairs.csv:2: prompt: messages as Python prints them, not as JSON. Write the column by json.dumps, or "
+        "the table as .parquet."
+    )
+    assert kept.value == {"prompt": "[{'a': 1}]", "chosen": "b"}
+
+
 def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
     (tmp_path / "inside.jsonl").write_bytes(jsonl(TEXTS))
     for name, mode in (("pairs.tar.gz", "w:gz"), ("pairs.tar", "w")):

@@ -125,6 +125,7 @@ def test_no_tools_are_none(none):
         ({"name": "add"}, "tools: an object, not a list of objects that describe tools."),
         ('{"name": "add"}', "tools: an object, not a list of objects that describe tools."),
         (["add"], "tools[0]: a text, not an object that describes a tool."),
+        ({}, "tools: an object, not a list of objects that describe tools."),
         (7, "tools: 7, not a list of objects that describe tools."),
     ],
 )
