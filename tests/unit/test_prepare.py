@@ -163,8 +163,17 @@ def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
         "  train: skipped 1: equal completions",
         f"  train: the rows that were skipped are in {folder}/rejects.jsonl",
         "  train: noted 1: control characters in the text (first at pairs.jsonl:3)",
-        "  train: noted 1: preferences that stand in it already",
+        "  train: noted 1: preferences that stand in it already (first at pairs.jsonl:2)",
     ]
+
+
+def test_the_files_of_a_set_are_told(prepare):
+    for name in ("a", "b", "c", "ab"):
+        write(f"{name}.jsonl", pair(name))
+    _, out, _ = prepare("data.train=?.jsonl")
+    assert "  train: 3 files: a.jsonl, b.jsonl, c.jsonl\n" in out
+    _, out, _ = prepare("data.train=*.jsonl")
+    assert "  train: 4 files: a.jsonl, ab.jsonl, b.jsonl, ...\n" in out
 
 
 def test_every_set_has_its_part_the_held_out_one_too(prepare, report):

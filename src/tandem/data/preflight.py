@@ -34,6 +34,7 @@ class Preflight:
     name: str
     format: str
     format_reason: str
+    files: tuple[str, ...]  # those it was read from
     counts: Counts
     num_pairs: int
     prompt_tokens: int
@@ -44,7 +45,6 @@ class Preflight:
     completion_lengths: Lengths
     whole_lengths: Lengths  # prompt and longest completion
     longer_than: dict[int, int]  # preferences over each limit, those dropped as over-long included
-    num_duplicates: int
     notes: dict[str, int]
     noted_at: dict[str, str]  # where a note was first made, if that is one place
     prompt_overlap: int | None  # prompts of this set that also stand in the training set
@@ -74,6 +74,7 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         name=name,
         format=store.format if is_read else HELD_OUT,
         format_reason=store.format_reason if is_read else _kept(train),
+        files=tuple(store.files) if is_read else (),
         counts=store.counts if is_read else Counts(len(store), len(store), {}, {}),
         num_pairs=int(store.num_pairs.sum()),
         prompt_tokens=prompt_tokens,
@@ -84,7 +85,6 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
         completion_lengths=_lengths(store.completion_lengths),
         whole_lengths=_lengths(store.longest),
         longer_than=store.longer_than if is_read else {},
-        num_duplicates=store.num_duplicates if is_read else 0,
         notes=store.notes if is_read else {},
         noted_at=store.noted_at if is_read else {},
         prompt_overlap=None if train is None else _prompt_overlap(store, train),

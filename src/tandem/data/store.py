@@ -14,7 +14,7 @@ from tandem.data.store_writer import SCHEMA
 from tandem.data.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class TokenStore:
         self.fingerprint: str = manifest["fingerprint"]
         self.format: str = manifest["format"]
         self.format_reason: str = manifest["format_reason"]
+        self.files: list[str] = [name for name, _, _ in manifest["made_of"]["sources"]]
         self.counts = Counts(**manifest["counts"])
         self.examples: list[dict[str, str]] = manifest["examples"]
         self.packs: list[dict[str, Any]] = manifest.get("packs", [])  # how it was packed, by `tandem prepare`
         self.notes: dict[str, int] = manifest["notes"]
         self.noted_at: dict[str, str] = manifest["noted_at"]  # the first place of each note that has one
-        self.num_duplicates: int = manifest["duplicates"]
         self.longer_than: dict[int, int] = dict(
             sorted((int(limit), count) for limit, count in manifest["longer_than"].items())
         )

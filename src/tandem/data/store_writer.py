@@ -34,6 +34,8 @@ CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 NO_SYSTEM = "system turns that the chat template leaves out"
+TWICE = "preferences that stand in it already"
+OPPOSED = "preferences that another row states the other way round"
 NOTHING = np.zeros(0, np.int32)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
@@ -182,14 +184,10 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
             noted_at = prepared.noted_at | noted_at
             longer_than.update(prepared.longer_than)
             digests += prepared.digests
-    # Sorted where they are: of a large set they are many. Opposites, which differ in the last bit, are neighbours then.
-    each = np.frombuffer(digests, np.dtype("<u8"))
-    each.sort()
-    opposites = each[:-1][each[1:] ^ each[:-1] == 1]
-    if len(opposites):
-        rows = np.searchsorted(each, opposites + 1, "right") - np.searchsorted(each, opposites, "left")
-        notes["preferences that another row states the other way round"] = int(rows.sum())
-    accepted = len(each)
+    repeated, first_rows = _repeated(np.frombuffer(digests, np.dtype("<u8")))
+    notes.update(repeated)
+    noted_at |= {note: _place_of(folder / "tokens.arrow", row) for note, row in first_rows.items()}
+    accepted = len(digests) // 8
     return {
         "counts": {
             "rows": accepted + bad.total() + filtered.total(),
@@ -200,9 +198,38 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
         "examples": examples,
         "notes": dict(notes),
         "noted_at": noted_at,
-        "duplicates": int((each[1:] == each[:-1]).sum()),
         "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
     }
+
+
+def _repeated(digests: NDArray[np.uint64]) -> tuple[dict[str, int], dict[str, int]]:
+    """How many preferences stand there twice, or the other way round too; and the first row that repeats another."""
+    order = np.argsort(digests, kind="stable")
+    each = digests[order]
+    # Opposites, which differ in the last bit, are neighbours.
+    same, opposite = each[1:] == each[:-1], each[1:] ^ each[:-1] == 1
+    found: dict[str, int] = {}
+    first: dict[str, int] = {}
+    if same.any():
+        found[TWICE], first[TWICE] = int(same.sum()), int(order[1:][same].min())
+    if opposite.any():
+        ones = each[:-1][opposite]
+        starts, middles = np.searchsorted(each, ones), np.searchsorted(each, ones + 1)
+        ends = np.searchsorted(each, ones + 1, "right")
+        found[OPPOSED] = int((ends - starts).sum())
+        first[OPPOSED] = int(np.maximum(order[starts], order[middles]).min())
+    return found, first
+
+
+def _place_of(tokens: Path, row: int) -> str:
+    with pa.memory_map(str(tokens)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            if row < batch.num_rows:
+                return batch["place"][row].as_py()
+            row -= batch.num_rows
+    raise IndexError(row)
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:

@@ -26,6 +26,7 @@ Verbosity = Literal["silent", "quiet", "normal", "verbose"]
 
 PLAIN_WIDTH = 120
 LINE = 300  # characters of an answer
+SHOWN_FILES = 3
 MUCH_OVERLAP = 0.3  # of validation's n-grams
 
 
@@ -157,6 +158,9 @@ class Reporter:
         for s in sets:
             how = "read as " if s.format != HELD_OUT else ""
             self.say(f"  {s.name}: {how}{s.format}, {s.format_reason}")
+            if len(s.files) > 1:
+                more = ", ..." if len(s.files) > SHOWN_FILES else ""
+                self.say(f"  {s.name}: {len(s.files)} files: {', '.join(s.files[:SHOWN_FILES])}{more}")
             skipped = s.counts.bad | s.counts.filtered
             for reason, count in skipped.items():
                 self.say(f"  {s.name}: skipped {count:,}: {reason}")
@@ -165,8 +169,6 @@ class Reporter:
             for note, count in s.notes.items():
                 place = f" (first at {s.noted_at[note]})" if note in s.noted_at else ""
                 self.say(f"  {s.name}: noted {count:,}: {note}{place}")
-            if s.num_duplicates:
-                self.say(f"  {s.name}: noted {s.num_duplicates:,}: preferences that stand in it already")
             if s.prompt_overlap is not None:
                 shared = (
                     f", {NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"

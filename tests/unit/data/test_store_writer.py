@@ -18,6 +18,7 @@ from tandem.data import processes, sources, store_writer, workers
 from tandem.data import template as template_module
 from tandem.data.opening import open_store
 from tandem.data.processes import Processes
+from tandem.data.store_writer import OPPOSED, TWICE
 from tandem.data.template import Template
 from tandem.data.workers import METHOD
 from tandem.errors import ConfigError, DataError
@@ -316,7 +317,7 @@ def scored(chosen, rejected) -> dict:
 
 def test_a_chosen_completion_scored_below_the_rejected_one_is_noted(source):
     write(source, scored(1.0, 2.0), scored(2.0, 1.0), scored(1.0, 1.0), scored(None, 2.0), scored(-3.0, -2.5))
-    assert opened(source).notes == {"chosen scored below rejected": 2}
+    assert opened(source).notes == {"chosen scored below rejected": 2, TWICE: 4}
 
 
 def test_of_several_completions_a_pair_is_noted_only_where_it_is_made(source):
@@ -364,7 +365,7 @@ def test_a_byte_order_mark_is_noted_for_each_file_that_has_one(tmp_path, monkeyp
     for number, mark in enumerate([b"\xef\xbb\xbf", b"", b"\xef\xbb\xbf"]):
         (tmp_path / f"{number}-{name}").write_bytes(mark + text.encode())
     store = opened(tmp_path / f"?-{name}")
-    assert store.notes == {"byte-order mark at the start of a file": 2}
+    assert store.notes == {"byte-order mark at the start of a file": 2, TWICE: 4}
     assert [row.prompt.tolist() for row in store] == [ids("hi"), ids("so")] * 3
 
 
@@ -398,22 +399,24 @@ def test_each_preference_that_stood_before_is_a_duplicate(source, monkeypatch, r
     others = [pair("so"), pair(chosen="yess"), pair(rejected="nno"), pair(chosen="no", rejected="yes")]
     write(source, pair(), *others, pair(), pair("so"), pair())
     store = opened(source)
-    assert (len(store), store.num_duplicates) == (8, 3)
+    assert len(store) == 8
+    assert store.notes == {TWICE: 3, OPPOSED: 4}
+    assert store.noted_at == {TWICE: f"{source}:6", OPPOSED: f"{source}:5"}
 
 
 def test_preferences_that_contradict_each_other_are_noted(source):
     opposite = pair(chosen="no", rejected="yes")
     write(source, pair(), pair(), opposite, pair("so"), pair("so", chosen="no", rejected="yess"))
     store = opened(source)
-    assert store.notes == {"preferences that another row states the other way round": 3}
-    assert store.num_duplicates == 1
+    assert store.notes == {"preferences that another row states the other way round": 3, TWICE: 1}
+    assert store.noted_at == {OPPOSED: f"{source}:3", TWICE: f"{source}:2"}
 
 
 def test_the_order_in_which_ranked_completions_stand_makes_no_other_preference(source):
     answers = [{"completion": "yes", "score": 1}, {"completion": "no", "score": 0}]
     write(source, *({"prompt": "hi", "completions": some} for some in (answers, answers[::-1])))
     store = opened(source)
-    assert (store.num_duplicates, store.notes) == (1, {})
+    assert store.notes == {"preferences that stand in it already": 1}
 
 
 def test_preferences_over_each_limit_are_counted_those_left_out_too(source):
