@@ -21,15 +21,12 @@ import numpy as np
 import torch
 import transformers
 from made_model import SHAPES, config_of
-from working_copy import WorkingCopy
 
-import tandem.train.step as step_module
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
-from tandem.model import parallel
 from tandem.model.attention import IMPLEMENTATION
 from tandem.model.joined_lora import join_adapters
-from tandem.model.parallel import compile_layers, decoder_layers
+from tandem.model.parallel import compile_layers, decoder_layers, shard
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
 from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
@@ -174,8 +171,8 @@ class Bench:
                 continue
             row = lay_out([smallest], [self.store[smallest]], length=length)
             rows = join([row] * self.packer.packs_per_micro_batch)
-            for again in parallel.in_turn(self.policy, [rows], self.workers):
-                self.policy(self.policy.inputs(again, self.device)).sum().backward()
+            with self.policy.computing():
+                self.policy(self.policy.inputs(rows, self.device)).sum().backward()
         self.policy.zero_grad()
 
     def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
@@ -197,10 +194,10 @@ class Bench:
         """Of the pass that computes the reference once, over the pairs of two steps."""
         first = Batches(self.store.num_pairs, 2 * self.options.pairs).epoch(0)[0]
         packs = list(self.packer.micro_batches(first.preferences, first.bounds))
-        for timed in (packs[:1], packs):
+        for _ in range(2):  # at first without gradients, layers are compiled anew
             started = time.perf_counter()
-            with torch.no_grad(), parallel.unchanged(self.policy, self.workers):
-                for values in [self.policy(self.policy.inputs(pack, self.device)) for pack in timed]:
+            with torch.no_grad(), self.policy.computing():
+                for values in [self.policy(self.policy.inputs(pack, self.device)) for pack in packs]:
                     values.cpu()
         return first.num_pairs / (time.perf_counter() - started)
 
@@ -213,11 +210,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
-    if o.working_copy:
-        parallel.in_turn = step_module.in_turn = (copy := WorkingCopy(policy)).in_turn  # type: ignore[assignment]
-        parallel.unchanged = copy.unchanged  # type: ignore[assignment]
-    else:
-        parallel.shard(policy, workers, bfloat16=True)
+    shard(policy, workers, bfloat16=True)
     if workers.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
     optimizer = {"state_dtype": o.state_dtype}
@@ -300,7 +293,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
     parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="an experiment: matrix products by torchao")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
-    parser.add_argument("--working-copy", action="store_true", help="an experiment: benchmarks/working_copy.py")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")

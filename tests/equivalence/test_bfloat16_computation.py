@@ -7,7 +7,7 @@ from running import killed_after, largest_difference, metrics_of, short_run, wei
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
-from tandem.model import parallel
+from tandem.model import working_copy
 from tandem.model.rounding import cast_by_chance, salt_of
 from tandem.model.workers import start_workers
 from tandem.train.build import load_sharded
@@ -48,7 +48,7 @@ def margin(run, split="validation-default"):
 
 def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, by_chance, monkeypatch):
     exactly = short_run(tmp_path / "float32", *GENTLE, f"policy.model_name={start}")
-    monkeypatch.setattr(parallel, "cast_by_chance", lambda parameter, salt: None)
+    monkeypatch.setattr(working_copy, "rounded", lambda weight, start: weight.bfloat16())
     to_the_nearest = short_run(tmp_path / "nearest", *GENTLE, BFLOAT16, f"policy.model_name={start}")
     assert margin(exactly) > 0
     assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.2)
@@ -108,14 +108,12 @@ def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is
     def computed(*overrides):
         setup = set_up(load_config(None, [BFLOAT16, *overrides]).config, workers.device)
         policy = load_sharded(setup, setup.source, workers, setup.lora)
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        return {
-            name.replace(".base_layer.", "."): parameter.detach().clone()
-            for name, parameter in policy.named_parameters()
-            if "lora_" not in name
-        }
+        with policy.computing():
+            return {
+                name.replace(".base_layer.", "."): parameter.detach().clone()
+                for name, parameter in policy.named_parameters()
+                if "lora_" not in name
+            }
 
     whole, frozen = computed(), computed("policy.lora.enabled=true")
     assert whole.keys() == frozen.keys()

@@ -112,3 +112,22 @@ def test_the_cast_by_chance_is_the_one_of_the_cpu_bit_for_bit(shape, start):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     values.flatten()[0] = 0.0
     assert torch.equal(rounded(values.cuda(), start).cpu(), rounded(values, start))
+
+
+def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
+    """By one launch, also of weights smaller than a block, of whole blocks and a part, and where one has other memory."""
+    from torch import nn
+
+    from tandem.model.working_copy import WorkingCopy
+
+    model = nn.ModuleList([nn.Linear(width, 64) for width in (1, 64, 3 * 4096 // 64, 1000, 4097)]).cuda()
+    copy = WorkingCopy(model)
+    for round_ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * round_)
+        if round_ == 2:
+            model[1].weight.data = model[1].weight.data.clone()
+        with copy.held():
+            for one in copy.copies:
+                assert torch.equal(one.copy.cpu(), rounded(one.weight.detach().cpu(), one.start))

@@ -1,32 +1,29 @@
 """The policy sharded over the workers, and its layers compiled."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
-
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from tandem.model.policy import Policy
-from tandem.model.rounding import cast_by_chance, salt_of
+from tandem.model.rounding import cast_by_chance, salt_in_policy
 from tandem.model.workers import Workers
-
-T = TypeVar("T")
-
+from tandem.model.working_copy import WorkingCopy
 
 def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
 
-    On one worker only what is computed with in another dtype than it is kept in goes this way; the rest stays as it is.
+    One worker has all of them. It keeps copies to compute with instead, where it computes in another dtype.
     """
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    if workers.count == 1:
+        if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
+            policy.working_copy = WorkingCopy(policy)
+        return policy
     precision = (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if bfloat16 else MixedPrecisionPolicy()
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if bfloat16
+        else MixedPrecisionPolicy()
     )
     # Quantised weights, which are integers, are frozen: every worker holds them whole.
-    whole = {p for p in policy.parameters() if not p.is_floating_point() or (workers.count == 1 and p.dtype == dtype)}
-    if whole == set(policy.parameters()):
-        return policy
+    whole = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
@@ -41,54 +38,16 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
         register_fsdp_forward_method(policy, method)
     for name, parameter in policy.named_parameters():
         if bfloat16 and parameter.dtype == torch.float32:
-            cast_by_chance(parameter, salt_of(name.removeprefix("model.").replace(".base_layer.", ".")))
+            cast_by_chance(parameter, salt_in_policy(name))
     return policy
 
 
-def in_turn(policy: Policy, packs: Iterable[T], workers: Workers) -> Iterator[T]:
-    """A step's packs one by one. Each is taken forward and backward before the next is asked for.
-
-    On one worker, weights are cast once and gradients joined with the optimizer's once a step, not once a pack: there is
-    nobody to share them with in between.
-    """
-    if not isinstance(policy, FSDPModule) or workers.count > 1:
-        yield from packs
-        return
-    policy.set_reshard_after_forward(False)
-    for pack, is_last in _with_last(packs):
-        policy.set_reshard_after_backward(is_last)
-        policy.set_requires_gradient_sync(is_last)
-        yield pack
-    policy.set_reshard_after_forward(True)
-
-
-@contextmanager
-def unchanged(policy: Policy, workers: Workers) -> Iterator[None]:
-    """While weights stay as they are, without gradients: on one worker they are cast once, not once a pack."""
-    if not isinstance(policy, FSDPModule) or workers.count > 1:
-        yield
-        return
-    policy.set_reshard_after_forward(False)
-    try:
-        yield
-    finally:
-        policy.set_reshard_after_forward(True)
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """[a, b] -> (a, False), (b, True)"""
-    waiting = iter(items)
-    try:
-        item = next(waiting)
-    except StopIteration:
-        return
-    for following in waiting:
-        yield item, False
-        item = following
-    yield item, True
+def frozen(policy: Policy) -> Policy:
+    """One that is never updated. Where it has copies to compute with, they are all it keeps."""
+    if policy.working_copy is not None:
+        policy.working_copy.put_in()
+        policy.working_copy = None
+    return policy.requires_grad_(False)
 
 
 def decoder_layers(policy: Policy) -> list[torch.nn.Module]:

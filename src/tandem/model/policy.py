@@ -1,6 +1,7 @@
 """The one module that is trained: trunk and head of a causal language model. A pack in, token log-probabilities out."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_of
 from tandem.model.logps import HeadRule, chunked_logps
+from tandem.model.working_copy import WorkingCopy
 from tandem.packing.layout import FILLER, Pack
 
 SCORED_MULTIPLE = 128
@@ -45,6 +47,11 @@ class Policy(nn.Module):
         self.head_chunk = head_chunk
         self.head_rule = head_rule(model)
         self.windows = windows_of(model)
+        self.working_copy: WorkingCopy | None = None  # computed with in place of the weights
+
+    def computing(self) -> AbstractContextManager[None]:
+        """While weights stay as they are: what is computed here is computed with one copy of them, if with a copy."""
+        return nullcontext() if self.working_copy is None else self.working_copy.held()
 
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
         """Bring a pack to the device."""
@@ -79,6 +86,11 @@ class Policy(nn.Module):
 
         squares: [2, scored, padded], and beside them log sum_v pi(v)^2 at the same positions, without gradient.
         """
+        if self.working_copy is not None and not self.working_copy.is_held:
+            if torch.is_grad_enabled():
+                raise RuntimeError("a backward needs the weights that the forward took: both belong under `computing`.")
+            with self.computing():
+                return self.forward(inputs, squares=squares)
         hidden = self._trunk(inputs).flatten(0, 1)[inputs.predicting]
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -107,9 +119,10 @@ class Policy(nn.Module):
         self.model.set_attn_implementation("eager")
         settings = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=end, pad_token_id=end)
         try:
-            ids = self.model.generate(
-                prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=settings
-            )
+            with self.computing():
+                ids = self.model.generate(
+                    prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=settings
+                )
         finally:
             self.model.set_attn_implementation(own)
         return ids[0, len(prompt) :]
@@ -129,7 +142,8 @@ class Policy(nn.Module):
         try:
             ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
             end = len(prompt) + len(completion) - 1
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
+            with self.computing():
+                logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
         finally:
             self.model.set_attn_implementation(own)
             if nudge is not None:

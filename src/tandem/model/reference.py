@@ -15,7 +15,6 @@ from torch import Tensor
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
 from tandem.failpoints import fail_point
-from tandem.model.parallel import unchanged
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
@@ -126,7 +125,7 @@ def _compute(
     ends = np.cumsum(store.num_scored_tokens)
     at_once = PREFERENCES_AT_ONCE * workers.count
     # Not by a memory map: on a full disk that ends the process without a word.
-    with nullcontext() if path is None else path.open("wb") as out, unchanged(policy, workers):
+    with nullcontext() if path is None else path.open("wb") as out, policy.computing():
         for start in range(0, len(store), at_once):
             indices = np.arange(start, min(start + at_once, len(store)))
             # All stay on the device until the last is on its way: the host never waits in between.

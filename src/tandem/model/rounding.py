@@ -50,6 +50,11 @@ def salt_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+def salt_in_policy(name: str) -> int:
+    """The same of a policy's parameter: model.lm_head.weight is its model's lm_head.weight, also under an adapter."""
+    return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
+
+
 def first_place(parameter: nn.Parameter) -> int:
     """Where this worker's part begins in the whole tensor, of which fully_shard gives each an even share of the rows."""
     if not isinstance(parameter, DTensor):

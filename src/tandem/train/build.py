@@ -14,7 +14,7 @@ from tandem.cache import cache_dir, remove_leftovers
 from tandem.model.audit import audit, start_loss_verdict
 from tandem.model.load import load_policy
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
-from tandem.model.parallel import compile_layers, in_turn, shard
+from tandem.model.parallel import compile_layers, frozen, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
@@ -137,7 +137,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     samples = _samples(setup, policy, references, workers)
     _audit(setup, policy, references, reporter)
-    expected = _rehearse(setup, policy, workers, reporter, stopping.check)
+    expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
@@ -266,9 +266,7 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
     return policy
 
 
-def _rehearse(
-    setup: Setup, policy: Policy, workers: Workers, reporter: Reporter, check: Callable[[], None]
-) -> Forecast | None:
+def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
     """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
 
     On a GPU the first batch's longest rows follow, twice: the second time stands beside gradients, as in most of a step,
@@ -280,7 +278,8 @@ def _rehearse(
     with reporter.progress("Compiling", len(lengths)) as done:
         for length in lengths:
             rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
-            policy(policy.inputs(join(rows), setup.device)).sum().backward()
+            with policy.computing():
+                policy(policy.inputs(join(rows), setup.device)).sum().backward()
             done()
             check()
     policy.zero_grad()
@@ -290,8 +289,9 @@ def _rehearse(
     longest = next(packer.micro_batches(first.preferences, first.bounds))
     kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()
-    for again in in_turn(policy, [longest, longest], workers):
-        policy(policy.inputs(again, setup.device)).sum().backward()
+    with policy.computing():
+        for _ in range(2):
+            policy(policy.inputs(longest, setup.device)).sum().backward()
     expected = forecast(
         policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=state_bytes(kept)
     )
@@ -316,7 +316,7 @@ def _references(
         return dict.fromkeys(packers, NoReference())
     other = setup.reference_source
     source, lora = (setup.source, setup.lora) if other is None else (other, None)
-    load = cache(lambda: load_sharded(setup, source, workers, lora).requires_grad_(False))
+    load = cache(lambda: frozen(load_sharded(setup, source, workers, lora)))
     if setup.config.reference.mode == "live":
         return dict.fromkeys(packers, LiveReference(load()))
     if other is not None:
@@ -355,13 +355,14 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], wor
     asked, other = references["train"], setup.reference_source
     model = asked.policy if isinstance(asked, LiveReference) else policy
     if other is not None and not isinstance(asked, LiveReference):
-        model = load_sharded(setup, other, workers).requires_grad_(False)
+        model = frozen(load_sharded(setup, other, workers))
     return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))
 
 
 def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
     same = setup.compares and setup.reference_source is None
-    found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
+    with policy.computing():
+        found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
         + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")

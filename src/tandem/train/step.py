@@ -17,7 +17,6 @@ from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
-from tandem.model.parallel import in_turn
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.schedule import GlobalBatch
@@ -121,8 +120,9 @@ def train_step(
     step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
     run_packs = _pair_scope if _is_of_pairs(side.dpo) else _batch_scope
-    for outcome in run_packs(policy, side, packs, batch):
-        step.add(outcome)
+    with policy.computing():
+        for outcome in run_packs(policy, side, packs, batch):
+            step.add(outcome)
     norm = grad_norm(policy)
     step.ledger.send(norm)
     fail_point("step.update")
@@ -139,7 +139,7 @@ def _is_of_pairs(dpo: Dpo) -> bool:
 def _pair_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
     """Backward of every pack as it comes."""
     dpo = side.dpo
-    for pack in in_turn(policy, packs, side.workers):
+    for pack in packs:
         outcome = pack_outcome(policy, side, pack)
         # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
         preference = outcome.loss.preference.sum() / batch.num_pairs
@@ -159,7 +159,7 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
     leaves = joined.policy.chosen, joined.policy.rejected
     by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
     start = joined.own.start
-    for pack in in_turn(policy, packs, side.workers):
+    for pack in packs:
         now = pack_terms(policy, side, pack)
         part = slice(start, start := start + pack.num_pairs)
         preference = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()
@@ -172,7 +172,7 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
 @torch.no_grad()
 def grad_norm(policy: Policy) -> Tensor:
     """The norm of all gradients together, over all workers."""
-    gradients = [_plain(p.grad) for p in policy.parameters() if p.grad is not None]
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     if gradients[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(gradients)
     else:
@@ -180,13 +180,6 @@ def grad_norm(policy: Policy) -> Tensor:
         each = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(each))
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """One worker's part is the whole: without DTensor the host is done with it several times as fast."""
-    if isinstance(gradient, DTensor) and gradient.device_mesh.size() == 1:
-        return gradient.to_local()
-    return gradient
 
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:

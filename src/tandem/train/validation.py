@@ -9,7 +9,6 @@ import torch
 from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
-from tandem.model.parallel import unchanged
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
@@ -71,7 +70,7 @@ def measure(
     batches = Batches(packer.store.num_pairs, batch_size).epoch(0)[:max_batches]
     packs = (pack for batch in batches for pack in packer.micro_batches(batch.preferences, batch.bounds))
     ledger = PairLedger()
-    with unchanged(policy, side.workers):
+    with policy.computing():
         for outcome in _outcomes(policy, side, packs):
             ledger.add(outcome)
             fail_point("validation.pack")

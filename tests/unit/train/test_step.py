@@ -4,7 +4,6 @@ import pytest
 import torch
 from models import plain_token_logps
 from running import SHORT, metrics_of, short_run
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tandem.config.dpo import Dpo
@@ -41,8 +40,7 @@ def packs_of(setup, batch):
 
 
 def whole(policy):
-    weights = ((name, p.detach()) for name, p in policy.named_parameters())
-    return {name: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for name, w in weights}
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
 def in_bfloat16(setup, side, weights=torch.float32):
@@ -99,38 +97,24 @@ def test_clipping_scales_the_gradient_to_its_norm(started):
     assert moved * 1e6 == pytest.approx(0.5, rel=0.05)
 
 
-def test_weights_are_sharded_tensors_after_a_forward_without_backward(started):
+def test_weights_are_float32_after_a_forward_without_backward(started):
     """Otherwise an optimizer, a checkpoint or an export made then would hold other tensors than those trained."""
     setup, side, _ = started
     policy = in_bfloat16(setup, side)
+    before = list(policy.parameters())
     for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
         with torch.no_grad():
             policy(policy.inputs(pack, side.workers.device))
-    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    assert all(now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True))
 
 
-def test_weights_are_sharded_tensors_after_a_step(started):
+def test_weights_are_float32_after_a_step(started):
     setup, side, _ = started
     policy, batch = in_bfloat16(setup, side), setup.batches.epoch(0)[0]
+    before = list(policy.parameters())
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
-    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-
-
-def test_a_step_of_several_packs_joins_their_gradients_once(started, monkeypatch):
-    """As if each pack's had been joined by itself, to the rounding of a float32 sum."""
-    setup, side, _ = started
-    batch = setup.batches.epoch(0)[0]
-    assert len(list(packs_of(setup, batch))) > 1
-    gradients = []
-    for one_by_one in (False, True):
-        if one_by_one:
-            monkeypatch.setattr(step_module, "in_turn", lambda policy, packs, workers: packs)
-        policy = in_bfloat16(setup, side)
-        list(step_module._pair_scope(policy, side, packs_of(setup, batch), batch))
-        gradients.append([p.grad.full_tensor() for p in policy.parameters()])
-    for together, alone in zip(*gradients, strict=True):
-        torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-7)
+    assert all(now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True))
 
 
 def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest(started):
@@ -156,8 +140,9 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(starte
     seen = []
     policy.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
-    logps = policy(policy.inputs(pack, side.workers.device))
-    logps.sum().backward()
+    with policy.computing():
+        logps = policy(policy.inputs(pack, side.workers.device))
+        logps.sum().backward()
     assert seen == [torch.bfloat16]
     assert logps.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}

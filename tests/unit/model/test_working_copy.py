@@ -1,0 +1,143 @@
+"""On one worker: bfloat16 copies of float32 weights to compute with."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from running import SHORT
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tandem.config.load import load_config
+from tandem.model.load import load_policy
+from tandem.model.parallel import frozen, shard
+from tandem.model.workers import start_workers
+from tandem.model.working_copy import WorkingCopy
+from tandem.train.setup import set_up
+
+pytestmark = pytest.mark.bfloat16
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return start_workers()
+
+
+@pytest.fixture(scope="module")
+def setup(workers):
+    return set_up(load_config(None, SHORT).config, workers.device)
+
+
+@pytest.fixture
+def packs(setup):
+    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    assert len(packs) > 1
+    return packs
+
+
+@pytest.fixture
+def policy(setup, workers):
+    return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=True)
+
+
+def run(policy, packs, device):
+    """Log-probabilities and gradients of packs, one after another."""
+    logps = []
+    with policy.computing():
+        for pack in packs:
+            values = policy(policy.inputs(pack, device))
+            values.sum().backward()
+            logps.append(values.detach())
+    gradients = (parameter.grad for parameter in policy.parameters())
+    return logps, [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
+
+
+def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers, packs, policy):
+    several = SimpleNamespace(count=2, mesh=workers.mesh)  # on a mesh of one, so that there is nothing to add up
+    other = load_policy(setup.source, setup.config.policy, workers.device)
+    other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
+    assert all(isinstance(parameter, DTensor) for parameter in other.parameters())
+    (own, own_gradients), (logps, gradients) = (run(one, packs, workers.device) for one in (policy, other))
+    assert all(map(torch.equal, own, logps))
+    assert len(own_gradients) == len(gradients)
+    for one, two in zip(own_gradients, gradients, strict=True):
+        assert one.dtype == two.dtype == torch.float32
+        assert torch.equal(one, two)
+
+
+def test_copies_follow_the_weights(policy, packs, workers):
+    inputs = policy.inputs(packs[0], workers.device)
+    with torch.no_grad():
+        before, again = policy(inputs), policy(inputs)
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+        after = policy(inputs)
+    assert torch.equal(before, again)
+    assert not torch.allclose(before, after)
+
+
+def test_held_in_held_is_held_once(policy, packs, workers):
+    with torch.no_grad(), policy.computing():
+        outer = [parameter.data_ptr() for parameter in policy.parameters()]
+        policy.plain_logps(torch.tensor([5, 6]), torch.tensor([7]))
+        with policy.computing():
+            policy(policy.inputs(packs[0], workers.device))
+        assert [parameter.data_ptr() for parameter in policy.parameters()] == outer
+        assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+
+
+def test_weights_are_back_where_computing_fails(policy):
+    with pytest.raises(ZeroDivisionError), policy.computing():
+        _ = 1 / 0
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+
+
+def test_a_forward_with_gradients_alone_is_refused(policy, packs, workers):
+    with pytest.raises(RuntimeError, match="both belong under `computing`"):
+        policy(policy.inputs(packs[0], workers.device))
+
+
+def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, workers):
+    inputs = policy.inputs(packs[0], workers.device)
+    with torch.no_grad():
+        before = policy(inputs)
+    kept = frozen(policy)
+    assert kept.working_copy is None
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in kept.parameters())
+    assert torch.equal(kept(inputs), before)
+
+
+def test_no_copies_where_nothing_is_cast(setup, workers):
+    for dtype, bfloat16 in ((torch.float32, False), (torch.bfloat16, True)):
+        loaded = load_policy(setup.source, setup.config.policy, workers.device, dtype=dtype)
+        assert shard(loaded, workers, bfloat16=bfloat16).working_copy is None
+
+
+def test_tied_weights_have_one_copy_and_add_their_gradients():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+            self.kept = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    tied = Tied()
+    copy = WorkingCopy(tied)
+    assert len(copy.copies) == 1
+    with copy.held():
+        assert tied.first.weight is tied.second.weight
+        x = torch.ones(1, 3, dtype=torch.bfloat16)
+        for _ in range(2):
+            (tied.first(x) * tied.kept + tied.second(x)).sum().backward()
+    assert tied.first.weight is tied.second.weight
+    assert torch.equal(tied.first.weight.grad, torch.full((3, 3), 4.0))
+
+
+def test_a_frozen_weight_takes_no_gradient():
+    linear = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    copy = WorkingCopy(linear)
+    x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    with copy.held():
+        linear(x).sum().backward()
+    assert linear.weight.grad is None
