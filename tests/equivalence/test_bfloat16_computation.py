@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import bfloat16_start
 from running import killed_after, largest_difference, metrics_of, short_run, weights_of
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
 from tandem.model import working_copy

@@ -81,7 +81,9 @@ class Casts:
     def __call__(self) -> None:
         addresses = [source.data_ptr() for source, _, _ in self.given]
         if addresses != self.addresses:  # at first, or where a weight was given other memory
-            rows = [[source.data_ptr(), target.data_ptr(), source.numel(), start] for source, target, start in self.given]
+            rows = [
+                [source.data_ptr(), target.data_ptr(), source.numel(), start] for source, target, start in self.given
+            ]
             self.tables = torch.tensor(rows, dtype=torch.int64).to(self.owners.device)
             self.addresses = addresses
         if self.num_blocks:

@@ -8,6 +8,7 @@ from tandem.model.rounding import cast_by_chance, salt_in_policy
 from tandem.model.workers import Workers
 from tandem.model.working_copy import WorkingCopy
 
+
 def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
 

@@ -362,7 +362,9 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], wor
 def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
     same = setup.compares and setup.reference_source is None
     with policy.computing():
-        found = audit(policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same)
+        found = audit(
+            policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same
+        )
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
         + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")

@@ -132,7 +132,9 @@ def test_messages_stand_in_a_csv_file_as_json(values):
 
 def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
     asked = str([{"role": "user", "content": "Why?"}])
-    refused, kept = read("pairs.csv", as_csv([{"prompt": asked, "chosen": "a"}, {"prompt": "[{'a': 1}]", "chosen": "b"}]))
+    refused, kept = read(
+        "pairs.csv", as_csv([{"prompt": asked, "chosen": "a"}, {"prompt": "[{'a': 1}]", "chosen": "b"}])
+    )
     assert str(refused) == (
         f"{tmp_path}/pairs.csv:2: prompt: messages as Python prints them, not as JSON. Write the column by json.dumps, or "
         "the table as .parquet."

@@ -69,7 +69,9 @@ def test_a_missing_key_is_told_with_the_nearest_and_with_those_found():
 
 def test_a_key_in_other_letters_is_told():
     source = row({"prompt": "Hi", "Chosen": "yes", "rejected": "no"})
-    assert refusal(binary, source)[2].startswith("no key chosen. Is Chosen meant? Keys found: prompt, Chosen, rejected.")
+    assert refusal(binary, source)[2].startswith(
+        "no key chosen. Is Chosen meant? Keys found: prompt, Chosen, rejected."
+    )
 
 
 def test_an_empty_object_has_no_keys():

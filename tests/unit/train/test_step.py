@@ -105,7 +105,9 @@ def test_weights_are_float32_after_a_forward_without_backward(started):
     for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
         with torch.no_grad():
             policy(policy.inputs(pack, side.workers.device))
-    assert all(now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True))
+    assert all(
+        now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True)
+    )
 
 
 def test_weights_are_float32_after_a_step(started):
@@ -114,7 +116,9 @@ def test_weights_are_float32_after_a_step(started):
     before = list(policy.parameters())
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
-    assert all(now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True))
+    assert all(
+        now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True)
+    )
 
 
 def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest(started):
