@@ -53,39 +53,26 @@ def _allowed(
     """[blocks, blocks] partial and full, of one row."""
     num = len(tree) // block
     counts = np.zeros((num, num), np.int64)
-    touched = np.zeros((num, num), bool)
+    near = np.zeros((num, num), bool)
     for segment in _segments(tree, branch, position_ids):
-        own = _overlap(segment, block, num)
-        lower = np.tril(np.outer(own, own), -1) + np.diag(own * (own + 1) // 2)
-        _count(counts, touched, lower, segment, segment, block, window)
+        own = _overlap(segment, block)
+        seen = [(segment, _triangle(own))]
         if segment.prompt is not None:
-            rectangle = np.outer(own, _overlap(segment.prompt, block, num))
-            _count(counts, touched, rectangle, segment, segment.prompt, block, window)
+            seen.append((segment.prompt, np.multiply.outer(own, _overlap(segment.prompt, block))))
+        for keys, area in seen:
+            place = _blocks(segment, block), _blocks(keys, block)
+            if window is None:
+                counts[place] += area
+            else:
+                (lowest_q, highest_q), (lowest_k, highest_k) = _positions(segment, block), _positions(keys, block)
+                inside = highest_q[:, None] - lowest_k < window  # every pair is
+                counts[place] += np.where(inside, area, 0)
+                near[place] |= (area > 0) & (lowest_q[:, None] - highest_k < window)  # some pair is
+    touched = counts > 0 if window is None else near
     filler = (tree == FILLER).reshape(num, block).sum(1)
     touched |= np.diag(filler > 0)
     full = counts == block * block
     return touched & ~full, full
-
-
-def _count(
-    counts: IntArray,
-    touched: NDArray[np.bool_],
-    area: IntArray,
-    queries: _Segment,
-    keys: _Segment,
-    block: int,
-    window: int | None,
-) -> None:
-    if window is not None:
-        lowest_q, highest_q = _positions(queries, block, len(counts))
-        lowest_k, highest_k = _positions(keys, block, len(counts))
-        near = lowest_q[:, None] - highest_k[None, :] < window  # some pair is inside the window
-        inside = highest_q[:, None] - lowest_k[None, :] < window  # every pair is
-        touched |= (area > 0) & near
-        counts += np.where(inside, area, 0)
-    else:
-        touched |= area > 0
-        counts += area
 
 
 def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> list[_Segment]:
@@ -103,15 +90,31 @@ def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> list[
     return segments
 
 
-def _overlap(segment: _Segment, block: int, num: int) -> IntArray:
-    """Positions of a segment in each block: start 100, end 300, block 128 -> [28, 128, 44, 0, ...]."""
-    edges = np.arange(num) * block
-    return np.clip(np.minimum(segment.end, edges + block) - np.maximum(segment.start, edges), 0, None)
+def _blocks(segment: _Segment, block: int) -> slice:
+    """Those that a segment has a part in."""
+    return slice(segment.start // block, -(-segment.end // block))
 
 
-def _positions(segment: _Segment, block: int, num: int) -> tuple[IntArray, IntArray]:
-    """Lowest and highest position id of a segment inside each block (meaningless where it has none)."""
-    edges = np.arange(num) * block
+def _overlap(segment: _Segment, block: int) -> IntArray:
+    """Positions of a segment in each of its blocks: start 100, end 300, block 128 -> [28, 128, 44]."""
+    blocks = _blocks(segment, block)
+    own = np.full(blocks.stop - blocks.start, block, np.int64)
+    own[0] -= segment.start - blocks.start * block
+    own[-1] -= blocks.stop * block - segment.end
+    return own
+
+
+def _triangle(own: IntArray) -> IntArray:
+    """How many pairs of a segment, of which the key is not later, are in each block: [2, 3] -> [[3, 0], [6, 6]]."""
+    area = np.tri(len(own), k=-1, dtype=np.int64) * np.multiply.outer(own, own)
+    area.flat[:: len(own) + 1] = own * (own + 1) // 2
+    return area
+
+
+def _positions(segment: _Segment, block: int) -> tuple[IntArray, IntArray]:
+    """Lowest and highest position id of a segment inside each of its blocks."""
+    blocks = _blocks(segment, block)
+    edges = np.arange(blocks.start, blocks.stop) * block
     lowest = np.maximum(segment.start, edges) - segment.start + segment.first_position
     highest = np.minimum(segment.end, edges + block) - 1 - segment.start + segment.first_position
     return lowest, highest
