@@ -1,0 +1,163 @@
+"""Times attention over one pack, forward and backward: FlexAttention with several block sizes and kernel options, and flash
+kernels over the same preferences with every prompt repeated.
+
+    python benchmarks/attention.py [--heads 12 --kv-heads 2 --dim 128] [--length 16384] [--prompt-mean 200]
+
+Lengths are log-normal, as in benchmarks/train.py. Needs a GPU. Prints a table; its last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from tandem.data.tokens import TokenizedPreference
+from tandem.model.attention import may_attend
+from tandem.model.varlen import attend_runs, runs_of
+from tandem.packing.blocks import block_lists
+from tandem.packing.layout import Pack, lay_out
+
+# Blocks of the mask, and what the kernels are told.
+FLEX: dict[str, tuple[int, dict[str, Any]]] = {
+    "flex": (128, {}),
+    "flex, rows safe": (128, {"ROWS_GUARANTEED_SAFE": True}),
+    "flex, prescaled": (128, {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True}),
+    "flex, TMA": (128, {"USE_TMA": True}),
+    "flex, forward 128 x 128": (128, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 2}),
+    "flex, forward 64 x 64": (128, {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}),
+    "flex, backward 64": (
+        128,
+        {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_warps": 4, "bwd_num_stages": 3},
+    ),
+    "flex, blocks of 64": (
+        64,
+        {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
+        | {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")}
+        | {"bwd_num_warps": 4, "bwd_num_stages": 3},
+    ),
+    "flex, blocks of 256": (256, {}),
+}
+
+
+def made_preferences(o: argparse.Namespace) -> list[TokenizedPreference]:
+    """As many as fill a row."""
+    rng = np.random.default_rng(0)
+
+    def length(mean: float) -> int:
+        return max(4, int(rng.lognormal(np.log(mean) - 0.7**2 / 2, 0.7)))
+
+    made: list[TokenizedPreference] = []
+    room = o.length
+    while True:
+        sizes = length(o.prompt_mean), length(o.completion_mean), length(o.completion_mean)
+        if (room := room - sum(sizes)) < 0:
+            return made
+        prompt, *answers = (np.zeros(size, np.int32) for size in sizes)
+        made.append(TokenizedPreference(prompt, tuple(answers), ((0, 1),), (0.0, 0.0), "made"))
+
+
+def block_mask(pack: Pack, block: int) -> BlockMask:
+    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, None)
+    tree, branch, position = (
+        torch.from_numpy(array.astype("int32")).cuda() for array in (pack.tree, pack.branch, pack.position_ids)
+    )
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return may_attend(tree[b], branch[b], position[b], q, k, None)
+
+    def on_device(array: Any) -> Tensor:
+        return torch.from_numpy(array).cuda()[:, None]
+
+    length = pack.token_ids.shape[1]
+    return BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=on_device(lists.kv_partial_counts),
+        kv_indices=on_device(lists.kv_partial),
+        full_kv_num_blocks=on_device(lists.kv_full_counts),
+        full_kv_indices=on_device(lists.kv_full),
+        q_num_blocks=on_device(lists.q_partial_counts),
+        q_indices=on_device(lists.q_partial),
+        full_q_num_blocks=on_device(lists.q_full_counts),
+        full_q_indices=on_device(lists.q_full),
+        BLOCK_SIZE=(block, block),
+        mask_mod=rule,
+    )
+
+
+def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int) -> tuple[float, float, Tensor]:
+    """Of forward, and of forward and backward together; and what came out."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, o.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (o.heads, o.kv_heads, o.kv_heads)
+    )
+    outer = torch.randn_like(q)
+
+    def timed(work: Callable[[], Any]) -> float:
+        for _ in range(3):
+            work()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(o.times):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / o.times
+
+    return timed(lambda: call(q, k, v)), timed(lambda: call(q, k, v).backward(outer)), call(q, k, v).detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--prompt-mean", type=float, default=200)
+    parser.add_argument("--completion-mean", type=float, default=250)
+    parser.add_argument("--times", type=int, default=30)
+    o = parser.parse_args()
+    preferences = made_preferences(o)
+    numbers = range(len(preferences))
+    shared = lay_out(numbers, preferences, length=o.length)
+    repeated_length = -(-sum(2 * len(p.prompt) + sum(map(len, p.completions)) for p in preferences) // 256) * 256
+    repeated = lay_out(numbers, preferences, length=repeated_length, arrangement="repeated")
+    found: dict[str, dict[str, float]] = {}
+    plain: Tensor | None = None
+    print(f"{len(preferences)} preferences, {o.length:,} tokens with shared prompts, {repeated_length:,} without")
+    print(f"{'':<26} {'forward':>9} {'with backward':>14} {'difference':>11}")
+
+    def tell(name: str, call: Callable[..., Tensor], length: int) -> None:
+        nonlocal plain
+        try:
+            forward, both, out = milliseconds(call, o, length)
+        except Exception as error:
+            print(f"{name:<26} {str(error).splitlines()[0][:80]}", flush=True)
+            return
+        plain = out if plain is None else plain
+        off = (out - plain).abs().max().item() if out.shape == plain.shape else float("nan")
+        found[name] = {"forward": round(forward, 3), "both": round(both, 3), "difference": off}
+        print(f"{name:<26} {forward:>9.2f} {both:>14.2f} {off:>11.1e}", flush=True)
+
+    grouped = o.heads != o.kv_heads
+    for name, (block, options) in FLEX.items():
+        torch._dynamo.reset()
+        compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, block)
+        given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
+        tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
+    torch._dynamo.reset()
+    compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(repeated, 128)
+    given = {"block_mask": mask, "enable_gqa": grouped}
+    tell("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
+    runs = runs_of(repeated, None, torch.device("cuda"))
+    tell("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
+    print(json.dumps({"benchmark": "attention", **vars(o), "milliseconds": found, "torch": torch.__version__}))
+
+
+if __name__ == "__main__":
+    main()
