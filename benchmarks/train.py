@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from float8 import compute_in_float8
 from made_model import SHAPES, config_of
 
 from tandem.config.schema import Config
@@ -122,18 +123,6 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         add_adapters(model, o.lora)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
     return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
-
-
-def compute_in_float8(model: Any, recipe: str) -> None:
-    """The matrix products of the layers, by torchao, where both sides are multiples of 16."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
-
-    def fits(module: torch.nn.Module, name: str) -> bool:
-        return isinstance(module, torch.nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    for layer in model.base_model.layers:
-        convert_to_float8_training(layer, config=config, module_filter_fn=fits)
 
 
 def add_adapters(model: Any, dim: int) -> None:
