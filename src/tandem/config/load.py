@@ -141,7 +141,8 @@ def _parse(text: str) -> Override:
     except HydraException as error:
         if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
-                f"override {text!r}: a file, without a key. Pairs to train on are data.train={text}."
+                f"override {text!r}: a file, without a key. Pairs to train on are data.train={text}; several files are a "
+                "pattern in quotes, 'FOLDER/*.jsonl'."
             ) from None
         raise ConfigError(
             f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that hold "
@@ -151,9 +152,10 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"override {text!r}: there is no key before the =.")
     if override.is_sweep_override():
         key = override.key_or_group
+        of_list = key.removesuffix(".data_path")  # a set has one path; a list is of sets
         raise ConfigError(
             f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "
-            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {key}=[a,b]."
+            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {of_list}=[a,b]."
         )
     return override
 

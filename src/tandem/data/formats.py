@@ -28,6 +28,7 @@ from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind
 from tandem.data.wording import Wording
 
 Prompt = str | tuple[Message, ...]
+NOT_READ = "a prompt beside whole conversations that says something else, and is not read"
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -45,7 +46,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
             f"none of the keys {', '.join(names)}. Keys found: {', '.join(row.value)}. data.train.prompt_key, chosen_key and "
             "rejected_key name others; data.train.dataset_name names another format.",
         )
-    return _pair(row, with_system(row, prompt_of(row, keys.prompt_key)), keys.chosen_key, keys.rejected_key)
+    return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
 
 
 def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
@@ -59,12 +60,17 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
     completions = []
     for i, item in enumerate(given):
         where = f"completions[{i}]"
-        rank = field_of(item, "rank", row, f"{where}.")
+        rank = _whole(field_of(item, "rank", row, f"{where}."))
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is no rank; ranks are integers from 0.")
         text = completion_of(row, field_of(item, "completion", row, f"{where}."), f"{where}.completion")
         completions.append(Completion(text, rank, _score(item, row, where)))
     return checked(Preference(prompt_of(row, "context"), tuple(completions), row.place))
+
+
+def _whole(number: Any) -> Any:
+    """2.0 is 2: tables write whole numbers so where a row has none."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def scored(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -90,7 +96,17 @@ def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
     """`chosen` and `rejected` are whole conversations; the prompt is what both begin with, up to an answer."""
-    return _from_conversations(row, keys.chosen_key, keys.rejected_key)
+    found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
+    assert not isinstance(found.prompt, str)
+    return found if _is_told(row.value.get(keys.prompt_key), found.prompt) else replace(found, notes=(NOT_READ,))
+
+
+def _is_told(prompt: Any, messages: tuple[Message, ...]) -> bool:
+    """Whether a prompt beside whole conversations says nothing that does not stand in them."""
+    contents = {message.content.strip() for message in messages}
+    turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    texts = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    return all(text.strip() in contents for text in texts if isinstance(text, str))
 
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -118,7 +134,7 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
         completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
         for key in (keys.chosen_key, keys.rejected_key)
     ]
-    return checked(Preference(with_system(row, prompt), _two(row, texts), row.place))
+    return checked(Preference(prompt, _two(row, texts), row.place))
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -134,19 +150,19 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def _alpaca_prompt(row: SourceRow) -> Prompt:
-    """`instruction` and `input` as one text; with `system` or `history` (pairs of earlier turns) as messages."""
+    """`instruction` and `input` as one text; with `history` (pairs of earlier turns) as messages."""
     instruction = prompt_of(row, "instruction")
     extra = "" if row.value.get("input") is None else row.value["input"]
     if not isinstance(instruction, str) or not isinstance(extra, str):
         raise RowError(row.place, "wrong type", "instruction and input must be texts.")
     text = f"{instruction}\n\n{text_of(row, extra, 'input')}" if extra.strip() else instruction
-    system, history = row.value.get("system"), row.value.get("history") or []
-    if not system and not history:
+    history = row.value.get("history") or []
+    if not history:
         return text
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(row.place, "wrong type", "history: not a list of pairs, each a question and its answer.")
     earlier = [(role, said) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)]
-    turns = [*([("system", system)] if system else []), *earlier, ("user", text)]
+    turns = [*earlier, ("user", text)]
     return messages_of([{"role": role, "content": said} for role, said in turns], row, "history")
 
 
@@ -157,9 +173,7 @@ def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
     """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
-    preferred = field_of(row.value, "overall_preference", row)
-    if isinstance(preferred, float) and preferred.is_integer():  # as tables write it where a row has none
-        preferred = int(preferred)
+    preferred = _whole(field_of(row.value, "overall_preference", row))
     if not isinstance(preferred, int) or isinstance(preferred, bool):
         raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not a whole number.")
     ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
@@ -230,13 +244,13 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
-    """A row in the named format, with its tools, its prompt worded as the dataset's prompt files say."""
+    """A row in the named format, with its system turn and tools, its prompt worded as the dataset's prompt files say."""
     refuse_other_media(row)
     try:
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
         raise _with_its_setting(error, keys) from None
-    prompt, tools = wording.of(preference.prompt), tools_of(row)
+    prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
     return replace(preference, prompt=prompt, tools=tools)
@@ -267,7 +281,13 @@ def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Co
     given = None
     if not row.value.keys().isdisjoint(ANY_SCORE):
         # A table has every column in every row: null where the row has none.
-        given = next((keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)), None)
+        several = [keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
+        given = several[0] if several else None
+        for other in several[1:]:
+            for one, two in zip(several[0], other, strict=True):
+                if row.value.get(one) != row.value.get(two):
+                    message = f"{one} and {two} differ, and only one can count."
+                    raise RowError(row.place, "bad score", message)
     if given is None:
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]

@@ -48,6 +48,7 @@ class Preference:
     completions: tuple[Completion, ...]
     place: str
     tools: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()  # what is worth a count though the row is used
 
 
 def checked(preference: Preference) -> Preference:

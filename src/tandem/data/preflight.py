@@ -1,5 +1,6 @@
 """Sets in; what a user should know before training out: counts, lengths, duplicates, overlap of train and validation."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from tandem.data.selection import Preferences, Selection
 from tandem.data.sets import Sets
 from tandem.data.store import Counts, TokenStore
+from tandem.data.store_writer import digest_of
 
 NGRAM = 8
 # Overlap is told on a sample of large sets: hashes of all n-grams of a billion tokens would not fit in memory.
@@ -56,7 +58,8 @@ def preflights(sets: Sets) -> list[Preflight]:
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
-    read = [replace(one, notes={**one.notes, **_again(one.name, sets)}) for one in read]
+    again = _again(sets)
+    read = [replace(one, notes={**one.notes, **again.get(one.name, {})}) for one in read]
     held = [
         preflight(f"validation-{name}", chosen, sets.train)
         for name, chosen in sets.validation.items()
@@ -92,12 +95,20 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
     )
 
 
-def _again(name: str, sets: Sets) -> dict[str, int]:
-    """That a training set stands before this one already, all of it."""
-    training = {other: store for other, store in sets.read.items() if other.startswith("train")}
-    first = {store.fingerprint: other for other, store in reversed(training.items())}
-    before = first[training[name].fingerprint] if name in training else name
-    return {f"preferences that stand in {before} already": len(training[name])} if before != name else {}
+def _again(sets: Sets) -> dict[str, dict[str, int]]:
+    """By training set, how many of its preferences stand in one before it, or stand there the other way round."""
+    training = {name: store for name, store in sets.read.items() if name.startswith("train")}
+    seen: dict[int, str] = {}
+    notes: dict[str, dict[str, int]] = {}
+    for name, store in training.items() if len(training) > 1 else ():
+        own = [int.from_bytes(digest_of(store[i]), "little") for i in range(min(len(store), MAX_PREFERENCES))]
+        twice = Counter(seen[digest] for digest in own if digest in seen)
+        opposed = Counter(seen[digest ^ 1] for digest in own if digest ^ 1 in seen)
+        notes[name] = {f"preferences that stand in {other} already": count for other, count in twice.items()}
+        notes[name] |= {f"preferences that {other} states the other way round": n for other, n in opposed.items()}
+        for digest in own:
+            seen.setdefault(digest, name)
+    return notes
 
 
 def _kept(train: Preferences | None) -> str:

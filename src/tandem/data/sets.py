@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.config.datasets import Data, DatasetFields
+from tandem.config.losses import needs_scores, spelled
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.opening import TooFewUsableError, open_store
@@ -92,7 +93,10 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         raise _together(problems, _hints(problems, shares, config))
     stores = {name: read[name] for name in names}
     validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
-    return _joined(stores, [one.weight for one in given], read, validation, config)
+    sets = _joined(stores, [one.weight for one in given], read, validation, config)
+    for store in (sets.train, *sets.validation.values()):
+        _check_scores(store, config)
+    return sets
 
 
 def _together(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
@@ -146,6 +150,20 @@ def _joined(
     )
     held_out: dict[str, Preferences] = {"default": Selection(stores, np.flatnonzero(held))} if share else {}
     return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
+
+
+def _check_scores(store: Preferences, config: Config) -> None:
+    """Refuse a loss that reads scores where the data gives none; a default is taken only when asked for."""
+    if not needs_scores(config.dpo.preference_loss):
+        return
+    lacking = np.flatnonzero(store.lacks_scores)
+    if len(lacking):
+        raise DataError(
+            f"{store.place(int(lacking[0]))}: no score for every completion, as in {len(lacking)} of {len(store)} "
+            f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
+            "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
+            "data.default_rejected_reward."
+        )
 
 
 def of_set(message: str, split: str) -> str:

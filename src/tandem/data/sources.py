@@ -201,7 +201,7 @@ def _numbered(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, bytes]
 
 
 def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """The rows of a table with a header line, values as texts; a row is numbered by the line it ends on."""
+    """The rows of a table with a header line, values as texts; a row is numbered by the line it begins on."""
     csv.field_size_limit(MAX_BYTES)  # Python's own limit, 128 kB, is less than some answers
     reader = csv.DictReader(_decoded(file, path), strict=True)
     try:
@@ -215,18 +215,18 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
             surplus = value.pop(None, [])
             texts = [text for text in value.values() if text is not None]
             num_fields = len(texts) + len(surplus)
+            number = reader.line_num - sum(text.count("\n") for text in chain(texts, surplus))
             if num_fields != len(names):
                 message = f"{num_fields} fields where the header has {len(names)}."
-                place = f"{path}:{reader.line_num}"
-                yield reader.line_num, RowError(place, "wrong number of fields", message), 0
+                yield number, RowError(f"{path}:{number}", "wrong number of fields", message), 0
             elif (column := next((name for name, text in value.items() if _is_python_list(text)), None)) is not None:
                 message = (
                     f"{column}: messages as Python prints them, not as JSON. Write the column by json.dumps, or the table as "
                     ".parquet."
                 )
-                yield reader.line_num, RowError(f"{path}:{reader.line_num}", "not JSON", message), 0
+                yield number, RowError(f"{path}:{number}", "not JSON", message), 0
             else:
-                yield reader.line_num, _with_numbers(_with_messages(value)), sum(map(len, texts))
+                yield number, _with_numbers(_with_messages(value)), sum(map(len, texts))
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num + 1}: malformed csv in the row from here: {error}.") from None
 

@@ -151,7 +151,7 @@ def settle(
         if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
             prepared.note("chosen scored below rejected", row.place)
     prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
-    prepared.digests = b"".join(map(_digest, accepted))
+    prepared.digests = b"".join(map(digest_of, accepted))
     prepared.batch = _stream(accepted) if accepted else b""
     return prepared
 
@@ -217,7 +217,7 @@ def _repeated(digests: NDArray[np.uint64]) -> tuple[dict[str, int], dict[str, in
         starts, middles = np.searchsorted(each, ones), np.searchsorted(each, ones + 1)
         ends = np.searchsorted(each, ones + 1, "right")
         found[OPPOSED] = int((ends - starts).sum())
-        first[OPPOSED] = int(np.maximum(order[starts], order[middles]).min())
+        first[OPPOSED] = int(np.minimum(order[starts], order[middles]).min())
     return found, first
 
 
@@ -255,11 +255,12 @@ def _as_reject(row: RowError) -> dict[str, str]:
 
 def _notes(preference: Preference, rendered: Rendered, pairing: str) -> Iterator[str]:
     """What is worth a count though the row is used."""
+    yield from preference.notes
     completions = rendered.completions
     text = rendered.prompt + "".join([part.text for parts in completions for part in parts])
     if len(completions) > 2 and any(completions[a] == completions[b] for a, b in pairs_of(preference, pairing)):
         yield "pairs of identical completions, left out"
-    if any(said not in text for said in _reasoning(preference)):
+    if any(_is_lost(said, text, _said(preference)) for said in _reasoning(preference)):
         yield "reasoning that the chat template leaves out"
     if SHIELD not in text:
         yield from _left_out(preference, rendered, text)
@@ -283,18 +284,37 @@ def _misread(prompt: str, preference: Preference) -> Iterator[str]:
 def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator[str]:
     """What a chat template does not write, and what it has the model learn that nobody said."""
     turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
-    lost = {message.role for message in turns if message.content.strip() not in text}
+    contents = [message.content for message in turns]
+    lost = {
+        message.role
+        for i, message in enumerate(turns)
+        if _is_lost(message.content.strip(), rendered.prompt, contents[:i] + contents[i + 1 :])
+    }
     if "system" in lost:
         yield NO_SYSTEM
     if lost - {"system"}:
         yield "turns of the prompt that the chat template leaves out"
     described = [tool.get("function", tool) for tool in preference.tools]
-    if any(str(one.get("name", "")) not in text for one in described if isinstance(one, Mapping)):
+    said = _said(preference) if described else []
+    if any(_is_lost(str(one.get("name", "")), text, said) for one in described if isinstance(one, Mapping)):
         yield "tools that the chat template leaves out"
     for completion, parts in zip(preference.completions, rendered.completions, strict=True):
         if isinstance(completion.answer, str) and not parts[0].text.lstrip().startswith(completion.answer.strip()[:20]):
             yield "answers before which the chat template writes more, which is scored"
             return
+
+
+def _said(preference: Preference) -> list[str]:
+    """All contents of a preference's turns and answers."""
+    turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
+    answers = [completion.answer for completion in preference.completions]
+    spoken = chain.from_iterable((Message("assistant", one),) if isinstance(one, str) else one for one in answers)
+    return [message.content for message in chain(turns, spoken)]
+
+
+def _is_lost(words: str, text: str, others: Iterable[str]) -> bool:
+    """Whether words are not written in a text, or only as often as others say the same."""
+    return bool(words) and text.count(words) <= sum(other.count(words) for other in others)
 
 
 def _reasoning(preference: Preference) -> Iterator[str]:
@@ -317,7 +337,7 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
     return replace(row, scores=tuple(filled))
 
 
-def _digest(row: TokenizedPreference) -> bytes:
+def digest_of(row: TokenizedPreference) -> bytes:
     """Of the tokens of a preference. That of two completions and its opposite, which prefers the other, differ in one bit."""
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
     completions = [completion.tobytes() for completion in row.completions]

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, needs_scores, reads, spelled
+from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, reads, spelled
 from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
 from tandem.data.preflight import Preflight, preflights
@@ -265,7 +264,6 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
         )
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
-        _check_scores(store, config)
 
 
 def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
@@ -348,18 +346,6 @@ def _check_packs(batches: Batches, train: Packer) -> None:
             f"policy.packing.mode = dataset: a pack of {train.length} tokens holds {most} pairs, more than a batch of "
             f"{batches.batch_size}. Raise policy.train_global_batch_size, or lower policy.packing.pack_length"
             f"{f' (prepared are {others})' if others else ''}."
-        )
-
-
-def _check_scores(store: Preferences, config: Config) -> None:
-    """Refuse a loss that reads scores where the data gives none; a default is taken only when asked for."""
-    lacking = np.flatnonzero(store.lacks_scores)
-    if needs_scores(config.dpo.preference_loss) and len(lacking):
-        raise DataError(
-            f"{store.place(int(lacking[0]))}: no score for every completion, as in {len(lacking)} of {len(store)} "
-            f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
-            "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
-            "data.default_rejected_reward."
         )
 
 

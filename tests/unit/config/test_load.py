@@ -298,6 +298,11 @@ def test_a_sweep_is_refused_with_the_loop_that_does_it(values):
     )
 
 
+def test_several_paths_are_told_as_a_list_of_sets():
+    told = refusal(None, "data.train.data_path=a.jsonl,b.jsonl")
+    assert told.endswith("For a list write data.train=[a,b].")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("run.seed", "missing EQUAL at '<EOF>'"), ("run={name", "no viable alternative at input '{name'")],
@@ -317,7 +322,8 @@ def test_a_file_given_as_an_override_is_told_its_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("")
     assert refusal(None, "pairs.jsonl") == (
-        "override 'pairs.jsonl': a file, without a key. Pairs to train on are data.train=pairs.jsonl."
+        "override 'pairs.jsonl': a file, without a key. Pairs to train on are data.train=pairs.jsonl; several "
+        "files are a pattern in quotes, 'FOLDER/*.jsonl'."
     )
 
 

@@ -4,14 +4,15 @@ import pytest
 from rows import GOOD, refusal, row
 
 from tandem.config.datasets import DatasetFields
-from tandem.data.formats import FORMATS
+from tandem.data.formats import FORMATS, read_preference
 from tandem.data.preference import Message
+from tandem.data.wording import Wording
 
 READ = FORMATS["alpaca"].read
 
 
 def prompt_of(**changes):
-    return READ(row(GOOD["alpaca"] | changes), DatasetFields()).prompt
+    return read_preference(row(GOOD["alpaca"] | changes), DatasetFields(), "alpaca", Wording()).prompt
 
 
 def test_a_system_text_is_the_first_turn():
@@ -44,7 +45,8 @@ def test_without_system_and_history_the_prompt_is_one_text(nothing):
 
 def test_a_pair_of_outputs_has_the_same_prompt():
     pair = GOOD["alpaca_pair"] | {"system": "Be kind."}
-    assert FORMATS["alpaca_pair"].read(row(pair), DatasetFields()).prompt == prompt_of(system="Be kind.")
+    found = read_preference(row(pair), DatasetFields(), "alpaca_pair", Wording())
+    assert found.prompt == prompt_of(system="Be kind.")
 
 
 @pytest.mark.parametrize("history", ["One?", [["One?"]], [["One?", "1", "2"]], [["One?", "1"], "Two?"], {"One?": "1"}])

@@ -298,9 +298,9 @@ def test_an_array_in_a_jsonl_file_is_a_line_that_is_no_object(read):
 # csv
 
 
-def test_a_csv_row_is_numbered_by_the_line_it_ends_on(read):
+def test_a_csv_row_is_numbered_by_the_line_it_begins_on(read):
     rows = read("pairs.csv", b'prompt,chosen\r\nHi,"a\nb\r\nc"\r\n\r\nHo,"say ""d"""\r\n')
-    assert [(row.value["chosen"], row.line) for row in rows] == [("a\nb\r\nc", 4), ('say "d"', 6)]
+    assert [(row.value["chosen"], row.line) for row in rows] == [("a\nb\r\nc", 2), ('say "d"', 6)]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_column(values):

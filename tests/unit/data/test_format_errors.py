@@ -266,7 +266,11 @@ for name in ("Tulu3Preference", "implicit_prompt"):
 )
 def test_a_malformed_row_is_refused_with_the_place_inside_it(case, changes, reason, message):
     name = case.split(":")[0]
-    assert refusal(FORMATS[name].read, row(GOOD[name] | changes)) == ("bad", reason, message)
+
+    def read(source, keys):
+        return read_preference(source, keys, name, Wording())
+
+    assert refusal(read, row(GOOD[name] | changes)) == ("bad", reason, message)
 
 
 BAD_GROUPS = {

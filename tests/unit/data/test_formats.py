@@ -6,16 +6,17 @@ import pytest
 from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
 from tandem.config.datasets import DatasetFields, DatasetName
-from tandem.data.formats import FORMATS, detect_format, ranked
+from tandem.data.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
 from tandem.data.preference import Completion, Message
 from tandem.data.sources import SCORE_KEYS
+from tandem.data.wording import Wording
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 
 
 def read(name, keys=KEYS, **changes):
     """A good row of a format with some fields changed, read."""
-    return FORMATS[name].read(row(GOOD[name] | changes), keys)
+    return read_preference(row(GOOD[name] | changes), keys, name, Wording())
 
 
 def texts_and_ranks(preference):
@@ -254,9 +255,49 @@ def test_completions_of_several_messages_beside_a_prompt_are_answers():
 
 @pytest.mark.parametrize("prompt", ["Hi", [ASKED]])
 def test_a_system_text_beside_the_prompt_is_its_first_turn(prompt):
-    found = FORMATS["BinaryPreferenceDataset"].read(pair(prompt=prompt, system="Be kind."), KEYS)
+    found = read("BinaryPreferenceDataset", prompt=prompt, system="Be kind.")
     assert found.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
-    assert FORMATS["BinaryPreferenceDataset"].read(pair(system=""), KEYS).prompt == "Hi"
+    assert read("BinaryPreferenceDataset", system="").prompt == "Hi"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_system_text_is_read_in_every_format(name):
+    assert read(name, system="Be kind.").prompt == (Message("system", "Be kind."), Message("user", "Hi"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "notes"),
+    [
+        ("Hi", ()),
+        (" Hi\n", ()),
+        ([ASKED], ()),
+        (None, ()),
+        (3, ()),
+        ("Something else", (NOT_READ,)),
+        ([said("system", "Be kind."), ASKED], (NOT_READ,)),
+    ],
+)
+def test_a_prompt_beside_whole_conversations_is_noted_where_it_says_something_else(prompt, notes):
+    found = read("implicit_prompt", prompt=prompt)
+    assert (found.prompt, found.notes) == ((Message("user", "Hi"),), notes)
+
+
+def test_scores_under_two_names_must_agree():
+    scores = {"chosen_reward": 3, "rejected_reward": 1, "score_chosen": 3.0, "score_rejected": 1}
+    assert [one.score for one in read("BinaryPreferenceDataset", **scores).completions] == [3.0, 1.0]
+    source = pair(**{**scores, "score_rejected": 9})
+    assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
+        "bad",
+        "bad score",
+        "rejected_reward and score_rejected differ, and only one can count.",
+    )
+
+
+def test_a_rank_may_be_a_whole_float_as_tables_write_it():
+    found = ranked(group({"rank": 1.0, "completion": "b"}, {"rank": 0.0, "completion": "a"}), KEYS)
+    assert texts_and_ranks(found) == [("b", 1), ("a", 0)]
+    odd = group({"rank": 0.5, "completion": "b"}, {"rank": 0, "completion": "a"})
+    assert refusal(ranked, odd)[2] == "completions[0].rank: 0.5 is no rank; ranks are integers from 0."
 
 
 def test_a_dialogue_that_ends_with_the_human_is_refused():

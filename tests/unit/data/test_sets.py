@@ -76,6 +76,24 @@ def test_each_training_set_has_its_weight(here):
     assert opened("data.train={data_path:a.jsonl,weight:1.5}").spans == (Span(0, 5, 1.5),)
 
 
+def test_preferences_of_a_training_set_that_stand_in_one_before_it_are_told(here):
+    lines = [json.loads(line) for line in (here / "b.jsonl").read_text().splitlines()]
+    opposite = {**lines[0], "chosen": "no", "rejected": "yes"}
+    more = [lines[2], opposite, {**lines[0], "prompt": "zz"}]
+    (here / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more))
+    found = opened("data.train=[a.jsonl,b.jsonl,more.jsonl]")
+    assert [one.notes for one in preflights(found)] == [
+        {},
+        {},
+        {"preferences that stand in train-1 already": 1, "preferences that train-1 states the other way round": 1},
+    ]
+
+
+def test_a_loss_that_reads_scores_is_refused_before_training(here):
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: no score for every completion, as in 5 of 5 preferences"):
+        opened("data.train=a.jsonl", "dpo.preference_loss=rpo_sq")
+
+
 def test_the_same_set_may_be_named_twice(here):
     found = opened("data.train=[b.jsonl,b.jsonl]")
     assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2

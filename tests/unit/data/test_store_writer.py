@@ -401,7 +401,7 @@ def test_each_preference_that_stood_before_is_a_duplicate(source, monkeypatch, r
     store = opened(source)
     assert len(store) == 8
     assert store.notes == {TWICE: 3, OPPOSED: 4}
-    assert store.noted_at == {TWICE: f"{source}:6", OPPOSED: f"{source}:5"}
+    assert store.noted_at == {TWICE: f"{source}:6", OPPOSED: f"{source}:1"}
 
 
 def test_preferences_that_contradict_each_other_are_noted(source):
@@ -409,7 +409,7 @@ def test_preferences_that_contradict_each_other_are_noted(source):
     write(source, pair(), pair(), opposite, pair("so"), pair("so", chosen="no", rejected="yess"))
     store = opened(source)
     assert store.notes == {"preferences that another row states the other way round": 3, TWICE: 1}
-    assert store.noted_at == {OPPOSED: f"{source}:3", TWICE: f"{source}:2"}
+    assert store.noted_at == {OPPOSED: f"{source}:1", TWICE: f"{source}:2"}
 
 
 def test_the_order_in_which_ranked_completions_stand_makes_no_other_preference(source):
@@ -569,6 +569,22 @@ def test_reasoning_that_the_template_leaves_out_is_counted(source):
         letter_tokenizer(), CHAT.replace("message.content", "(message.reasoning_content or '') + message.content"), {}
     )
     assert opened(source, template=thinking).notes == {}
+
+
+def test_what_is_left_out_is_told_though_somebody_says_the_same(source):
+    """A tool, a system turn and a thought whose words stand elsewhere in the row."""
+    tools = [{"type": "function", "function": {"name": "so", "parameters": {}}}]
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "be kind to me"}]
+    thought = {"role": "assistant", "content": "yes yes", "reasoning_content": "yes"}
+    write(source, {**pair("what is so"), "tools": tools}, pair(asked), pair("why", [thought]))
+    no_system = CHAT.replace("for message in messages", "for message in messages if message.role != 'system'")
+    assert no_system != CHAT
+    assert opened(source, template=Template(letter_tokenizer(), no_system, {})).notes == {
+        "tools that the chat template leaves out": 1,
+        "system turns that the chat template leaves out": 1,
+        "reasoning that the chat template leaves out": 1,
+    }
+    assert "system turns that the chat template leaves out" not in opened(source, template=CHATTING).notes
 
 
 def test_what_the_template_leaves_out_or_adds_is_counted(source):
