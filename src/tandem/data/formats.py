@@ -28,6 +28,7 @@ from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind
 from tandem.data.wording import Wording
 
 Prompt = str | tuple[Message, ...]
+PARTS = ("prompt", "chosen", "rejected")
 NOT_READ = "a prompt beside whole conversations that says something else, and is not read"
 
 
@@ -40,6 +41,11 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
                 f"no row, but an object around rows: {', '.join(around)}. Save the list as a .json file of its own."
             )
             raise RowError(row.place, "an object around rows", message)
+        lowered = {name.lower(): name for name in row.value}
+        if all(name in lowered for name in names):
+            settings = [f"data.train.{part}_key={lowered[n]}" for part, n in zip(PARTS, names, strict=True)]
+            message = f"none of the keys {', '.join(names)}, but the same in other letters. Set {' '.join(settings)}."
+            raise RowError(row.place, "missing key", message)
         raise RowError(
             row.place,
             "missing key",
@@ -237,7 +243,7 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
 def unused_key(name: str, keys: DatasetFields) -> str | None:
     """A key of one's own that a format does not look at, though it was given: prompt_key, say, of alpaca's rows."""
     used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].told_by
-    for part in ("prompt", "chosen", "rejected"):
+    for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
             return f"{part}_key"
     return None
@@ -249,7 +255,7 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
     try:
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
-        raise _with_its_setting(error, keys) from None
+        raise _of_another_format(_with_its_setting(error, keys), row, keys, name) from None
     prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
@@ -258,12 +264,26 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
 
 def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:
     """Of a key that is missing and was named by a setting: by which."""
-    for part in ("prompt", "chosen", "rejected"):
+    for part in PARTS:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
             told = f"{error.message} It is asked for by data.train.{part}_key."
             return RowError(error.place, error.reason, told)
     return error
+
+
+def _of_another_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
+    """Of a row that lacks a key of the format the first rows told, and has all those of another: of which."""
+    if error.reason != "missing key" or keys.dataset_name != "auto":
+        return error
+    other = detect_format(row, keys)
+    if other[0] in (name, NOTHING_FITS[0]):
+        return error
+    told = (
+        f"no row of {name}, as those before it are, but one of {other[0]}, {other[1]}. Rows of two formats are two sets: "
+        "data.train=[A.jsonl,B.jsonl]."
+    )
+    return RowError(error.place, "another format", told)
 
 
 ASSISTANT = "\n\nAssistant:"

@@ -316,3 +316,27 @@ def test_a_prompt_whose_last_turn_says_nothing_is_refused(content):
         "empty prompt",
         "prompt[0]: the user's turn is empty.",
     )
+
+
+def test_a_row_of_another_format_than_those_before_it_is_told():
+    def reads(source, keys):
+        return read_preference(source, keys, "BinaryPreferenceDataset", Wording())
+
+    assert refusal(reads, row(GOOD["alpaca"])) == (
+        "bad",
+        "another format",
+        "no row of BinaryPreferenceDataset, as those before it are, but one of alpaca, told by the keys instruction, chosen, "
+        "rejected. Rows of two formats are two sets: data.train=[A.jsonl,B.jsonl].",
+    )
+    named = DatasetFields(dataset_name="BinaryPreferenceDataset")
+    assert refusal(reads, row(GOOD["alpaca"]), named)[1] == "missing key"
+
+
+def test_keys_in_other_letters_are_told_with_the_settings_that_read_them():
+    source = row({"Prompt": "Hi", "Chosen": "yes", "REJECTED": "no"})
+    assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
+        "bad",
+        "missing key",
+        "none of the keys prompt, chosen, rejected, but the same in other letters. Set data.train.prompt_key=Prompt "
+        "data.train.chosen_key=Chosen data.train.rejected_key=REJECTED.",
+    )
