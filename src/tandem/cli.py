@@ -141,7 +141,7 @@ def inspect_row(
         raise ConfigError(f"--row {row}: give the number of a row, from 1 on; of one file among several, FILE:N.")
     # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
     usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
-    changes = [*usual, *(overrides or []), *([f"policy.model_name='{model}'"] if model else [])]
+    changes = [*usual, *_with_option(overrides or [], "--model", "policy.model_name", model)]
     loaded = load_config(config, changes)
 
     from rich.console import Console
@@ -187,9 +187,8 @@ def prepare(
     from tandem.config.load import load_config
     from tandem.config.section import EMBEDDED
 
-    changes = [*(overrides or [])]
-    changes += [f"policy.packing.algorithm={packing_algorithm}"] if packing_algorithm else []
-    changes += [f"run.seed={seed}"] if seed is not None else []
+    changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
+    changes = _with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes)
     lengths = _lengths(pack_sizes)
 
@@ -216,6 +215,15 @@ def prepare(
         print(preparing.as_json(prepared))
     else:
         preparing.show(prepared, reporter)
+
+
+def _with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
+    """Overrides, and the one that an option stands for."""
+    if value is None:
+        return overrides
+    if given := next((one for one in overrides if one.lstrip("+").partition("=")[0] == key), None):
+        raise ConfigError(f"{option} {value} and {given} are the same setting. Leave out one.")
+    return [*overrides, f"{key}='{value}'" if isinstance(value, str) else f"{key}={value}"]
 
 
 def _lengths(given: str | None) -> list[int]:

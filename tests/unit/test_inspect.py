@@ -235,3 +235,13 @@ def test_a_position_stands_on_the_line_of_its_token(file):
     console = Console(record=True, width=200)
     show(inspected(file), console, positions=True)
     assert "er₂ ⏎₃ \nHi₄" in console.export_text().replace("  ", " ")
+
+
+def test_the_model_given_as_option_and_as_key_is_refused(file, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(file), "--model", "embedded", "policy.model_name=other"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "tandem: error: --model embedded and policy.model_name=other are the same setting. Leave out one.\n"
+    )

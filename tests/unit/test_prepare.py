@@ -303,3 +303,12 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
         "tandem: interrupted: nothing half-done was kept; the same command starts again.\n",
     )
     assert list((here / "cache" / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "given"),
+    [("--seed", "3", "run.seed=4"), ("--packing-algorithm", "bfd", "policy.packing.algorithm=first_fit_decreasing")],
+)
+def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
+    code, _, err = prepare(option, value, given)
+    assert (code, err) == (2, f"tandem: error: {option} {value} and {given} are the same setting. Leave out one.\n")
