@@ -83,7 +83,7 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
         near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
         hint = f" Is {above}{lowered[near[0]]} meant?" if near else ""
         found = ", ".join(holder) or "none"
-        way_out = "" if above else f" Keys found: {found}. {_way_out(key)}"
+        way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_way_out(key)}"
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
     if holder[key] is None:
         raise RowError(row.place, "null", f"{above}{key} is null; it must hold a value.")

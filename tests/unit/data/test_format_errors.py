@@ -126,7 +126,7 @@ BAD = {
     "scored: no answer": (
         {"completions": [{"answer": "yes", "score": 2}, {"answer": "no", "score": 1}]},
         "missing key",
-        "no key completions[0].completion.",
+        "no key completions[0].completion. Keys found: answer, score.",
     ),
     "scored: null answer": (
         {"completions": [{"text": None, "score": 2}, {"text": "no", "score": 1}]},
@@ -140,7 +140,11 @@ BAD = {
         "wrong type",
         "conversations[0]: a text, not a turn with from and value.",
     ),
-    "sharegpt: no value": ({"conversations": [{"from": "human"}]}, "missing key", "no key conversations[0].value."),
+    "sharegpt: no value": (
+        {"conversations": [{"from": "human"}]},
+        "missing key",
+        "no key conversations[0].value. Keys found: from.",
+    ),
     "sharegpt: stranger": (
         {"conversations": [turn("bot", "Hi")]},
         "unknown role",
@@ -289,7 +293,7 @@ BAD_GROUPS = {
         "missing key",
         "no key completions[1].rank. Is completions[1].rnk meant?",
     ),
-    "no text": ([A, {"rank": 1}], "missing key", "no key completions[1].completion."),
+    "no text": ([A, {"rank": 1}], "missing key", "no key completions[1].completion. Keys found: rank."),
     "negative rank": (
         [A, {"rank": -1, "completion": "b"}],
         "bad rank",
@@ -339,7 +343,7 @@ def test_completions_that_are_no_list_are_refused():
 def test_a_completion_that_is_one_message_is_named_without_a_number():
     assert refusal(
         FORMATS["BinaryPreferenceDataset"].read, row({"prompt": "a", "chosen": {"content": "b"}, "rejected": "c"})
-    )[2] == ("no key chosen.role.")
+    )[2] == ("no key chosen.role. Keys found: content.")
 
 
 def test_a_key_that_a_setting_asks_for_is_told_with_the_setting():
