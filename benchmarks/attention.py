@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import may_attend
+from tandem.model.attention import block_mask
 from tandem.model.varlen import attend_runs, runs_of
-from tandem.packing.blocks import block_lists
-from tandem.packing.layout import Pack, lay_out
+from tandem.packing.layout import lay_out
 
+CUDA = torch.device("cuda")
 # Blocks of the mask, and what the kernels are told.
 FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex": (128, {}),
@@ -59,34 +59,6 @@ def made_preferences(o: argparse.Namespace) -> list[TokenizedPreference]:
             return made
         prompt, *answers = (np.zeros(size, np.int32) for size in sizes)
         made.append(TokenizedPreference(prompt, tuple(answers), ((0, 1),), (0.0, 0.0), "made"))
-
-
-def block_mask(pack: Pack, block: int) -> BlockMask:
-    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, None)
-    tree, branch, position = (
-        torch.from_numpy(array.astype("int32")).cuda() for array in (pack.tree, pack.branch, pack.position_ids)
-    )
-
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return may_attend(tree[b], branch[b], position[b], q, k, None)
-
-    def on_device(array: Any) -> Tensor:
-        return torch.from_numpy(array).cuda()[:, None]
-
-    length = pack.token_ids.shape[1]
-    return BlockMask(
-        seq_lengths=(length, length),
-        kv_num_blocks=on_device(lists.kv_partial_counts),
-        kv_indices=on_device(lists.kv_partial),
-        full_kv_num_blocks=on_device(lists.kv_full_counts),
-        full_kv_indices=on_device(lists.kv_full),
-        q_num_blocks=on_device(lists.q_partial_counts),
-        q_indices=on_device(lists.q_partial),
-        full_q_num_blocks=on_device(lists.q_full_counts),
-        full_q_indices=on_device(lists.q_full),
-        BLOCK_SIZE=(block, block),
-        mask_mod=rule,
-    )
 
 
 def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int) -> tuple[float, float, Tensor]:
@@ -147,14 +119,14 @@ def main() -> None:
     grouped = o.heads != o.kv_heads
     for name, (block, options) in FLEX.items():
         torch._dynamo.reset()
-        compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, block)
+        compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, None, CUDA, block)
         given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
         tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
     torch._dynamo.reset()
-    compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(repeated, 128)
+    compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(repeated, None, CUDA)
     given = {"block_mask": mask, "enable_gqa": grouped}
     tell("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
-    runs = runs_of(repeated, None, torch.device("cuda"))
+    runs = runs_of(repeated, None, CUDA)
     tell("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
     print(json.dumps({"benchmark": "attention", **vars(o), "milliseconds": found, "torch": torch.__version__}))
 

@@ -36,7 +36,7 @@ class PackMask:
 
 def make_mask(pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind) -> PackMask:
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
-    makers = {"flex": _block_mask, "varlen": runs_of, "sdpa": _dense_mask}
+    makers = {"flex": block_mask, "varlen": runs_of, "sdpa": _dense_mask}
     make = makers[kind]
     longest = int(pack.position_ids.max()) + 1
     masks: dict[int | None, Any] = {}
@@ -72,8 +72,8 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
     return torch.stack(rows)[:, None]
 
 
-def _block_mask(pack: Pack, window: int | None, device: torch.device) -> BlockMask:
-    lists = block_lists(pack.tree, pack.branch, pack.position_ids, BLOCK, window)
+def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
+    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, window)
 
     def on_device(array: Any) -> Tensor:
         return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)[:, None]
@@ -97,7 +97,7 @@ def _block_mask(pack: Pack, window: int | None, device: torch.device) -> BlockMa
         q_indices=on_device(lists.q_partial),
         full_q_num_blocks=on_device(lists.q_full_counts),
         full_q_indices=on_device(lists.q_full),
-        BLOCK_SIZE=(BLOCK, BLOCK),
+        BLOCK_SIZE=(block, block),
         mask_mod=rule,
     )
 
