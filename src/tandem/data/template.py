@@ -293,8 +293,12 @@ def _check_values(source: str | None, given: dict[str, Any]) -> None:
     """A value that the template never looks at would be ignored without a word."""
     if not given:
         return
+    if source is None:
+        raise ConfigError(
+            "policy.tokenizer.chat_template_kwargs: there is no chat template to read them. Leave them out."
+        )
     try:
-        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source or ""))
+        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
     except TemplateError:  # what transformers adds to Jinja is not known here
         return
     if unread := sorted(given.keys() - read):

@@ -138,8 +138,10 @@ def tokenizer_of(name: str) -> Any:
 
 
 def fresh_template(name: str, text: str, **kwargs: Any) -> Template:
-    source = None if text == "raw" else "default"
-    config = Tokenizer(chat_template=source, chat_template_kwargs=KWARGS.get(name, {}) | kwargs)
+    if text == "raw":
+        config = Tokenizer(chat_template=None)
+    else:
+        config = Tokenizer(chat_template="default", chat_template_kwargs=KWARGS.get(name, {}) | kwargs)
     return make_template(tokenizer_of(name), config)
 
 

@@ -69,6 +69,14 @@ def test_a_template_that_ends_in_eos_gets_no_second():
     assert with_template(ending).render(PAIR) == Rendered("hi</s>", texts("yes</s>", "no</s>"), adds_bos=False)
 
 
+def test_values_for_a_template_are_refused_where_there_is_none():
+    with pytest.raises(ConfigError) as caught:
+        make_template(letter_tokenizer(), TokenizerConfig(chat_template=None, chat_template_kwargs={"date": "today"}))
+    assert str(caught.value) == (
+        "policy.tokenizer.chat_template_kwargs: there is no chat template to read them. Leave them out."
+    )
+
+
 def test_a_value_that_the_template_does_not_read_is_refused():
     tokenizer = letter_tokenizer(chat_template=CHAT + "{{ date if thinking else '' }}")
     make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"date": "today", "thinking": False}))
