@@ -152,7 +152,7 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"override {text!r}: there is no key before the =.")
     if override.is_sweep_override():
         key = override.key_or_group
-        of_list = key.removesuffix(".data_path")  # a set has one path; a list is of sets
+        of_list = "data.train" if key == "data.train.data_path" else key  # a set has one path; a list is of sets
         raise ConfigError(
             f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "
             f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {of_list}=[a,b]."

@@ -303,11 +303,9 @@ def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Co
         # A table has every column in every row: null where the row has none.
         several = [keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
         given = several[0] if several else None
-        for other in several[1:]:
-            for one, two in zip(several[0], other, strict=True):
-                if row.value.get(one) != row.value.get(two):
-                    message = f"{one} and {two} differ, and only one can count."
-                    raise RowError(row.place, "bad score", message)
+        for one, two in ((a, b) for other in several[1:] for a, b in zip(several[0], other, strict=True)):
+            if row.value.get(one) != row.value.get(two):
+                raise RowError(row.place, "bad score", f"{one} and {two} differ, and only one can count.")
     if given is None:
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]
