@@ -17,8 +17,9 @@ from tandem.packing.sharing import FloatArray, row_cost, share_out
 
 # FlexAttention works in blocks of this many positions; a row is a whole number of them.
 BLOCK = 128
-# A batch's last row may be shorter than the others: by quarters, so that few shapes are compiled.
-NUM_LENGTHS = 4
+# Rows may be shorter than the longest, in sixteenths of it. Each length is compiled, so there are few; but three rows of
+# these come to every number of sixteenths for which two would not do.
+SIXTEENTHS = (4, 9, 13, 15, 16)
 # Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
@@ -63,9 +64,11 @@ class Packer:
 
         `bounds` says where one pack ends and the next begins, if that was settled before.
         """
-        bins = self.bins(preferences) if bounds is None else Bins(preferences, bounds)
         costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
-        rounds = share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=self.share.num_workers)
+        bins, num_workers = self.bins(preferences, bounds), self.share.num_workers
+        # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
+        free = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
+        rounds = share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=num_workers, tightly=free)
         for length, group in groupby(rounds, key=lambda round: round.length):
             waiting: list[Pack] = []
             for round in group:
@@ -80,8 +83,10 @@ class Packer:
         """The same for one worker that computes everything itself."""
         return replace(self, share=ALONE)
 
-    def bins(self, preferences: IntArray) -> Bins:
+    def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:
         """Which preferences share a row. One that is longer than a row has several to itself."""
+        if bounds is not None:
+            return Bins(preferences, bounds)
         alone = self.arrangement == "separate" or self.sizes[preferences] > self.length
         alone = np.broadcast_to(alone, preferences.shape)
         together, single = preferences[~alone], preferences[alone]
@@ -90,7 +95,7 @@ class Packer:
         return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
 
     def row_length(self, bin: IntArray) -> int:
-        """The shortest row that holds a bin: of 256, 512, 768 and 1024, a bin of 600 tokens takes 768."""
+        """The shortest row that holds a bin: of 256, 640, 896 and 1024, a bin of 700 tokens takes 896."""
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
@@ -187,6 +192,6 @@ def prepared_lengths(store: Preferences) -> set[int]:
 
 
 def row_lengths(length: int) -> tuple[int, ...]:
-    """A length and the quarters below it, in whole blocks: 1000 -> 256, 512, 768, 1024; 200 -> 128, 256."""
-    quarters = (-(-length * quarter // NUM_LENGTHS) for quarter in range(1, NUM_LENGTHS + 1))
-    return tuple(sorted({-(-quarter // BLOCK) * BLOCK for quarter in quarters}))
+    """A length and the shorter ones beside it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
+    parts = (-(-length * part // SIXTEENTHS[-1]) for part in SIXTEENTHS)
+    return tuple(sorted({-(-part // BLOCK) * BLOCK for part in parts}))

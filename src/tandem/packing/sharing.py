@@ -1,8 +1,10 @@
 """The packs of a global batch in; the rounds in which the workers compute them out, one pack for each worker a round."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import combinations_with_replacement
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,10 @@ from tandem.packing.layout import Arrangement
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+# Rounds that may be packed anew, and ways of doing it that are tried.
+LAST_ROUNDS = 3
+NUM_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +54,20 @@ def row_cost(
 
 
 def share_out(
-    bins: Bins, sizes: IntArray, costs: FloatArray, *, lengths: Sequence[int], num_workers: int
+    bins: Bins,
+    sizes: IntArray,
+    costs: FloatArray,
+    *,
+    lengths: Sequence[int],
+    num_workers: int,
+    tightly: bool = False,
 ) -> list[Round]:
     """Every preference to one worker, in as many rounds as it takes when each has one pack for every worker.
 
     Packs of like cost stand in one round, since workers wait for one another there; the costliest of a round goes to the
     worker with the least so far. What is left over, fewer packs than workers, is spread anew over all of them. A round's
     rows have the shortest of the `lengths` that holds its largest pack. Rounds of long rows come first, then as packed.
+    `tightly` packs the last rounds anew, in rows that are shorter in sum, where there are such.
 
     Sizes (and costs) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two workers:
     [0] | [1] in rows of 8, then [2] | [3] in rows of 6
@@ -66,6 +79,8 @@ def share_out(
         _round([packs[number] for number in group], sizes, lengths, num_workers) for group in sorted(groups, key=min)
     ]
     rounds.sort(key=lambda round: -round.length)
+    if tightly:
+        rounds = _tightened(rounds, sizes, lengths, num_workers)
     return _balanced(rounds, costs, num_workers)
 
 
@@ -102,6 +117,46 @@ def _spread(preferences: IntArray, sizes: IntArray, num_workers: int) -> list[In
         load, worker = loads[0]
         given[worker].append(preference)
         heapreplace(loads, (load + int(sizes[preference]), worker))
+    return [np.array(chosen, np.int64) for chosen in given]
+
+
+def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_workers: int) -> list[Round]:
+    """The last rounds in rows of the least sum that holds their preferences; of like sums, that of more equal rows.
+
+    Rows may be 4 9 13 15 16. One worker's rounds of 15 + 1 and 3 tokens take 16 + 4; of 15 and 3 + 1 they take 15 + 4.
+    """
+    longer = [round for round in rounds if any(sizes[pack].sum() > lengths[-1] for pack in round.packs)]
+    others = [round for round in rounds if round not in longer]
+    kept, last = longer + others[:-LAST_ROUNDS], others[-LAST_ROUNDS:]
+    preferences = np.concatenate([pack for round in last for pack in round.packs] or [np.zeros(0, np.int64)])
+    tokens, so_far = int(sizes[preferences].sum()), sum(round.length for round in last)
+    choices = [
+        choice
+        for choice in combinations_with_replacement(reversed(lengths), len(last))
+        if tokens <= num_workers * sum(choice) < num_workers * so_far
+    ]
+    for choice in sorted(choices, key=lambda choice: (sum(choice), -min(choice)))[:NUM_TRIES]:
+        rooms = np.repeat(choice, num_workers)
+        if packs := _best_fit(preferences, sizes, rooms.tolist()):
+            starts = range(0, len(packs), num_workers)
+            made = [tuple(packs[start : start + num_workers]) for start in starts]
+            anew = [Round(length, packs) for length, packs in zip(choice, made, strict=True)]
+            return sorted(kept + anew, key=lambda round: -round.length)
+    return rounds
+
+
+def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[IntArray] | None:
+    """Largest first, each to where it leaves the least room, if there is room: sizes 5 4 3 2 in 9 and 6 -> 4 3 2 | 5"""
+    given: list[list[int]] = [[] for _ in rooms]
+    free = sorted((room, pack) for pack, room in enumerate(rooms))
+    for preference in preferences[np.argsort(-sizes[preferences], kind="stable")].tolist():
+        size = int(sizes[preference])
+        place = bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        room, pack = free.pop(place)
+        given[pack].append(preference)
+        insort(free, (room - size, pack))
     return [np.array(chosen, np.int64) for chosen in given]
 
 

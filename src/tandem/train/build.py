@@ -286,7 +286,9 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     if not on_gpu:
         return None
     first = setup.batches.epoch(0)[0]
-    longest = next(packer.micro_batches(first.preferences, first.bounds))
+    bins = packer.bins(first.preferences, first.bounds)
+    rows = [packer.row(bin.tolist(), packer.length) for bin in list(bins)[: packer.packs_per_micro_batch]]
+    longest = join(rows)
     kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()
     with policy.computing():

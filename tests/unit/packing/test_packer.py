@@ -112,9 +112,9 @@ def test_a_small_batch_stands_in_one_row_rather_than_in_several_that_are_too_sho
     assert packer(of, pairs_per_batch=1000, **gpu).length == 5120
 
 
-def test_lengths_are_quarters_in_whole_blocks():
-    assert row_lengths(1000) == (256, 512, 768, 1024)
-    assert row_lengths(8192) == (2048, 4096, 6144, 8192)
+def test_lengths_are_sixteenths_in_whole_blocks():
+    assert row_lengths(1000) == (256, 640, 896, 1024)
+    assert row_lengths(8192) == (2048, 4608, 6656, 7680, 8192)
     assert row_lengths(200) == (128, 256)
     assert row_lengths(100) == (128,)
 
@@ -144,10 +144,21 @@ def test_a_preference_longer_than_a_row_has_several_to_itself():
 
 
 def test_the_last_row_is_as_short_as_it_can_be():
-    # rows of 512, by quarters: 5 preferences of 200 are two, two and one
-    of = store(*[(180, 10, 10)] * 5)
+    # rows of 512, 384 or 128: 5 preferences of 120 are four and one
+    of = store(*[(100, 10, 10)] * 5)
     found = list(packer(of, pack_length=512).micro_batches(np.arange(5)))
-    assert [pack.token_ids.shape[1] for pack in found] == [512, 512, 256]
+    assert [pack.token_ids.shape[1] for pack in found] == [512, 128]
+
+
+def test_rows_are_packed_anew_where_all_together_are_shorter_for_it():
+    # rows of 2048, 1920, 1664, 1152 or 512: first fit makes 900 + 700 + 350 and 300; 900 + 700 + 300 takes a shorter row
+    of = store(*((size - 20, 10, 10) for size in (900, 700, 350, 300)))
+    found = list(packer(of, pack_length=2048).micro_batches(np.arange(4)))
+    assert [pack.token_ids.shape[1] for pack in found] == [1920, 512]
+    settled = list(packer(of, pack_length=2048).micro_batches(np.arange(4), np.array([0, 3, 4])))
+    assert [pack.token_ids.shape[1] for pack in settled] == [2048, 512]
+    together = list(packer(of, pack_length=2048, packs_per_micro_batch=2).micro_batches(np.arange(4)))
+    assert [pack.token_ids.shape[1] for pack in together] == [2048, 512]
 
 
 def test_packs_settled_before_are_kept():

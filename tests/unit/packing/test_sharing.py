@@ -19,9 +19,11 @@ def bins(*members: list[int]) -> Bins:
     return Bins(np.concatenate([np.array(bin) for bin in members]), np.cumsum([0, *map(len, members)]))
 
 
-def shared(of: Bins, sizes: Sequence[int], workers: int, *, lengths=(2, 4, 6, 8), costs=None) -> list[Round]:
+def shared(
+    of: Bins, sizes: Sequence[int], workers: int, *, lengths=(2, 4, 6, 8), costs=None, tightly=False
+) -> list[Round]:
     cost = np.array(sizes if costs is None else costs, np.float64)
-    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_workers=workers)
+    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_workers=workers, tightly=tightly)
 
 
 def plain(rounds: list[Round]) -> list[tuple[int, list[list[int]]]]:
@@ -33,14 +35,15 @@ def batches(draw) -> tuple[Packer, np.ndarray, int]:
     """A packer, the preferences of a batch (a few longer than a row), and workers: from one to more than preferences."""
     sizes = draw(st.lists(st.one_of(st.integers(1, 512), st.integers(1, 60), st.just(700)), min_size=1, max_size=60))
     algorithm = draw(st.sampled_from(ALGORITHMS))
-    packer = Packer(None, np.array(sizes), row_lengths(512), "shared", 1, algorithm)  # type: ignore[arg-type]
+    lengths = draw(st.sampled_from([row_lengths(512), (128, 288, 416, 480, 512)]))
+    packer = Packer(None, np.array(sizes), lengths, "shared", 1, algorithm)  # type: ignore[arg-type]
     chosen = np.arange(len(sizes))[:: draw(st.integers(1, 2))]
     return packer, chosen, draw(st.integers(1, 40))
 
 
-def rounds_of(packer: Packer, chosen: np.ndarray, workers: int) -> list[Round]:
-    costs = packer.sizes + packer.sizes**2 / 1000
-    return share_out(packer.bins(chosen), packer.sizes, costs, lengths=packer.lengths, num_workers=workers)
+def rounds_of(packer: Packer, chosen: np.ndarray, workers: int, *, tightly: bool = False) -> list[Round]:
+    costs, rows = packer.sizes + packer.sizes**2 / 1000, {"lengths": packer.lengths, "num_workers": workers}
+    return share_out(packer.bins(chosen), packer.sizes, costs, **rows, tightly=tightly)
 
 
 # By hand
@@ -108,19 +111,69 @@ def test_a_preference_longer_than_a_row_has_a_worker_to_itself():
     assert plain(shared(bins([1, 2, 3], [0]), [11, 3, 2, 2], 4)) == [(8, [[0], [1], [2], [3]])]
 
 
-def test_nothing_is_shared_out_in_no_rounds():
-    assert shared(Bins(np.zeros(0, np.int64), np.zeros(1, np.int64)), [], 3) == []
+@pytest.mark.parametrize("tightly", [False, True])
+def test_nothing_is_shared_out_in_no_rounds(tightly):
+    assert shared(Bins(np.zeros(0, np.int64), np.zeros(1, np.int64)), [], 3, tightly=tightly) == []
+
+
+SIXTEENTHS = (4, 9, 13, 15, 16)
+
+
+def test_the_last_rounds_are_packed_anew_in_shorter_rows():
+    # 12 + 4 and 1 take rows of 16 and 4, 12 + 1 and 4 only of 13 and 4
+    packed = bins([0, 1], [2])
+    assert plain(shared(packed, [12, 4, 1], 1, lengths=SIXTEENTHS)) == [(16, [[0, 1]]), (4, [[2]])]
+    assert plain(shared(packed, [12, 4, 1], 1, lengths=SIXTEENTHS, tightly=True)) == [(13, [[0, 2]]), (4, [[1]])]
+    # 10 + 6 and 3 stay: neither 10 + 3 and 6 (13 and 9) nor 6 + 3 and 10 (9 and 13) is shorter
+    assert plain(shared(packed, [10, 6, 3], 1, lengths=SIXTEENTHS, tightly=True)) == [(16, [[0, 1]]), (4, [[2]])]
+
+
+def test_every_worker_has_rows_of_the_shorter_length():
+    # two workers: 12 + 4 | 11 + 5, then 1 | 2
+    packed = bins([0, 1], [2, 3], [4], [5])
+    found = shared(packed, [12, 4, 11, 5, 1, 2], 2, lengths=(4, 5, 13, 16), tightly=True)
+    assert plain(found) == [(13, [[0, 4], [2, 5]]), (5, [[3], [1]])]
+
+
+def test_of_rows_with_the_same_sum_the_more_equal_are_taken():
+    # 9 + 6, 9 + 6 and 3, in rows of 15 15 4 as packed, are 33 tokens; 16 13 4 come to 33 as well, and 15 9 9
+    found = shared(bins([0, 1], [2, 3], [4]), [9, 6, 9, 6, 3], 1, lengths=SIXTEENTHS, tightly=True)
+    assert [length for length, _ in plain(found)] == [15, 9, 9]
+
+
+def test_only_the_last_three_rounds_are_packed_anew():
+    packed = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+    found = shared(bins(*packed), [8, 8] * 3 + [12, 4, 1], 1, lengths=SIXTEENTHS, tightly=True)
+    assert plain(found) == [(16, [[0, 1]]), (16, [[2, 3]]), (16, [[4, 5]]), (13, [[6, 8]]), (4, [[7]])]
+
+
+def test_a_preference_longer_than_a_row_is_never_packed_with_others():
+    found = shared(bins([0, 1], [2], [3]), [12, 4, 1, 30], 1, lengths=SIXTEENTHS, tightly=True)
+    assert plain(found) == [(16, [[3]]), (13, [[0, 2]]), (4, [[1]])]
 
 
 # Properties
 
 
 @settings(deadline=None)
-@given(batches())
-def test_every_preference_goes_to_one_worker_once(batch):
+@given(batches(), st.booleans())
+def test_every_preference_goes_to_one_worker_once(batch, tightly):
     packer, chosen, workers = batch
-    packs = [pack for round in rounds_of(packer, chosen, workers) for pack in round.packs]
+    packs = [pack for round in rounds_of(packer, chosen, workers, tightly=tightly) for pack in round.packs]
     assert sorted(np.concatenate(packs).tolist()) == chosen.tolist()
+
+
+@settings(deadline=None)
+@given(batches())
+def test_rows_packed_tightly_hold_their_preferences_and_are_never_more_or_longer_in_sum(batch):
+    packer, chosen, workers = batch
+    loosely, tightly = (rounds_of(packer, chosen, workers, tightly=how) for how in (False, True))
+    assert len(tightly) == len(loosely)
+    assert sum(round.length for round in tightly) <= sum(round.length for round in loosely)
+    for round in tightly:
+        assert len(round.packs) == workers and round.length in packer.lengths
+        assert all(packer.sizes[pack].sum() <= round.length or len(pack) == 1 for pack in round.packs)
+    assert [round.length for round in tightly] == sorted((round.length for round in tightly), reverse=True)
 
 
 @settings(deadline=None)
