@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 from models import as_policy, random_preference, tiny_model
+from peft import LoraConfig, inject_adapter_in_model
 from running import largest_difference, metrics_of, short_run, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.model.joined_lora import join_adapters
+from tandem.model.parallel import decoder_layers
 from tandem.model.recompute import ATTENTION, PRODUCTS, recompute
 from tandem.packing.layout import lay_out
 
@@ -60,3 +63,36 @@ def test_gradients_are_equal_and_half_or_all_products_are_computed_again(archite
     assert again["full"] >= 12  # of seven in each of two layers, all but the last, of which nothing is needed
     assert 0.4 * again["full"] <= again["selective"] <= 0.6 * again["full"]
     assert counts["selective"]["attention"] == counts["none"]["attention"]
+
+
+def kept_by_a_compiled_layer(how, *, adapted):
+    """Numbers a token that a layer of 256 and 1,024 keeps, without its input, weights and masks."""
+    torch._dynamo.reset()
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 1}
+    model = tiny_model("llama", **shape).train()
+    if adapted:
+        inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear"), model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        join_adapters(model)
+    policy = as_policy(model)
+    if how != "none":
+        recompute(policy, how)
+    (layer,) = decoder_layers(policy)
+    layer.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    tokens, positions = torch.randn(1, 512, 256, requires_grad=True), torch.arange(512)[None]
+    turns = model.model.rotary_emb(tokens, positions)
+    pack = lay_out([0], [random_preference(np.random.default_rng(0))], length=512)
+    mask = policy.inputs(pack, torch.device("cpu")).mask
+    out = layer(tokens, position_embeddings=turns, attention_mask=None, pack=mask)
+    known = {one.data_ptr() for one in (tokens, *turns, *model.parameters())}
+    kept = {one.data_ptr(): one.numel() for one in out.grad_fn.saved_tensors if one.is_floating_point()}
+    return sum(numel for place, numel in kept.items() if place not in known) / 512
+
+
+def test_a_compiled_layer_keeps_as_little_with_adapters():
+    plain, adapted = ({how: kept_by_a_compiled_layer(how, adapted=which) for how in HOWS} for which in (False, True))
+    assert plain["full"] == adapted["full"] == 0
+    few = 7 * 8  # of each product's adapter
+    assert plain["none"] <= adapted["none"] <= plain["none"] + few
+    assert 0.2 * plain["none"] < plain["selective"] <= adapted["selective"] <= plain["selective"] + few < 0.6 * plain["none"]

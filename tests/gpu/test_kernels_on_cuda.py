@@ -131,3 +131,17 @@ def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
         with copy.held():
             for one in copy.copies:
                 assert torch.equal(one.copy.cpu(), rounded(one.weight.detach().cpu(), one.start))
+
+
+def test_gradients_of_a_model_are_added_at_once_as_each_alone():
+    """By one launch, of tensors smaller than a block, of whole blocks and a part, and of one that begins at an odd place."""
+    from tandem.model.copy_kernels import Sums
+
+    sums, g = Sums(), torch.Generator().manual_seed(0)
+    for is_first in (True, False, False):
+        totals = [torch.randn(count, generator=g).cuda() for count in (1, 576, 4096, 3 * 4096, 4096 * 5 + 17, 1000)]
+        parts = [torch.randn(len(total) + 1, generator=g).to("cuda", torch.bfloat16)[:-1] for total in totals[:-1]]
+        parts.append(torch.randn(1001, generator=g).to("cuda", torch.bfloat16)[1:])
+        expected = [part.float() if is_first else total + part for total, part in zip(totals, parts, strict=True)]
+        sums([(total, part, is_first) for total, part in zip(totals, parts, strict=True)])
+        assert all(map(torch.equal, totals, expected))

@@ -12,6 +12,7 @@ import torch
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
 from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 
+from tandem.model.joined_lora import join_adapters
 from tandem.model.load import has_experts
 from tandem.model.parallel import compile_layers, decoder_layers
 from tandem.model.recompute import recompute
@@ -27,6 +28,16 @@ def preferences(seed=7):
     rng = np.random.default_rng(seed)
     few = [random_preference(rng, num_completions=n) for n in (2, 3, 4)]
     return [*few, random_preference(rng, num_completions=3, max_prompt=200, max_completion=150)]
+
+
+def adapt(model):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear", init_lora_weights="gaussian"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    join_adapters(model)
 
 
 def gradients(model):
@@ -246,7 +257,8 @@ def test_sdpa_trains_as_flex_does(tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
-def test_less_is_kept_for_the_backward_and_nothing_else_changes():
+@pytest.mark.parametrize("adapted", [False, True])
+def test_less_is_kept_for_the_backward_and_nothing_else_changes(adapted):
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4}
     rng = np.random.default_rng(0)
@@ -255,6 +267,8 @@ def test_less_is_kept_for_the_backward_and_nothing_else_changes():
     for how in ("none", "selective", "full"):
         torch._dynamo.reset()
         policy = as_policy(tiny_model("llama", **shape).to(CUDA), head_chunk=64)
+        if adapted:
+            adapt(policy.model)
         policy.attention = "flex"
         if how != "none":
             recompute(policy, how)

@@ -24,10 +24,13 @@ ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+# An adapter's products are so many times narrower on one side: into it they leave little to keep, out of it little to
+# compute again. They do not count as every second one.
+NARROW = 10
 
 
 def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
-    """Selective keeps attention and every second matrix product of a layer; full keeps a layer's input alone.
+    """Selective keeps attention and every second wide matrix product of a layer; full keeps a layer's input alone.
 
     Inside a layer's forward, so that compiling a layer sees it: around a compiled one, selective would do nothing.
     """
@@ -36,9 +39,11 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], how: Literal["selective", "full"]) -> Callable[..., Any]:
-    contexts: dict[str, Any] = {"context_fn": _selective} if how == "selective" else {}
-
     def recomputed(*given: Any, **named: Any) -> Any:
+        # Up to torch 2.12 a compiled layer would keep what is computed inside an autograd.Function, as adapters are, unless
+        # a policy says otherwise.
+        by_policy = how == "selective" or torch.compiler.is_compiling()
+        contexts: dict[str, Any] = {"context_fn": _selective if how == "selective" else _nothing} if by_policy else {}
         return checkpoint(forward, *given, use_reentrant=False, **contexts, **named)
 
     return recomputed
@@ -48,17 +53,25 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(_every_second_product())
 
 
+def _nothing() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def _every_second_product() -> Callable[..., CheckpointPolicy]:
     """Forward and recomputation meet the same operations in the same order; each is counted apart."""
     counts = {False: 0, True: 0}
 
-    def keep(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def keep(context: Any, operation: Any, *given: Any, **_: Any) -> CheckpointPolicy:
         if operation in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if operation in PRODUCTS:
-            counts[context.is_recompute] += 1
-            if counts[context.is_recompute] % 2:
+            left, right = [one for one in given if getattr(one, "ndim", 0) > 1][-2:]
+            if NARROW * right.shape[-1] <= left.shape[-1]:
                 return CheckpointPolicy.MUST_SAVE
+            if NARROW * left.shape[-1] > right.shape[-1]:
+                counts[context.is_recompute] += 1
+                if counts[context.is_recompute] % 2:
+                    return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return keep

@@ -93,7 +93,7 @@ def rounded(values: Tensor, start: int) -> Tensor:
     """float32 to bfloat16, by the chances from a start on."""
     if values.is_cuda:
         # Not by torch.compile: called for every tensor of a model, its guards would take longer than the work.
-        from tandem.model.cast_kernel import cast
+        from tandem.model.copy_kernels import cast
 
         return cast(values, start)
     return to_bfloat16(values, chances(values.numel(), start).reshape(values.shape))

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from tandem.model.rounding import rounded, salt_in_policy, start_of
 
+# Numbers whose gradients a backward keeps in bfloat16 before they are added up: few launches, and little memory.
+AT_ONCE = 2**28
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -23,15 +26,6 @@ class Copy:
     start: int  # of the chances by which it is cast
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def gather(self, copy: Tensor) -> None:
-        """What a backward gave the copy as gradient goes to the weight's, a sum in float32."""
-        assert copy.grad is not None
-        if self.weight.grad is None:
-            self.weight.grad = copy.grad.float()
-        else:
-            self.weight.grad.add_(copy.grad)
-        copy.grad = None
-
 
 class WorkingCopy:
     """The copies of a policy's weights. Only while they are held do they stand in its modules."""
@@ -39,6 +33,8 @@ class WorkingCopy:
     def __init__(self, policy: nn.Module):
         self.copies: list[Copy] = []
         self.is_held = False
+        self._ungathered: list[Copy] = []  # whose gradients this backward has computed
+        self._num_ungathered = 0  # numbers of theirs
         found: dict[nn.Parameter, Copy] = {}
         names = {parameter: name for name, parameter in policy.named_parameters()}
         for module in policy.modules():
@@ -48,15 +44,39 @@ class WorkingCopy:
                 if parameter not in found:
                     found[parameter] = self._copied(parameter, names[parameter])
                 found[parameter].places.append((module, name))
-        self._refresh = _refreshing(self.copies)
+        self._refresh, self._add_up = _means(self.copies)
 
     def _copied(self, weight: nn.Parameter, name: str) -> Copy:
         copy = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
         made = Copy(weight, copy, start_of(0, salt_in_policy(name)))
         if weight.requires_grad:
-            copy.register_post_accumulate_grad_hook(made.gather)
+            copy.register_post_accumulate_grad_hook(lambda _: self._have_gradient(made))
         self.copies.append(made)
         return made
+
+    def _have_gradient(self, one: Copy) -> None:
+        if not self._ungathered:
+            torch.autograd.Variable._execution_engine.queue_callback(self._gather)  # type: ignore[attr-defined]
+        self._ungathered.append(one)
+        self._num_ungathered += one.weight.numel()
+        if self._num_ungathered >= AT_ONCE:
+            self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """What a backward gave the copies as gradients goes to the weights', sums in float32."""
+        given: list[tuple[Tensor, Tensor, bool]] = []
+        for one in self._ungathered:
+            part, is_first = one.copy.grad, one.weight.grad is None
+            assert part is not None
+            if is_first:
+                one.weight.grad = torch.empty_like(one.weight)
+            assert one.weight.grad is not None
+            given.append((one.weight.grad, part, is_first))
+            one.copy.grad = None
+        self._ungathered, self._num_ungathered = [], 0
+        if given:
+            self._add_up(given)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -73,6 +93,9 @@ class WorkingCopy:
 
     def put_in(self) -> None:
         """For good, if nobody takes them out."""
+        for one in self._ungathered:  # of a backward that did not end
+            one.copy.grad = None
+        self._ungathered, self._num_ungathered = [], 0
         self._refresh()
         self._stand(lambda one: one.copy)
         self.is_held = True
@@ -83,16 +106,23 @@ class WorkingCopy:
                 module._parameters[name] = which(one)
 
 
-def _refreshing(copies: list[Copy]) -> Callable[[], None]:
-    """Casts all weights into their copies: on a GPU with one launch, since a model has hundreds of them."""
-    if all(one.weight.is_cuda for one in copies):
-        from tandem.model.cast_kernel import Casts
+def _means(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
+    """How all weights are cast into their copies, and how gradients are added: sum, part, and whether the sum is yet to be.
 
-        return Casts([(one.weight, one.copy, one.start) for one in copies])
+    On a GPU each with one launch, since a model has hundreds of them.
+    """
+    if all(one.weight.is_cuda for one in copies):
+        from tandem.model.copy_kernels import Casts, Sums
+
+        return Casts([(one.weight, one.copy, one.start) for one in copies]), Sums()
 
     @torch.no_grad()
     def refresh() -> None:
         for one in copies:
             one.copy.copy_(rounded(one.weight, one.start))
 
-    return refresh
+    def add_up(given: list[tuple[Tensor, Tensor, bool]]) -> None:
+        for total, part, is_first in given:
+            total.copy_(part) if is_first else total.add_(part)
+
+    return refresh, add_up

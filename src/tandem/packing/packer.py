@@ -95,7 +95,7 @@ class Packer:
         return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
 
     def row_length(self, bin: IntArray) -> int:
-        """The shortest row that holds a bin: of 256, 640, 896 and 1024, a bin of 700 tokens takes 896."""
+        """The shortest row that holds a bin: of 256, 512, 768 and 1024, a bin of 600 tokens takes 768."""
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
@@ -193,5 +193,5 @@ def prepared_lengths(store: Preferences) -> set[int]:
 
 def row_lengths(length: int) -> tuple[int, ...]:
     """A length and the shorter ones beside it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
-    parts = (-(-length * part // SIXTEENTHS[-1]) for part in SIXTEENTHS)
-    return tuple(sorted({-(-part // BLOCK) * BLOCK for part in parts}))
+    blocks = -(-length // BLOCK)
+    return tuple(sorted({max(1, blocks * part // SIXTEENTHS[-1]) * BLOCK for part in SIXTEENTHS}))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.load import load_config
+from tandem.model import working_copy
 from tandem.model.load import load_policy
 from tandem.model.parallel import frozen, shard
 from tandem.model.workers import start_workers
@@ -52,7 +53,9 @@ def run(policy, packs, device):
     return logps, [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
 
 
-def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers, packs, policy):
+@pytest.mark.parametrize("at_once", [1, 20_000, working_copy.AT_ONCE])
+def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers, packs, policy, monkeypatch, at_once):
+    monkeypatch.setattr(working_copy, "AT_ONCE", at_once)
     several = SimpleNamespace(count=2, mesh=workers.mesh)  # on a mesh of one, so that there is nothing to add up
     other = load_policy(setup.source, setup.config.policy, workers.device)
     other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
@@ -132,6 +135,24 @@ def test_tied_weights_have_one_copy_and_add_their_gradients():
             (tied.first(x) * tied.kept + tied.second(x)).sum().backward()
     assert tied.first.weight is tied.second.weight
     assert torch.equal(tied.first.weight.grad, torch.full((3, 3), 4.0))
+
+
+def test_a_backward_that_fails_leaves_nothing_behind():
+    linear = nn.Linear(2, 2, bias=False)
+    copy = WorkingCopy(linear)
+    x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    with copy.held():
+        hook = x.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            linear(x).sum().backward()
+        hook.remove()
+    with copy.held():
+        linear(x).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.ones(2, 2))
 
 
 def test_a_frozen_weight_takes_no_gradient():

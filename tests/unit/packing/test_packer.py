@@ -113,7 +113,8 @@ def test_a_small_batch_stands_in_one_row_rather_than_in_several_that_are_too_sho
 
 
 def test_lengths_are_sixteenths_in_whole_blocks():
-    assert row_lengths(1000) == (256, 640, 896, 1024)
+    assert row_lengths(1000) == (256, 512, 768, 896, 1024)
+    assert row_lengths(512) == (128, 256, 384, 512)
     assert row_lengths(8192) == (2048, 4608, 6656, 7680, 8192)
     assert row_lengths(200) == (128, 256)
     assert row_lengths(100) == (128,)
@@ -144,7 +145,7 @@ def test_a_preference_longer_than_a_row_has_several_to_itself():
 
 
 def test_the_last_row_is_as_short_as_it_can_be():
-    # rows of 512, 384 or 128: 5 preferences of 120 are four and one
+    # rows of 512, 384, 256 or 128: 5 preferences of 120 are four and one
     of = store(*[(100, 10, 10)] * 5)
     found = list(packer(of, pack_length=512).micro_batches(np.arange(5)))
     assert [pack.token_ids.shape[1] for pack in found] == [512, 128]
