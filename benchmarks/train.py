@@ -237,23 +237,22 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     found = [one for one in events if one.device_type() == DeviceType.CUDA and not one.is_user_annotation()]
     kinds: dict[str, float] = defaultdict(float)
-    others: dict[str, float] = defaultdict(float)
+    names: dict[str, list[int]] = defaultdict(list)
     gaps: dict[str, list[int]] = defaultdict(list)
     busy, end, last = 0, 0, ""
     for event in sorted(found, key=lambda event: event.start_ns()):
         name, start, stop = event.name(), event.start_ns(), event.end_ns()
         kind = next((kind for kind, parts in KINDS.items() if any(part in name.lower() for part in parts)), "other")
         kinds[kind] += stop - start
-        if kind in ("other", "copies"):
-            others[name[:80]] += stop - start
+        names[name[:100]].append(stop - start)
         if end and start > end:
             gaps[f"{last[:50]} and {name[:50]}"].append(start - end)
         busy += max(0, stop - max(start, end))
         if stop > end:
             end, last = stop, name
     whole = end - min(event.start_ns() for event in found)
-    for name, spent in sorted(others.items(), key=lambda item: -item[1])[:8]:
-        print(f"{spent / whole:>8.1%}  {name}")
+    for name, each in sorted(names.items(), key=lambda item: -sum(item[1]))[:40]:
+        print(f"{sum(each) / whole:>8.2%}  {len(each):>6} times {name}")
     print(f"{len(found) / num:,.0f} kernels and copies a step. Nothing runs:")
     for between, each in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:12]:
         print(f"{sum(each) / whole:>8.2%}  {len(each):>6} times between {between}")
