@@ -5,7 +5,7 @@
 Lengths are those of preference files with two completions (many workers take theirs from the first file, drawn with
 replacement), or log-normal as in benchmarks/train.py. A global batch is 256 pairs, or 16 pairs for each worker.
 
-    batch            each batch packed by first fit decreasing and shared out, in rows of --pack-length and its quarters
+    batch            each batch packed by first fit decreasing and shared out, in rows of --pack-length and less
     batch, auto      the same, in rows short enough that every worker has four of a batch
     dataset          65,536 pairs packed once, batches of whole packs, dealt to the workers in turn
     greedy           each batch packed in order, a row closed when the next pair does not fit; dealt in turn
@@ -157,7 +157,7 @@ class Simulation:
     def _shared_out(self, pairs: Pairs, lengths: tuple[int, ...]) -> Step:
         sizes, costs = pairs.sizes, pairs.costs(self.hidden_size)
         bins = first_fit_decreasing(sizes, lengths[-1])
-        rounds = share_out(bins, sizes, costs, lengths=lengths, num_workers=self.workers)
+        rounds = share_out(bins, sizes, costs, lengths=lengths, num_workers=self.workers, tightly=True)
         positions = np.array([[round.length * (len(pack) > 0) for pack in round.packs] for round in rounds])
         attention = np.array([[(costs - sizes)[pack].sum() for pack in round.packs] for round in rounds])
         return Step(positions, positions + attention, int(sizes.sum()), float(costs.sum()))
