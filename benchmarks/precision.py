@@ -15,13 +15,21 @@ import multiprocessing
 import random
 import shutil
 import statistics
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+
+from float8 import compute_in_float8
 
 from tandem.config.load import load_config
+from tandem.model.policy import Policy
+from tandem.train import build
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
+FLOAT8 = "float32, products in float8"  # an experiment
 PRECISIONS = {
     "float32": [],
     "float32, computed in float32": ["policy.precision=float32"],
@@ -33,7 +41,7 @@ PRECISIONS = {
         "policy.optimizer.state_dtype=int8",
     ],
     "bfloat16 weights, nearest": ["policy.weights=bfloat16_nearest"],
-    "float32, products in float8": ["policy.float8=true"],
+    FLOAT8: [],
 }
 SETTINGS = [
     "policy.precision=bfloat16",
@@ -66,13 +74,30 @@ def split(file: Path, folder: Path) -> tuple[Path, Path]:
     return places
 
 
-def ended(overrides: list[str], folder: Path) -> dict[str, float]:
+def ended(overrides: list[str], folder: Path, *, float8: bool) -> dict[str, float]:
     """The last validation of a run."""
-    run = train(load_config(None, [*overrides, f"run.dir={folder}"]), Reporter("quiet"))
+    with products_in_float8() if float8 else nullcontext():
+        run = train(load_config(None, [*overrides, f"run.dir={folder}"]), Reporter("quiet"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(run)
     last = [line for line in lines if line["split"] == "validation-default"][-1]
     return {"loss": last["loss"], "accuracy": last["accuracy"], "pairs": last["num_pairs"]}
+
+
+@contextmanager
+def products_in_float8() -> Iterator[None]:
+    load = build.load_policy
+
+    def load_in_float8(*given: Any, **more: Any) -> Policy:
+        policy = load(*given, **more)
+        compute_in_float8(policy.model, "tensorwise")
+        return policy
+
+    build.load_policy = load_in_float8
+    try:
+        yield
+    finally:
+        build.load_policy = load
 
 
 def main() -> None:
@@ -80,7 +105,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
+    parser.add_argument(
+        "--precisions", choices=PRECISIONS, nargs="+", default=[name for name in PRECISIONS if name != FLOAT8]
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-precision"))
     parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run")
@@ -103,6 +130,7 @@ def of_file(file: Path, o: argparse.Namespace, processes: ProcessPoolExecutor) -
                 ended,
                 [*given, *SETTINGS, *PRECISIONS[name], f"run.seed={seed}", *o.more],
                 o.folder / f"{file.name}-{seed}-{number}",
+                float8=name == FLOAT8,
             )
             for seed in range(o.seeds)
         ]

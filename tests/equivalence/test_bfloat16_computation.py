@@ -1,10 +1,9 @@
 """Computation in bfloat16 over float32 weights: what is learned is what float32 learns, and what is computed is exported."""
 
-import numpy as np
 import pytest
 import torch
 from models import bfloat16_start
-from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
@@ -121,23 +120,3 @@ def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is
     assert all(
         parameter.dtype == torch.bfloat16 and torch.equal(parameter, frozen[name]) for name, parameter in whole.items()
     )
-
-
-def test_products_in_float8_come_near_those_in_bfloat16():
-    workers = start_workers()
-    found = {}
-    for float8 in ("false", "true"):
-        setup = set_up(load_config(None, [*SHORT, BFLOAT16, f"policy.float8={float8}"]).config, workers.device)
-        policy = load_sharded(setup, setup.source, workers)
-        pack = next(setup.train.micro_batches(np.arange(3)))
-        with torch.no_grad():
-            found[setup.rounding] = policy(policy.inputs(pack, workers.device))
-    off = (found["float8"] - found["bfloat16"]).abs().mean().item()
-    assert 1e-3 < off < 0.1  # nats a token
-
-
-@pytest.mark.slow
-def test_products_in_float8_learn_what_float32_learns(tmp_path, start, by_chance):
-    run = short_run(tmp_path / "float8", *GENTLE, BFLOAT16, "policy.float8=true", f"policy.model_name={start}")
-    assert metrics_of(run)[0]["loss"] == pytest.approx(0.693147, abs=1e-3)
-    assert margin(run) == pytest.approx(margin(by_chance), rel=0.4)

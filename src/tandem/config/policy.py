@@ -135,10 +135,6 @@ class Policy(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="of computation; auto: bfloat16 on CUDA, else float32; weights have their own key"
     )
-    float8: bool = Field(
-        default=False,
-        description="matrix products of the layers in float8, all else in bfloat16: faster in large models on a recent GPU",
-    )
     weights: Literal["float32", "bfloat16_stochastic", "bfloat16_nearest"] = Field(
         default="float32",
         description="what the optimizer updates, and how it is rounded; nearest hardly learns at preference learning rates",

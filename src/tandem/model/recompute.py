@@ -23,7 +23,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 # An adapter's products are so many times narrower on one side: into it they leave little to keep, out of it little to
 # compute again. They do not count as every second one.
 NARROW = 10

@@ -12,10 +12,9 @@ import torch
 
 from tandem.cache import cache_dir, remove_leftovers
 from tandem.model.audit import audit, start_loss_verdict
-from tandem.model.float8 import compute_in_float8
 from tandem.model.load import load_policy
 from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
-from tandem.model.parallel import compile_layers, decoder_layers, frozen, shard
+from tandem.model.parallel import compile_layers, frozen, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
 from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
@@ -153,7 +152,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
     if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
         reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
-    sides = {split: Side(reference, dpo, workers, setup.rounding) for split, reference in references.items()}
+    sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
@@ -259,8 +258,6 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
         if lora is None
         else load_adapted(source, setup.config.policy, workers.device, lora)
     )
-    if setup.config.policy.float8:
-        compute_in_float8(decoder_layers(policy))
     if (how := setup.config.policy.activation_checkpointing) != "none":
         recompute(policy, how)
     shard(policy, workers, bfloat16=setup.precision == "bfloat16")
@@ -342,7 +339,7 @@ def _references(
                 workers,
                 folder=folder,
                 weights=weights,
-                precision=setup.rounding,
+                precision=setup.precision,
                 progress=advance,
             )
     return references
@@ -368,7 +365,7 @@ def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], repor
     same = setup.compares and setup.reference_source is None
     with policy.computing():
         found = audit(
-            policy, references["train"], setup.train, setup.device, precision=setup.rounding, same_start=same
+            policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same
         )
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"

@@ -22,7 +22,7 @@ from tandem.train.terms import PackOutcome
 FloatArray = NDArray[np.float64]
 
 # Differences of log-probability that rounding alone makes between two cuts of the same batch: a tie counts one half.
-TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1, "float8": 0.5}
+TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
 MARGIN_PERCENTILES = (10, 50, 90)
 
 

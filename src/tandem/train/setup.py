@@ -17,8 +17,7 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.float8 import CAPABILITY, MULTIPLE, fits
-from tandem.model.load import attention_kind, check_packable, check_varlen, dropouts, empty_model, has_experts
+from tandem.model.load import attention_kind, check_packable, check_varlen, dropouts, has_experts
 from tandem.model.lora import LoraPlan, plan_lora
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
@@ -108,16 +107,11 @@ class Setup:
                 f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
             *([("adapters", self._adapters())] if self.lora else []),
-            ("precision", f"{self.precision} computation{self._float8()} over {self._weights()}"),
+            ("precision", f"{self.precision} computation over {self._weights()}"),
             ("export rounding", c.export.rounding),
             ("reference", f"{c.reference.mode}, {self._compared_with()}" if self.compares else "none"),
             ("dropout", self._dropout()),
         ]
-
-    @property
-    def rounding(self) -> str:
-        """The coarsest precision of computation: that of the matrix products, if they have their own."""
-        return "float8" if self.config.policy.float8 else self.precision
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -149,9 +143,6 @@ class Setup:
         own, lost = self.config.policy.lora.dropout, dropouts(self.source.config)
         drawn = f"{own:g} of the adapters' inputs, in training steps" if own else "0"
         return f"{drawn} (the model's own {lost} is switched off)" if lost else drawn
-
-    def _float8(self) -> str:
-        return ", matrix products in float8," if self.config.policy.float8 else ""
 
     def _weights(self) -> str:
         policy = self.config.policy
@@ -199,7 +190,6 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         precision = "bfloat16" if device.type == "cuda" else "float32"
     check_varlen(source, config.policy, precision, device)
     _check_weights(config, precision)
-    _check_float8(config, precision, device, source)
     lora = plan_lora(source, config.policy.lora, device, precision)
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
@@ -318,31 +308,6 @@ def _check_weights(config: Config, precision: str) -> None:
             f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
             "policy.precision=bfloat16, or leave policy.weights out."
         )
-
-
-def _check_float8(config: Config, precision: str, device: torch.device, source: ModelSource) -> None:
-    if not config.policy.float8:
-        return
-    if config.policy.lora.enabled:
-        raise ConfigError("policy.float8 = true: it is for training every weight, not for adapters. Leave it out.")
-    if precision != "bfloat16":
-        raise ConfigError(
-            f"policy.float8 = true: all but the matrix products is computed in bfloat16, not in {precision}. Set "
-            "policy.precision=bfloat16, or leave policy.float8 out."
-        )
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
-        raise ConfigError(
-            f"policy.float8 = true: {torch.cuda.get_device_name(device)} has compute capability {_dotted(found)}, and products in "
-            f"float8 need {_dotted(CAPABILITY)}. Leave it out."
-        )
-    if not any(fits(module) for module in empty_model(source).base_model.layers.modules()):
-        raise ConfigError(
-            f"policy.float8 = true: no matrix of {source.name} has sides that are multiples of {MULTIPLE}. Leave it out."
-        )
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def _named(name: str, folder: Path) -> str:

@@ -89,48 +89,6 @@ def test_a_run_as_long_as_its_warm_up_is_not(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-FLOAT8 = ["policy.float8=true", "policy.precision=bfloat16"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            ["policy.lora.enabled=true"],
-            "policy.float8 = true: it is for training every weight, not for adapters. Leave it out.",
-        ),
-        (
-            ["policy.precision=float32"],
-            "policy.float8 = true: all but the matrix products is computed in bfloat16, not in float32. Set "
-            "policy.precision=bfloat16, or leave policy.float8 out.",
-        ),
-    ],
-)
-def test_float8_where_it_does_not_apply(changes, message):
-    with pytest.raises(ConfigError) as caught:
-        trainer.set_up(load_config(None, [*FLOAT8, *changes]).config, torch.device("cpu"))
-    assert str(caught.value) == message
-
-
-def test_float8_on_a_card_without_it(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ConfigError) as caught:
-        trainer.set_up(load_config(None, FLOAT8).config, torch.device("cuda"))
-    assert str(caught.value) == (
-        "policy.float8 = true: NVIDIA A100 has compute capability 8.0, and products in float8 need 8.9. Leave it out."
-    )
-
-
-def test_float8_for_a_model_with_odd_sides(monkeypatch):
-    monkeypatch.setattr("tandem.train.setup.fits", lambda module: False)
-    with pytest.raises(ConfigError) as caught:
-        trainer.set_up(load_config(None, FLOAT8).config, torch.device("cpu"))
-    assert str(caught.value) == (
-        "policy.float8 = true: no matrix of embedded has sides that are multiples of 16. Leave it out."
-    )
-
-
 @pytest.mark.parametrize("weights", ["bfloat16_stochastic", "bfloat16_nearest"])
 def test_bfloat16_weights_are_not_computed_with_in_float32(weights):
     with pytest.raises(ConfigError) as refused:
