@@ -1,17 +1,157 @@
-"""An experiment: matrix products in float8, by torchao."""
+"""An experiment: the matrix products of a model's layers in float8, and how far two cuts of the same batch then are apart.
 
+    python benchmarks/float8.py --model FOLDER --data hh_harmless_test.jsonl.gz [--preferences 12]
+
+The preferences are computed in packs, and again each in a row of its own; in bfloat16, and with products in float8. Prints
+differences of log-probabilities. Its last line is one JSON object. benchmarks/train.py and precision.py take `--float8` and
+"float32, products in float8".
+
+A tensor is cast by one factor, a power of two that brings its largest number into float8's range: what a number is rounded to
+does not depend on the factor, unless it is ten thousand times smaller than the largest.
+"""
+
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+
+from tandem.config.load import load_config
+from tandem.model.parallel import decoder_layers
+from tandem.model.workers import Workers, start_workers, stop_workers
+from tandem.train.build import load_sharded
+from tandem.train.setup import Setup, set_up
+
+# Inputs and weights need digits, gradients range.
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+# The kernels take sides that are multiples of it.
+MULTIPLE = 16
+# A product so many times narrower on one side is a router's, say: little to compute, and much that hangs on it.
+NARROW = 10
 
 
-def compute_in_float8(model: Any, recipe: str) -> None:
-    """Those of the layers, where both sides are multiples of 16; the head stays as it is."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+def compute_in_float8(layers: list[nn.Module]) -> None:
+    """Every plain linear layer in them that fits."""
+    for layer in layers:
+        for module in layer.modules():
+            if fits(module):
+                module.__class__ = Float8Linear
 
-    def fits(module: torch.nn.Module, name: str) -> bool:
-        return isinstance(module, torch.nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    for layer in model.base_model.layers:
-        convert_to_float8_training(layer, config=config, module_filter_fn=fits)
+def fits(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    sides = module.in_features, module.out_features
+    return max(sides) < NARROW * min(sides) and not any(side % MULTIPLE for side in sides)
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        out: Any = _Product.apply(input.flatten(0, -2), self.weight, self.bias)
+        return out.unflatten(0, input.shape[:-1])  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T + bias"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of_x, of_weight = _factor(x, FORWARD), _factor(weight, FORWARD)
+        small = _cast(x, of_x, FORWARD)
+        ctx.save_for_backward(small, of_x, weight, of_weight)
+        ctx.has_bias = bias is not None
+        out = _product(small, _cast(weight, of_weight, FORWARD).t(), of_x * of_weight, x.dtype, fast=True)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x, of_x, weight, of_weight = ctx.saved_tensors
+        of_grad = _factor(grad, BACKWARD)
+        small = _cast(grad, of_grad, BACKWARD)
+        by_x = _product(small, _by_columns(_cast(weight, of_weight, FORWARD)), of_grad * of_weight, grad.dtype)
+        by_weight = _product(small.t().contiguous(), _by_columns(x), of_grad * of_x, grad.dtype)
+        return by_x, by_weight, grad.sum(0) if ctx.has_bias else None
+
+
+def _factor(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The power of two by which a tensor goes into float8: its largest number comes to the upper half of the range.
+
+    Not finite where a number is not; then nothing that follows is.
+    """
+    largest = values.abs().amax().float().clamp(min=1e-12)
+    return torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
+
+
+def _cast(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.float() * factor).to(dtype)
+
+
+def _by_columns(values: Tensor) -> Tensor:
+    """The same matrix with its columns one after another in memory, as the kernels want the right side of a product."""
+    return values.t().contiguous().t()
+
+
+def _product(left: Tensor, right: Tensor, factor: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """left @ right / factor. Fast: sums in fewer bits, as is usual in the forward."""
+    if left.is_cuda:
+        one = torch.ones_like(factor)
+        return torch._scaled_mm(left, right, scale_a=1 / factor, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+    return (left.float() @ right.float() / factor).to(dtype)
+
+
+# Two cuts of the same preferences
+
+
+def logps(setup: Setup, workers: Workers, cuts: list[Any], *, float8: bool) -> list[np.ndarray]:
+    """Of every completion, in the order of their preferences, each cut computed by itself."""
+    policy = load_sharded(setup, setup.source, workers)
+    if float8:
+        compute_in_float8(decoder_layers(policy))
+    found: dict[int, list[np.ndarray]] = {}
+    for chosen in cuts:
+        for pack in setup.train.micro_batches(np.array(chosen)):
+            inputs = policy.inputs(pack, workers.device)
+            with torch.no_grad():
+                values = policy(inputs)[: inputs.num_scored].double().cpu().numpy()
+            parts = iter(np.split(values, np.cumsum(pack.completion_lengths)[:-1]))
+            for preference in pack.preferences.tolist():
+                found[preference] = [next(parts) for _ in setup.train.store[preference].completions]
+    return [part for preference in sorted(found) for part in found[preference]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--preferences", type=int, default=12)
+    o = parser.parse_args()
+    given = [
+        f"policy.model_name={o.model}",
+        f"data.train.data_path={o.data}",
+        "policy.precision=bfloat16",
+        "policy.packing.pack_length=1024",
+        "policy.max_total_sequence_length=512",
+        "data.max_filtered_share=0.9",
+    ]
+    workers = start_workers()
+    setup = set_up(load_config(None, given).config, workers.device)
+    together, alone = [range(o.preferences)], [[number] for number in range(o.preferences)]
+    results = {}
+    print(f"{'':<30} {'a token':>10} {'a completion':>14} {'a pair':>10}")
+    for name, float8 in (("bfloat16", False), ("products in float8", True)):
+        one, other = (logps(setup, workers, cuts, float8=float8) for cuts in (together, alone))
+        tokens = np.mean([abs(a - b).mean() for a, b in zip(one, other, strict=True)])
+        sums = np.array([(a - b).sum() for a, b in zip(one, other, strict=True)])
+        pairs = sums[::2] - sums[1::2]
+        results[name] = [float(tokens), float(np.sqrt((sums**2).mean())), float(np.sqrt((pairs**2).mean()))]
+        print(f"{name:<30} {results[name][0]:>10.4f} {results[name][1]:>14.3f} {results[name][2]:>10.3f}", flush=True)
+    stop_workers()
+    print(json.dumps({"benchmark": "float8", "preferences": o.preferences, "differences": results}))
+
+
+if __name__ == "__main__":
+    main()

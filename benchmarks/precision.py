@@ -24,6 +24,7 @@ from typing import Any
 from float8 import compute_in_float8
 
 from tandem.config.load import load_config
+from tandem.model.parallel import decoder_layers
 from tandem.model.policy import Policy
 from tandem.train import build
 from tandem.train.report import Reporter
@@ -90,7 +91,7 @@ def products_in_float8() -> Iterator[None]:
 
     def load_in_float8(*given: Any, **more: Any) -> Policy:
         policy = load(*given, **more)
-        compute_in_float8(policy.model, "tensorwise")
+        compute_in_float8(decoder_layers(policy))
         return policy
 
     build.load_policy = load_in_float8

@@ -118,7 +118,7 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         for parameter in model.parameters():  # as published weights are
             parameter.copy_(parameter.bfloat16())
     if o.float8:
-        compute_in_float8(model, o.float8)
+        compute_in_float8(list(model.base_model.layers))
     if o.lora:
         add_adapters(model, o.lora)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
@@ -279,7 +279,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--attention", choices=["auto", "varlen", "sdpa"], default="auto")
     parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic", "bfloat16_nearest"], default="float32")
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
-    parser.add_argument("--float8", choices=["tensorwise", "rowwise"], help="an experiment: matrix products by torchao")
+    parser.add_argument("--float8", action="store_true", help="an experiment: matrix products of the layers in float8")
     parser.add_argument("--lora", type=int, default=0, help="adapters of this rank on all linear layers")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--no-compile", action="store_true")
