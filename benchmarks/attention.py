@@ -22,24 +22,28 @@ from tandem.model.varlen import attend_runs, runs_of
 from tandem.packing.layout import lay_out
 
 CUDA = torch.device("cuda")
+SIDES = ("M1", "N1", "M2", "N2")
+
+
+def backward(size: int, warps: int, stages: int) -> dict[str, Any]:
+    return {f"bwd_BLOCK_{side}": size for side in SIDES} | {"bwd_num_warps": warps, "bwd_num_stages": stages}
+
+
+def forward(m: int, n: int, warps: int, stages: int) -> dict[str, Any]:
+    return {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
+
+
+# torch holds the blocks of a mask against its own choice of 128, though the kernels are told another.
+SPARSE_64 = {"SPARSE_Q_BLOCK_SIZE": 64, "SPARSE_KV_BLOCK_SIZE": 64}
 # Blocks of the mask, and what the kernels are told.
 FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex": (128, {}),
-    "flex, rows safe": (128, {"ROWS_GUARANTEED_SAFE": True}),
-    "flex, prescaled": (128, {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True}),
+    "flex, forward 128 x 128": (128, forward(128, 128, 8, 2)),
+    "flex, backward 64": (128, backward(64, 4, 3)),
     "flex, TMA": (128, {"USE_TMA": True}),
-    "flex, forward 128 x 128": (128, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 2}),
-    "flex, forward 64 x 64": (128, {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}),
-    "flex, backward 64": (
-        128,
-        {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_warps": 4, "bwd_num_stages": 3},
-    ),
-    "flex, blocks of 64": (
-        64,
-        {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
-        | {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")}
-        | {"bwd_num_warps": 4, "bwd_num_stages": 3},
-    ),
+    "flex, blocks of 64": (64, SPARSE_64 | forward(64, 64, 4, 3) | backward(64, 4, 3)),
+    "flex, blocks of 64, 2 stages": (64, SPARSE_64 | forward(64, 64, 4, 2) | backward(64, 4, 2)),
+    "flex, blocks of 64, 8 warps": (64, SPARSE_64 | forward(64, 64, 8, 3) | backward(64, 8, 3)),
     "flex, blocks of 256": (256, {}),
 }
 
@@ -102,24 +106,25 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     plain: Tensor | None = None
     print(f"{len(preferences)} preferences, {o.length:,} tokens with shared prompts, {repeated_length:,} without")
-    print(f"{'':<26} {'forward':>9} {'with backward':>14} {'difference':>11}")
+    print(f"{'':<30} {'forward':>9} {'with backward':>14} {'difference':>11}")
 
     def tell(name: str, call: Callable[..., Tensor], length: int) -> None:
         nonlocal plain
         try:
             forward, both, out = milliseconds(call, o, length)
         except Exception as error:
-            print(f"{name:<26} {str(error).splitlines()[0][:80]}", flush=True)
+            print(f"{name:<30} {str(error).splitlines()[0][:80]}", flush=True)
             return
         plain = out if plain is None else plain
         off = (out - plain).abs().max().item() if out.shape == plain.shape else float("nan")
         found[name] = {"forward": round(forward, 3), "both": round(both, 3), "difference": off}
-        print(f"{name:<26} {forward:>9.2f} {both:>14.2f} {off:>11.1e}", flush=True)
+        print(f"{name:<30} {forward:>9.2f} {both:>14.2f} {off:>11.1e}", flush=True)
 
     grouped = o.heads != o.kv_heads
     for name, (block, options) in FLEX.items():
         torch._dynamo.reset()
         compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, None, CUDA, block)
+        mask.BLOCK_SIZE = (max(block, 128),) * 2
         given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
         tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
     torch._dynamo.reset()

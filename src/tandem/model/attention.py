@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 
 from tandem.errors import TandemError
 from tandem.model.varlen import attend_runs, runs_of
-from tandem.packing.blocks import block_lists
-from tandem.packing.layout import FILLER, Pack
+from tandem.packing.blocks import block_lists, seen_until
+from tandem.packing.layout import Pack
 from tandem.packing.packer import BLOCK
 
 IMPLEMENTATION = "tandem_pack"
@@ -53,13 +53,12 @@ def windows_of(model: Any) -> set[int | None]:
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
 
 
-def may_attend(tree: Tensor, branch: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
-    """The rule: q sees k when k is not later, of the same tree, and on the prompt or on q's own branch.
+def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
+    """The rule: q sees k when k is not later, and as far as k is seen (packing/blocks.py).
 
     A window counts position ids, not columns: a completion may stand far from its prompt in the row.
     """
-    seen = (k <= q) & (tree[q] == tree[k]) & ((branch[k] == 0) | (branch[q] == branch[k]))
-    seen = seen & ((tree[q] != FILLER) | (q == k))
+    seen = (k <= q) & (q < until[k])
     return seen if window is None else seen & (position[q] - position[k] < window)
 
 
@@ -67,9 +66,9 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
     """[rows, 1, length, length] bool."""
     columns = torch.arange(pack.token_ids.shape[1], device=device)
     q, k = columns[:, None], columns[None, :]
-    arrays = (torch.from_numpy(array).to(device) for array in (pack.tree, pack.branch, pack.position_ids))
-    rows = [may_attend(tree, branch, position, q, k, window) for tree, branch, position in zip(*arrays, strict=True)]
-    return torch.stack(rows)[:, None]
+    arrays = seen_until(pack.tree, pack.branch), pack.position_ids
+    rows = zip(*(torch.from_numpy(array).to(device) for array in arrays), strict=True)
+    return torch.stack([may_attend(until, position, q, k, window) for until, position in rows])[:, None]
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
@@ -78,13 +77,13 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
     def on_device(array: Any) -> Tensor:
         return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)[:, None]
 
-    tree, branch, position = (
-        torch.from_numpy(a.astype("int32")).pin_memory().to(device, non_blocking=True)
-        for a in (pack.tree, pack.branch, pack.position_ids)
+    until, position = (
+        torch.from_numpy(a).pin_memory().to(device, non_blocking=True)
+        for a in (seen_until(pack.tree, pack.branch), pack.position_ids.astype("int32"))
     )
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return may_attend(tree[b], branch[b], position[b], q, k, window)
+        return may_attend(until[b], position[b], q, k, window)
 
     length = pack.token_ids.shape[1]
     return BlockMask(

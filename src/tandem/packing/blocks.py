@@ -1,4 +1,4 @@
-"""A Pack in; block lists for block-sparse attention out, from segment boundaries, without evaluating a dense mask."""
+"""A Pack in; who may see whom out, from segment boundaries: by key, and by blocks for block-sparse attention."""
 
 from dataclasses import dataclass
 
@@ -33,6 +33,27 @@ class _Segment:
     end: int
     first_position: int
     prompt: "_Segment | None"
+
+
+def seen_until(tree: IntArray, branch: IntArray) -> IntLists:
+    """[rows, length]: the first column from which each key is not seen any more.
+
+    A prompt is seen to the end of its tree, a completion to its own end, filler by itself. Prompt 2, completions 2 and 1,
+    then two of filler: 5 5 4 4 5 6 7
+    """
+    columns = np.arange(tree.shape[1])
+    ends = np.where(branch == 0, _run_ends(tree), _run_ends(tree, branch))
+    return np.where(tree == FILLER, columns + 1, ends).astype(np.int32)
+
+
+def _run_ends(*arrays: IntArray) -> IntArray:
+    """[rows, length]: behind the last column of each column's run, in which no array changes."""
+    rows, length = arrays[0].shape
+    changes = np.zeros((rows, length - 1), bool)
+    for array in arrays:
+        changes |= np.diff(array, axis=1) != 0
+    ends = np.where(np.pad(changes, ((0, 0), (0, 1)), constant_values=True), np.arange(1, length + 1), length)
+    return np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
 
 
 def block_lists(tree: IntArray, branch: IntArray, position_ids: IntArray, block: int, window: int | None) -> BlockLists:

@@ -20,8 +20,8 @@ def assert_nothing_was_trained(run):
 
 
 def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
-    def leaking(tree, branch, position, q, k, window):
-        return (k <= q) & (tree[q] == tree[k])  # a completion sees the other one
+    def leaking(until, position, q, k, window):
+        return (k <= q) & (q < until[k] + 9)  # a completion sees the end of the one before it
 
     monkeypatch.setattr(attention, "may_attend", leaking)
     # Both sides share the error, so policy and reference agree; only the plain forward tells.

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.data.tokens import TokenizedPreference
-from tandem.packing.blocks import block_lists
+from tandem.model.attention import may_attend
+from tandem.packing.blocks import block_lists, seen_until
 from tandem.packing.layout import FILLER, Pack, lay_out
 
 BLOCK = 4
@@ -86,6 +87,21 @@ def test_a_worked_example():
         [0, 1, 1, 0],
         [1, 1, 1, 1],
     ]
+
+
+def test_how_far_each_key_is_seen():
+    pack = lay_out([0], [preference(2, 2, 1)], length=7)
+    assert seen_until(pack.tree, pack.branch).tolist() == [[5, 5, 4, 4, 5, 6, 7]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(packs(), st.one_of(st.none(), st.integers(1, 24)))
+def test_the_rule_by_key_is_the_one_by_tree_and_branch(pack, window):
+    until = seen_until(pack.tree, pack.branch)
+    columns = np.arange(until.shape[1])
+    for row in range(len(until)):
+        found = may_attend(until[row], pack.position_ids[row], columns[:, None], columns[None], window)
+        np.testing.assert_array_equal(found, dense(pack, row, window))
 
 
 @settings(max_examples=150, deadline=None)
