@@ -39,7 +39,9 @@ SPARSE_64 = {"SPARSE_Q_BLOCK_SIZE": 64, "SPARSE_KV_BLOCK_SIZE": 64}
 FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex": (128, {}),
     "flex, forward 128 x 128": (128, forward(128, 128, 8, 2)),
+    "flex, forward 64 x 64": (128, forward(64, 64, 4, 3)),
     "flex, backward 64": (128, backward(64, 4, 3)),
+    "flex, rows safe": (128, {"ROWS_GUARANTEED_SAFE": True}),
     "flex, TMA": (128, {"USE_TMA": True}),
     "flex, blocks of 64": (64, SPARSE_64 | forward(64, 64, 4, 3) | backward(64, 4, 3)),
     "flex, blocks of 64, 2 stages": (64, SPARSE_64 | forward(64, 64, 4, 2) | backward(64, 4, 2)),

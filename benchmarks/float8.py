@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 def _factor(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two by which a tensor goes into float8: its largest number comes to the upper half of the range.
 
-    Not finite where a number is not; then nothing that follows is.
+    Zero where a number is infinite, which makes it NaN.
     """
     largest = values.abs().amax().float().clamp(min=1e-12)
     return torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))

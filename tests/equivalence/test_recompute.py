@@ -65,13 +65,13 @@ def test_gradients_are_equal_and_half_or_all_products_are_computed_again(archite
     assert counts["selective"]["attention"] == counts["none"]["attention"]
 
 
-def kept_by_a_compiled_layer(how, *, adapted):
+def kept_by_a_compiled_layer(how, *, rank):
     """Numbers a token that a layer of 256 and 1,024 keeps, without its input, weights and masks."""
     torch._dynamo.reset()
     shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 1}
     model = tiny_model("llama", **shape).train()
-    if adapted:
-        inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear"), model)
+    if rank:
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
         join_adapters(model)
@@ -90,10 +90,12 @@ def kept_by_a_compiled_layer(how, *, adapted):
     return sum(numel for place, numel in kept.items() if place not in known) / 512
 
 
-def test_a_compiled_layer_keeps_as_little_with_adapters():
-    plain, adapted = ({how: kept_by_a_compiled_layer(how, adapted=which) for how in HOWS} for which in (False, True))
+@pytest.mark.parametrize("rank", [8, 64])
+def test_a_compiled_layer_keeps_as_little_with_adapters(rank):
+    """That full keeps nothing up to torch 2.12 too is seen by tests/gpu."""
+    plain, adapted = ({how: kept_by_a_compiled_layer(how, rank=which) for how in HOWS} for which in (0, rank))
     assert plain["full"] == adapted["full"] == 0
-    few = 7 * 8  # of each product's adapter
+    few = 7 * rank  # of each product's adapter
     assert plain["none"] <= adapted["none"] <= plain["none"] + few
     assert 0.2 * plain["none"] < plain["selective"] < 0.6 * plain["none"]
     assert plain["selective"] <= adapted["selective"] <= plain["selective"] + few

@@ -134,6 +134,8 @@ class Casts:
 class Sums:
     """Adds bfloat16 tensors to float32 ones by one launch. Of the same sizes again, it knows the blocks."""
 
+    KNOWN = 64  # more than a backward has launches, unless it is another one every time
+
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, ...], Blocks] = {}
 
@@ -141,6 +143,8 @@ class Sums:
         """The sum, what is added (of the same strides), and whether it is the first: then the sum has no value yet."""
         counts = tuple(total.numel() for total, _, _ in given)
         if counts not in self.blocks:
+            if len(self.blocks) == self.KNOWN:
+                self.blocks.clear()
             self.blocks[counts] = Blocks.of(counts, given[0][0].device)
         # A block begins on a multiple of 16 numbers, if its tensor does.
         parts = [part if part.data_ptr() % 32 == 0 else part.clone() for _, part, _ in given]

@@ -46,7 +46,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
 def frozen(policy: Policy) -> Policy:
     """One that is never updated. Where it has copies to compute with, they are all it keeps."""
     if policy.working_copy is not None:
-        policy.working_copy.put_in()
+        policy.working_copy.keep_copies()
         policy.working_copy = None
     return policy.requires_grad_(False)
 

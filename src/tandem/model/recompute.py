@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,9 +25,6 @@ ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
-# An adapter's products are so many times narrower on one side: into it they leave little to keep, out of it little to
-# compute again. They do not count as every second one.
-NARROW = 10
 
 
 def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
@@ -34,31 +32,36 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
 
     Inside a layer's forward, so that compiling a layer sees it: around a compiled one, selective would do nothing.
     """
+    ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
+    contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _nothing
     for layer in decoder_layers(policy):
-        layer.forward = _recomputed(layer.forward, how)
+        layer.forward = _recomputed(layer.forward, contexts, by_policy=how == "selective")
 
 
-def _recomputed(forward: Callable[..., Any], how: Literal["selective", "full"]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *, by_policy: bool) -> Callable[..., Any]:
     def recomputed(*given: Any, **named: Any) -> Any:
         # Up to torch 2.12 a compiled layer would keep what is computed inside an autograd.Function, as adapters are, unless
         # a policy says otherwise.
-        by_policy = how == "selective" or torch.compiler.is_compiling()
-        contexts: dict[str, Any] = {"context_fn": _selective if how == "selective" else _nothing} if by_policy else {}
-        return checkpoint(forward, *given, use_reentrant=False, **contexts, **named)
+        more: dict[str, Any] = {"context_fn": contexts} if by_policy or torch.compiler.is_compiling() else {}
+        return checkpoint(forward, *given, use_reentrant=False, **more, **named)
 
     return recomputed
 
 
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_every_second_product())
+def _selective(rank: int) -> Any:
+    return create_selective_checkpoint_contexts(_every_second_product(rank))
 
 
 def _nothing() -> Any:
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def _every_second_product() -> Callable[..., CheckpointPolicy]:
-    """Forward and recomputation meet the same operations in the same order; each is counted apart."""
+def _every_second_product(rank: int) -> Callable[..., CheckpointPolicy]:
+    """Forward and recomputation meet the same operations in the same order; each is counted apart.
+
+    Products into and out of adapters of that rank are not counted: the first leave little to keep, the second little to
+    compute again.
+    """
     counts = {False: 0, True: 0}
 
     def keep(context: Any, operation: Any, *given: Any, **_: Any) -> CheckpointPolicy:
@@ -66,9 +69,9 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
             return CheckpointPolicy.MUST_SAVE
         if operation in PRODUCTS:
             left, right = [one for one in given if getattr(one, "ndim", 0) > 1][-2:]
-            if NARROW * right.shape[-1] <= left.shape[-1]:
+            if right.shape[-1] <= rank:
                 return CheckpointPolicy.MUST_SAVE
-            if NARROW * left.shape[-1] > right.shape[-1]:
+            if left.shape[-1] > rank:
                 counts[context.is_recompute] += 1
                 if counts[context.is_recompute] % 2:
                     return CheckpointPolicy.MUST_SAVE

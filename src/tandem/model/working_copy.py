@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tandem.model.rounding import rounded, salt_in_policy, start_of
 
@@ -35,6 +36,7 @@ class WorkingCopy:
         self.is_held = False
         self._ungathered: list[Copy] = []  # whose gradients this backward has computed
         self._num_ungathered = 0  # numbers of theirs
+        self._hooks: list[RemovableHandle] = []
         found: dict[nn.Parameter, Copy] = {}
         names = {parameter: name for name, parameter in policy.named_parameters()}
         for module in policy.modules():
@@ -44,13 +46,13 @@ class WorkingCopy:
                 if parameter not in found:
                     found[parameter] = self._copied(parameter, names[parameter])
                 found[parameter].places.append((module, name))
-        self._refresh, self._add_up = _means(self.copies)
+        self._cast_all, self._add_all = _cast_and_add(self.copies)
 
     def _copied(self, weight: nn.Parameter, name: str) -> Copy:
         copy = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
         made = Copy(weight, copy, start_of(0, salt_in_policy(name)))
         if weight.requires_grad:
-            copy.register_post_accumulate_grad_hook(lambda _: self._have_gradient(made))
+            self._hooks.append(copy.register_post_accumulate_grad_hook(lambda _: self._have_gradient(made)))
         self.copies.append(made)
         return made
 
@@ -76,7 +78,7 @@ class WorkingCopy:
             one.copy.grad = None
         self._ungathered, self._num_ungathered = [], 0
         if given:
-            self._add_up(given)
+            self._add_all(given)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -84,19 +86,25 @@ class WorkingCopy:
         if self.is_held:
             yield
             return
-        self.put_in()
+        self._put_in()
         try:
             yield
+            assert not self._ungathered, "a backward did not end"
         finally:
+            for one in self._ungathered:
+                one.copy.grad = None
+            self._ungathered, self._num_ungathered = [], 0
             self._stand(lambda one: one.weight)
             self.is_held = False
 
-    def put_in(self) -> None:
-        """For good, if nobody takes them out."""
-        for one in self._ungathered:  # of a backward that did not end
-            one.copy.grad = None
-        self._ungathered, self._num_ungathered = [], 0
-        self._refresh()
+    def keep_copies(self) -> None:
+        """The policy computes with the copies for good, and has no other weights. Nothing is trained any more."""
+        self._put_in()
+        for hook in self._hooks:  # each knows its weight, which would live on
+            hook.remove()
+
+    def _put_in(self) -> None:
+        self._cast_all()
         self._stand(lambda one: one.copy)
         self.is_held = True
 
@@ -106,7 +114,7 @@ class WorkingCopy:
                 module._parameters[name] = which(one)
 
 
-def _means(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
+def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
     """How all weights are cast into their copies, and how gradients are added: sum, part, and whether the sum is yet to be.
 
     On a GPU each with one launch, since a model has hundreds of them.
@@ -117,12 +125,12 @@ def _means(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple
         return Casts([(one.weight, one.copy, one.start) for one in copies]), Sums()
 
     @torch.no_grad()
-    def refresh() -> None:
+    def cast_all() -> None:
         for one in copies:
             one.copy.copy_(rounded(one.weight, one.start))
 
-    def add_up(given: list[tuple[Tensor, Tensor, bool]]) -> None:
+    def add_all(given: list[tuple[Tensor, Tensor, bool]]) -> None:
         for total, part, is_first in given:
             total.copy_(part) if is_first else total.add_(part)
 
-    return refresh, add_up
+    return cast_all, add_all

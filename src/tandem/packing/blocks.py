@@ -35,7 +35,7 @@ class _Segment:
     prompt: "_Segment | None"
 
 
-def seen_until(tree: IntArray, branch: IntArray) -> IntLists:
+def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
     """[rows, length]: the first column from which each key is not seen any more.
 
     A prompt is seen to the end of its tree, a completion to its own end, filler by itself. Prompt 2, completions 2 and 1,

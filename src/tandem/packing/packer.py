@@ -95,7 +95,7 @@ class Packer:
         return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
 
     def row_length(self, bin: IntArray) -> int:
-        """The shortest row that holds a bin: of 256, 512, 768 and 1024, a bin of 600 tokens takes 768."""
+        """The shortest row that holds a bin: of 256, 512, 768, 896 and 1024, a bin of 600 tokens takes 768."""
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 

@@ -121,7 +121,7 @@ def _spread(preferences: IntArray, sizes: IntArray, num_workers: int) -> list[In
 
 
 def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_workers: int) -> list[Round]:
-    """The last rounds in rows of the least sum that holds their preferences; of like sums, that of more equal rows.
+    """The last rounds in rows of the least sum that is found to hold them; of like sums, that of more equal rows.
 
     Rows may be 4 9 13 15 16. One worker's rounds of 15 + 1 and 3 tokens take 16 + 4; of 15 and 3 + 1 they take 15 + 4.
     """
@@ -138,9 +138,8 @@ def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num
     for choice in sorted(choices, key=lambda choice: (sum(choice), -min(choice)))[:NUM_TRIES]:
         rooms = np.repeat(choice, num_workers)
         if packs := _best_fit(preferences, sizes, rooms.tolist()):
-            starts = range(0, len(packs), num_workers)
-            made = [tuple(packs[start : start + num_workers]) for start in starts]
-            anew = [Round(length, packs) for length, packs in zip(choice, made, strict=True)]
+            made = [packs[start : start + num_workers] for start in range(0, len(packs), num_workers)]
+            anew = [_round(round, sizes, lengths, num_workers) for round in made if any(map(len, round))]
             return sorted(kept + anew, key=lambda round: -round.length)
     return rounds
 

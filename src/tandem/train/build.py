@@ -269,8 +269,8 @@ def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: Lora
 def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
     """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
 
-    On a GPU the first batch's longest rows follow, twice: the second time stands beside gradients, as in most of a step,
-    and tells the memory that a run needs.
+    On a GPU the first batch's longest rows follow, as long as they are before the last are packed anew, and twice: the second
+    time stands beside gradients, as in most of a step, and tells the memory that a run needs.
     """
     packer, on_gpu = setup.train, setup.device.type == "cuda"
     smallest = int(np.argmin(packer.sizes))
@@ -287,8 +287,8 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
         return None
     first = setup.batches.epoch(0)[0]
     bins = packer.bins(first.preferences, first.bounds)
-    rows = [packer.row(bin.tolist(), packer.length) for bin in list(bins)[: packer.packs_per_micro_batch]]
-    longest = join(rows)
+    length = max(packer.row_length(bin) for bin in bins)
+    longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
     kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()
     with policy.computing():

@@ -1,5 +1,7 @@
 """On one worker: bfloat16 copies of float32 weights to compute with."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -105,7 +107,10 @@ def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, workers):
     inputs = policy.inputs(packs[0], workers.device)
     with torch.no_grad():
         before = policy(inputs)
+    weights = [weakref.ref(parameter) for parameter in policy.parameters()]
     kept = frozen(policy)
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
     assert kept.working_copy is None
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in kept.parameters())
     assert torch.equal(kept(inputs), before)
@@ -138,21 +143,32 @@ def test_tied_weights_have_one_copy_and_add_their_gradients():
 
 
 def test_a_backward_that_fails_leaves_nothing_behind():
-    linear = nn.Linear(2, 2, bias=False)
-    copy = WorkingCopy(linear)
-    x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    copy = WorkingCopy(model)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
 
     def fail(_):
         raise ZeroDivisionError
 
-    with copy.held():
-        hook = x.register_hook(fail)
+    def forward(failing):
+        between = model[0](x)
+        if failing:
+            between.register_hook(fail)
+        return model[1](between).sum()
+
+    with pytest.raises(ZeroDivisionError), copy.held():
+        forward(failing=True).backward()
+    assert all(one.copy.grad is None and one.weight.grad is None for one in copy.copies)
+    with pytest.raises(AssertionError, match="a backward did not end"), copy.held():
         with pytest.raises(ZeroDivisionError):
-            linear(x).sum().backward()
-        hook.remove()
+            forward(failing=True).backward()
+        forward(failing=False).backward()
+    model.zero_grad()
     with copy.held():
-        linear(x).sum().backward()
-    assert torch.equal(linear.weight.grad, torch.ones(2, 2))
+        forward(failing=False).backward()
+    with copy.held():
+        hidden = model[0](x)
+    assert torch.equal(model[1].weight.grad, hidden.float().detach().expand(2, 2))
 
 
 def test_a_frozen_weight_takes_no_gradient():
