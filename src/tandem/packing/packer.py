@@ -24,8 +24,8 @@ SIXTEENTHS = (4, 9, 13, 15, 16)
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
 ROWS_PER_BATCH = 4
-# But not of fewer tokens than this on a GPU, which is to have much to do at a time.
-SHORTEST_ON_GPU = 4096
+# But not of fewer tokens than this on a GPU, which would wait for the host (docs/benchmarks.md).
+SHORTEST_ON_GPU = 8192
 
 IntArray = NDArray[np.int64]
 
