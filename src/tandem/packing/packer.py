@@ -22,10 +22,9 @@ BLOCK = 128
 SIXTEENTHS = (4, 9, 13, 15, 16)
 # Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
 USUAL_PACK = {"cpu": 512, "cuda": 8192}
-# An `auto` length gives a batch at least so many rows, or most of the last one would be filler.
+# An `auto` length gives a batch at least so many rows, or most of the last one would be filler; unless they were shorter
+# than a GPU wants them.
 ROWS_PER_BATCH = 4
-# But not of fewer tokens than this on a GPU, which would wait for the host (docs/benchmarks.md).
-SHORTEST_ON_GPU = 8192
 
 IntArray = NDArray[np.int64]
 

@@ -9,12 +9,16 @@ from tandem.config.policy import Policy as PolicyConfig
 from tandem.model.load import empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import SHORTEST_ON_GPU, USUAL_PACK, Packer
+from tandem.packing.packer import USUAL_PACK, Packer
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
-# Longer rows were not faster, and a batch fills them worse (docs/benchmarks.md).
-LENGTHS = (16384, 8192, 4096, 2048)
+LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
+# Longer rows than this were not faster at 1.5 billion weights, and a batch fills them worse (docs/benchmarks.md).
+LONG = 16384
+# But a row of a small model is over before the host has asked for the next: so many tokens times weights keep a GPU busy that
+# long. Of 1.5 billion weights it waited at 4,096 tokens a row, and hardly at 8,192 (docs/benchmarks.md).
+BUSY = 16e12
 # Of the card: the rest is for what no estimate knows.
 USED = 0.85
 # Numbers that a layer keeps for its backward, as multiples of its hidden and its intermediate size; fitted to what runs of
@@ -40,15 +44,19 @@ def usual_row(
     usual = USUAL_PACK[device.type]
     if device.type != "cuda" or policy.packing.mode == "dataset":
         return RowLength(usual, f"usual on {'a GPU' if device.type == 'cuda' else 'a CPU, where attention is dense'}")
+    num = sum(parameter.numel() for parameter in empty_model(source).parameters())
+    together = policy.packing.packs_per_micro_batch
     room = USED * torch.cuda.get_device_properties(device).total_memory
-    fixed = _fixed_bytes(source, policy, lora, precision)
-    each = _bytes_per_token(source.config.get_text_config(), policy, precision) * policy.packing.packs_per_micro_batch
-    fitting = next((length for length in LENGTHS if fixed + length * each <= room), LENGTHS[-1])
-    longer = "no longer ones are faster" if fitting == LENGTHS[0] else "longer ones would not fit"
+    fixed = _fixed_bytes(num, policy, lora, precision)
+    each = _bytes_per_token(source.config.get_text_config(), policy, precision) * together
+    busy = BUSY / num / together
+    useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
+    fitting = next((length for length in useful if fixed + length * each <= room), LENGTHS[-1])
+    longer = "no longer ones are faster" if fitting == useful[0] else "longer ones would not fit"
     return RowLength(
         fitting,
         f"expected to take {(fixed + fitting * each) / GIB:.0f} of {room / USED / GIB:.0f} GiB; {longer}",
-        SHORTEST_ON_GPU,
+        min(fitting, int(busy)),
     )
 
 
@@ -66,13 +74,12 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     return f"{rows} (auto: {usual.reason})"
 
 
-def _fixed_bytes(source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:
-    """Weights, gradients, optimizer states, and the copy of the weights that is computed with."""
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:
+    """Weights (so many), gradients, optimizer states, and the copy of the weights that is computed with."""
     states = 2 * state_bytes(policy.optimizer.state_dtype)
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization]
         return lora.num_frozen * frozen + lora.num_trained * (8 + 2 + states) + LOGITS
-    num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     weights = 8 if policy.weights == "float32" else 4
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" else 0
     return num * (weights + copy + states) + LOGITS

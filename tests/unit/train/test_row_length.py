@@ -16,6 +16,7 @@ from tandem.train.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {
+    "135M": ("llama", (576, 1536, 30, 9, 3), 49_152, True),
     "0.5B": ("qwen2", (896, 4864, 24, 14, 2), 151_936, True),
     "1.5B": ("qwen2", (1536, 8960, 28, 12, 2), 151_936, True),
     "8B": ("llama", (4096, 14336, 32, 32, 8), 128_256, False),
@@ -45,6 +46,10 @@ def row(shape, monkeypatch, *, card=139, **settings):
         ("1.5B", 80, {"packing": Packing(packs_per_micro_batch=2)}, 8192),
         ("8B", 139, FEW_BITS, 8192),
         ("8B", 139, {}, 2048),
+        # smaller ones take longer rows, to keep the GPU busy
+        ("0.5B", 139, {}, 32768),
+        ("135M", 139, {}, 65536),
+        ("135M", 24, {}, 16384),
     ],
 )
 def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monkeypatch):
@@ -53,16 +58,16 @@ def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monke
 
 # What benchmarks/train.py and benchmarks/memory.py measured on an H200 (docs/benchmarks.md).
 @pytest.mark.parametrize(
-    ("shape", "settings", "tokens", "measured"),
+    ("shape", "card", "settings", "tokens", "measured"),
     [
-        ("1.5B", {}, 16384, 60.7),
-        ("1.5B", FEW_BITS, 16384, 46.3),
-        ("8B", FEW_BITS, 8192, 97.8),
-        ("0.5B", {"activation_checkpointing": "selective"}, 16384, 16.5),
+        ("1.5B", 139, {}, 16384, 60.7),
+        ("1.5B", 139, FEW_BITS, 16384, 46.3),
+        ("8B", 139, FEW_BITS, 8192, 97.8),
+        ("0.5B", 24, {"activation_checkpointing": "selective"}, 16384, 16.5),
     ],
 )
-def test_the_estimate_is_near_what_was_measured(shape, settings, tokens, measured, monkeypatch):
-    found = row(shape, monkeypatch, **settings)
+def test_the_estimate_is_near_what_was_measured(shape, card, settings, tokens, measured, monkeypatch):
+    found = row(shape, monkeypatch, card=card, **settings)
     assert found.tokens == tokens
     expected = float(found.reason.split()[3])
     assert expected == pytest.approx(measured, rel=0.12)
@@ -71,6 +76,13 @@ def test_the_estimate_is_near_what_was_measured(shape, settings, tokens, measure
 def test_the_reason_is_told(monkeypatch):
     assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; no longer ones are faster"
     assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 100 of 139 GiB; longer ones would not fit"
+
+
+def test_rows_of_a_batch_are_not_so_short_that_the_gpu_would_wait(monkeypatch):
+    assert row("1.5B", monkeypatch).shortest == 10_364
+    assert row("8B", monkeypatch, **FEW_BITS).shortest == 1_992
+    assert row("135M", monkeypatch).shortest == 65_536
+    assert row("135M", monkeypatch, card=24).shortest == 16_384
 
 
 def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
