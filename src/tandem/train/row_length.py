@@ -18,7 +18,7 @@ LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
 LONG = 16384
 # But a row of a small model is over before the host has asked for the next: so many tokens times weights keep a GPU busy that
 # long. Of 1.5 billion weights it waited at 4,096 tokens a row, and hardly at 8,192 (docs/benchmarks.md).
-BUSY = 16e12
+BUSY = 12e12
 # Of the card: the rest is for what no estimate knows.
 USED = 0.85
 # Numbers that a layer keeps for its backward, as multiples of its hidden and its intermediate size; fitted to what runs of

@@ -79,8 +79,8 @@ def test_the_reason_is_told(monkeypatch):
 
 
 def test_rows_of_a_batch_are_not_so_short_that_the_gpu_would_wait(monkeypatch):
-    assert row("1.5B", monkeypatch).shortest == 10_364
-    assert row("8B", monkeypatch, **FEW_BITS).shortest == 1_992
+    assert row("1.5B", monkeypatch).shortest == 7_773
+    assert row("8B", monkeypatch, **FEW_BITS).shortest == 1_494
     assert row("135M", monkeypatch).shortest == 65_536
     assert row("135M", monkeypatch, card=24).shortest == 16_384
 
