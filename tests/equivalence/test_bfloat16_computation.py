@@ -120,3 +120,12 @@ def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is
     assert all(
         parameter.dtype == torch.bfloat16 and torch.equal(parameter, frozen[name]) for name, parameter in whole.items()
     )
+
+
+def test_a_reference_cached_by_bfloat16_weights_is_not_that_of_float32_weights(tmp_path):
+    """The embedded model is float32: loaded in bfloat16 it is rounded otherwise than when it is cast."""
+    few = [BFLOAT16, "dpo.max_num_steps=1", "policy.train_global_batch_size=2", "checkpointing.enabled=false"]
+    for weights in ("bfloat16_stochastic", "float32"):
+        cache = f"reference.cache_dir={tmp_path / 'cache'}"
+        run = short_run(tmp_path / weights, *few, cache, f"policy.weights={weights}", "dpo.val_at_end=false")
+        assert metrics_of(run)[0]["loss"] == pytest.approx(0.693147, abs=1e-4)

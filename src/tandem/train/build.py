@@ -339,7 +339,8 @@ def _references(
                 workers,
                 folder=folder,
                 weights=weights,
-                precision=setup.precision,
+                # Weights are rounded otherwise when they are loaded in bfloat16 than when they are cast to it.
+                precision=f"{setup.precision}, {setup.weights_dtype} weights",
                 progress=advance,
             )
     return references
