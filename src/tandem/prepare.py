@@ -152,7 +152,7 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
             store,
             config.policy.packing.model_copy(update={"mode": "dataset", "pack_length": length, "share_prompts": True}),
             usual_auto=USUAL_PACK["cuda" if torch.cuda.is_available() else "cpu"],
-            pairs_per_batch=None,
+            pairs_per_batch=config.policy.train_global_batch_size,
             seed=config.run.seed,
         )
         for length in lengths

@@ -64,19 +64,17 @@ class Packer:
         `bounds` says where one pack ends and the next begins, if that was settled before.
         """
         costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
-        bins, num_workers = self.bins(preferences, bounds), self.share.num_workers
+        bins, num_workers, together = self.bins(preferences, bounds), self.share.num_workers, self.packs_per_micro_batch
         # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
-        free = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
+        free = self.arrangement != "separate" and bounds is None and together == 1
         rounds = share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=num_workers, tightly=free)
-        for length, group in groupby(rounds, key=lambda round: round.length):
-            waiting: list[Pack] = []
-            for round in group:
-                waiting.append(self.row(round.packs[self.share.worker].tolist(), length))
-                if len(waiting) == self.packs_per_micro_batch:
-                    yield join(waiting)
-                    waiting = []
-            if waiting:
-                yield join(waiting)
+        for length, same in groupby(rounds, key=lambda round: round.length):
+            waiting = [round.packs[self.share.worker].tolist() for round in same]
+            while waiting:
+                # What is left is taken in powers of two: each number of rows is compiled.
+                size = together if len(waiting) >= together else 2 ** (len(waiting).bit_length() - 1)
+                yield join([self.row(chosen, length) for chosen in waiting[:size]])
+                waiting = waiting[size:]
 
     def alone(self) -> "Packer":
         """The same for one worker that computes everything itself."""
@@ -192,5 +190,10 @@ def prepared_lengths(store: Preferences) -> set[int]:
 
 def row_lengths(length: int) -> tuple[int, ...]:
     """A length and the shorter ones beside it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
-    blocks = -(-length // BLOCK)
+    blocks = in_blocks(length) // BLOCK
     return tuple(sorted({max(1, blocks * part // SIXTEENTHS[-1]) * BLOCK for part in SIXTEENTHS}))
+
+
+def in_blocks(length: int) -> int:
+    """The least number of whole blocks that hold so many tokens, in tokens: 200 -> 256."""
+    return -(-length // BLOCK) * BLOCK

@@ -9,7 +9,7 @@ from tandem.config.policy import Policy as PolicyConfig
 from tandem.model.load import empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import USUAL_PACK, Packer
+from tandem.packing.packer import USUAL_PACK, Packer, in_blocks, prepared_lengths
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
@@ -63,15 +63,18 @@ def usual_row(
 def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     """The rows of a run, and why they are as long as they are."""
     rows = f"{packer.length:,} tokens"
+    longest = int(packer.sizes.max())
     if policy.packing.mode == "none":
-        return f"one sequence each, padded to {packer.length:,} tokens"
+        return f"one sequence each, padded to at most {packer.length:,} tokens"
     if policy.packing.pack_length != "auto":
         return rows
-    if packer.length < usual.tokens:
-        return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
-    if int(packer.sizes.max()) > usual.tokens:
-        return f"{rows} (auto: the longest preference takes {int(packer.sizes.max()):,})"
-    return f"{rows} (auto: {usual.reason})"
+    if policy.packing.mode == "dataset" and prepared_lengths(packer.store):
+        return f"{rows} (auto: the longest packs that were prepared)"
+    if packer.length == in_blocks(usual.tokens):
+        return f"{rows} (auto: {usual.reason})"
+    if packer.length == in_blocks(longest):
+        return f"{rows} (auto: the longest preference takes {longest:,})"
+    return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
 
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:

@@ -86,6 +86,9 @@ def _accuracy_flat(course: Sequence[Record], loss: PreferenceLoss) -> str | None
     if (known := _guess_and_error(course)) is None or abs(last["accuracy"] - known[0]) >= known[1]:
         return None
     guess, error = known
+    if guess + error > 1:
+        pairs = f"{last['num_pairs']:,} pair{'s' if last['num_pairs'] > 1 else ''}"
+        return f"accuracy cannot be told from {guess:.3f} by {pairs}: it is {last['accuracy']:.3f}. Validate on more of them."
     far = last.get("kl_per_token", 0.0)
     way_out = (
         f"The policy moved all the same, {far:.2f} nats a token from the reference: try a smaller policy.optimizer.kwargs.lr."

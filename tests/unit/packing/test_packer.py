@@ -183,6 +183,15 @@ def test_several_packs_go_together_and_the_last_may_be_fewer():
     assert np.concatenate([pack.preferences for pack in found]).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_fewer_than_go_together_go_in_powers_of_two_so_that_few_shapes_are_compiled():
+    of = store(*[(80, 10, 10)] * 12)
+    rows = {
+        num: [pack.token_ids.shape[0] for pack in packer(of, packs_per_micro_batch=6).micro_batches(np.arange(num))]
+        for num in (5, 6, 9, 12)
+    }
+    assert rows == {5: [4, 1], 6: [6], 9: [6, 2, 1], 12: [6, 6]}
+
+
 def test_unpacked_each_preference_is_a_pack_with_a_row_for_each_completion():
     of = store((40, 10, 10), (80, 10, 10))
     found = list(packer(of, mode="none").micro_batches(np.array([1, 0])))

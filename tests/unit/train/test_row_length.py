@@ -9,7 +9,9 @@ from transformers import AutoConfig
 
 from tandem.config.load import load_config
 from tandem.config.policy import Optimizer, Packing, Policy
+from tandem.data.sets import no_bar
 from tandem.model.source import ModelSource
+from tandem.prepare import prepare_data
 from tandem.train import row_length
 from tandem.train.row_length import GIB, usual_row
 from tandem.train.setup import set_up
@@ -95,10 +97,28 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
     [
         ([], "512 tokens (auto: usual on a CPU, where attention is dense)"),
         (["policy.packing.pack_length=1024"], "1,024 tokens"),
-        (["policy.packing.mode=none"], "one sequence each, padded to 256 tokens"),
-        (["policy.train_global_batch_size=4"], "256 tokens (auto: for batches of 4 pairs)"),
+        (["policy.packing.mode=none"], "one sequence each, padded to at most 256 tokens"),
+        (["policy.train_global_batch_size=12"], "384 tokens (auto: for batches of 12 pairs)"),
+        (["policy.train_global_batch_size=4"], "256 tokens (auto: the longest preference takes 185)"),
     ],
 )
 def test_the_rows_of_a_run_are_told_with_their_reason(overrides, said):
     setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
     assert setup.rows == said
+
+
+def test_rows_that_were_prepared_are_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    prepare_data(load_config(None, []).config, no_bar, [384, 640], tmp_path / "out")
+    limit = "policy.max_total_sequence_length=512"
+    given = [f"data.train={tmp_path}/out/train", "policy.packing.mode=dataset", limit]
+    setup = set_up(load_config(None, given).config, torch.device("cpu"))
+    assert setup.rows == "640 tokens (auto: the longest packs that were prepared)"
+
+
+@pytest.mark.parametrize("pairs", [4, 12, 128])
+def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    config = load_config(None, ["policy.packing.mode=dataset", f"policy.train_global_batch_size={pairs}"]).config
+    prepared = prepare_data(config, no_bar).packs["train"]
+    assert [outlook.pack_length for outlook in prepared] == [set_up(config, torch.device("cpu")).train.length]

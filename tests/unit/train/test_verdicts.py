@@ -49,6 +49,13 @@ def test_accuracy_is_flat_within_two_standard_errors_of_guessing():
     assert "accuracy_flat" not in found(course({}, {"accuracy": 0.59, "num_pairs": 200}))
 
 
+def test_too_few_pairs_to_tell_are_not_asked_for_more_than_all():
+    text = found(course({}, {"accuracy": 1.0, "num_pairs": 1}))["accuracy_flat"]
+    assert text == "accuracy cannot be told from 0.500 by 1 pair: it is 1.000. Validate on more of them."
+    # four of four stand out
+    assert "accuracy_flat" not in found(course({}, {"accuracy": 1.0, "num_pairs": 4}))
+
+
 def test_an_accuracy_worse_than_guessing_is_not_called_flat():
     texts = found(course({}, {"accuracy": 0.4}))
     assert "accuracy_flat" not in texts
