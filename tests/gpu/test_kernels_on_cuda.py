@@ -1,10 +1,15 @@
 """The kernels of the head and of the cast, and the compiled optimizer, compute what the plain code computes."""
 
+import numpy as np
 import pytest
 import torch
+from models import random_preference
 
+from tandem.model.attention import SMALL_BLOCK, attend, make_mask
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.model.rounding import rounded
+from tandem.packing.layout import lay_out
+from tandem.packing.packer import BLOCK
 from tandem.train.adamw import RoundedAdamW, Rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -145,3 +150,37 @@ def test_gradients_of_a_model_are_added_at_once_as_each_alone():
         expected = [part.float() if is_first else total + part for total, part in zip(totals, parts, strict=True)]
         sums([(total, part, is_first) for total, part in zip(totals, parts, strict=True)])
         assert all(map(torch.equal, totals, expected))
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize(
+    "rule",
+    [{}, {"sliding_window": 100}, {"softcap": 20.0}, {"s_aux": "sinks"}],
+    ids=["plain", "window", "soft-cap", "sinks"],
+)
+def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_blocks(length, rule):
+    torch._dynamo.reset()
+    rng = np.random.default_rng(0)
+    chosen = [
+        random_preference(rng, num_completions=3, max_prompt=200, max_completion=150) for _ in range(length // 700)
+    ]
+    pack = lay_out(range(len(chosen)), chosen, length=length)
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, length, 128, generator=g).cuda() for heads in (8, 2, 2)]
+    outer = torch.randn(1, length, 8, 128, generator=g).cuda()
+    given = {**rule, **({"s_aux": torch.randn(8, generator=g).cuda()} if "s_aux" in rule else {})}
+
+    def attended(kind, dtype, block=BLOCK):
+        """What comes out, and the gradients of queries, keys and values."""
+        inputs = [tensor.to(torch.bfloat16).to(dtype).requires_grad_() for tensor in tensors]
+        mask = make_mask(pack, {None, 100}, torch.device("cuda"), kind, block)
+        out, _ = attend(torch.nn.Module(), *inputs, None, pack=mask, **given)
+        out.backward(outer.to(torch.bfloat16).to(dtype))
+        return [out.detach().double(), *(tensor.grad.double() for tensor in inputs)]
+
+    exact = attended("sdpa", torch.float64)
+    usual, small = (attended("flex", torch.bfloat16, block) for block in (BLOCK, SMALL_BLOCK))
+    for want, one, other in zip(exact, usual, small, strict=True):
+        errors = [(found - want).square().mean().sqrt().item() for found in (one, other)]
+        assert errors[1] < 1.1 * errors[0]
+        assert errors[1] < 0.02 * want.square().mean().sqrt().item()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,24 @@ from tandem.packing.packer import BLOCK
 IMPLEMENTATION = "tandem_pack"
 AttentionKind = Literal["flex", "varlen", "sdpa"]
 
+# Smaller blocks hold less that nobody may see; what is told to the kernels for them was the fastest of what was tried on an
+# H200 (docs/benchmarks.md). Torch's own tiles for a backward do not divide such a block, and it compares them with what the
+# mask says of itself: that it has the usual blocks.
+SMALL_BLOCK = 64
+SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
+FOR_SMALL_BLOCKS = {
+    "SPARSE_Q_BLOCK_SIZE": SMALL_BLOCK,
+    "SPARSE_KV_BLOCK_SIZE": SMALL_BLOCK,
+    **dict.fromkeys(SIDES, SMALL_BLOCK),
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 3,
+    "bwd_num_warps": 4,
+    "bwd_num_stages": 2,
+}
+HEAD_DIM = 128
+HOPPER = (9, 0)
+UNREAD_TORCH = (2, 14)  # whether it heeds these is not known
+
 # Arguments that layers pass along and that do not change attention.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
 
@@ -29,21 +48,24 @@ class PackMask:
     Passed to the model as the keyword `pack`; transformers hands it down to `attend` in every layer.
     """
 
-    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind):
+    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int = BLOCK):
         self.masks = masks
         self.kind = kind
+        self.block = block  # of FlexAttention
 
 
-def make_mask(pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind) -> PackMask:
+def make_mask(
+    pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind, block: int = BLOCK
+) -> PackMask:
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
-    makers = {"flex": block_mask, "varlen": runs_of, "sdpa": _dense_mask}
+    makers = {"flex": partial(block_mask, block=block), "varlen": runs_of, "sdpa": _dense_mask}
     make = makers[kind]
     longest = int(pack.position_ids.max()) + 1
     masks: dict[int | None, Any] = {}
     for window in sorted(windows, key=lambda w: -1 if w is None else w):
         # A window that reaches past the longest sequence is no window: layers with it share the plain mask.
         masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
-    return PackMask(masks, kind)
+    return PackMask(masks, kind, block)
 
 
 def windows_of(model: Any) -> set[int | None]:
@@ -51,6 +73,14 @@ def windows_of(model: Any) -> set[int | None]:
     config = model.config.get_text_config()
     found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
+
+
+def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
+    """Of FlexAttention's blocks for a model that computes in bfloat16, or not: small where that was measured to pay."""
+    dims = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
+    if not bfloat16 or device.type != "cuda" or dims != {HEAD_DIM} or torch.__version__ >= UNREAD_TORCH:
+        return BLOCK
+    return SMALL_BLOCK if torch.cuda.get_device_capability(device) == HOPPER else BLOCK
 
 
 def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
@@ -96,7 +126,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
         q_indices=on_device(lists.q_partial),
         full_q_num_blocks=on_device(lists.q_full_counts),
         full_q_indices=on_device(lists.q_full),
-        BLOCK_SIZE=(block, block),
+        BLOCK_SIZE=(max(block, BLOCK),) * 2,
         mask_mod=rule,
     )
 
@@ -129,7 +159,8 @@ def attend(
         # Only counted: uncompiled, FlexAttention would fill the memory with the scores of whole rows.
         return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     if pack.kind == "flex":
-        out = _flex(query, key, value, mask, scaling, softcap, s_aux)
+        options = FOR_SMALL_BLOCKS if pack.block == SMALL_BLOCK else None
+        out = _flex(query, key, value, mask, scaling, softcap, s_aux, options)
     elif pack.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise TandemError(
@@ -179,6 +210,7 @@ def _flex(
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    options: dict[str, Any] | None,
 ) -> Tensor:
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert softcap is not None
@@ -189,9 +221,10 @@ def _flex(
     call = flex_attention if torch.compiler.is_compiling() else _flex_compiled
     grouped = query.shape[1] != key.shape[1]
     if s_aux is None:
-        return call(query, key, value, score_mod, mask, scaling, grouped)
+        return call(query, key, value, score_mod, mask, scaling, grouped, kernel_options=options)
     # A sink adds exp(sink) to the softmax's denominator: out * exp(lse) / (exp(lse) + exp(sink)).
-    out, aux = call(query, key, value, score_mod, mask, scaling, grouped, return_aux=AuxRequest(lse=True))
+    given = {"kernel_options": options, "return_aux": AuxRequest(lse=True)}
+    out, aux = call(query, key, value, score_mod, mask, scaling, grouped, **given)
     assert aux.lse is not None
     keep = torch.sigmoid(aux.lse - s_aux.float().reshape(1, -1, 1))
     return (out * keep.unsqueeze(-1)).to(out.dtype)

@@ -3,6 +3,7 @@
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from tandem.model.attention import block_size
 from tandem.model.policy import Policy
 from tandem.model.rounding import cast_by_chance, salt_in_policy
 from tandem.model.workers import Workers
@@ -14,6 +15,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
 
     One worker has all of them. It keeps copies to compute with instead, where it computes in another dtype.
     """
+    policy.block = block_size(policy, workers.device, bfloat16=bfloat16)
     if workers.count == 1:
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy)

@@ -14,6 +14,7 @@ from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_o
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.model.working_copy import WorkingCopy
 from tandem.packing.layout import FILLER, Pack
+from tandem.packing.packer import BLOCK
 
 SCORED_MULTIPLE = 128
 
@@ -47,6 +48,7 @@ class Policy(nn.Module):
         self.head_chunk = head_chunk
         self.head_rule = head_rule(model)
         self.windows = windows_of(model)
+        self.block = BLOCK  # of FlexAttention
         self.working_copy: WorkingCopy | None = None  # computed with in place of the weights
 
     def computing(self) -> AbstractContextManager[None]:
@@ -65,7 +67,7 @@ class Policy(nn.Module):
             tensor = torch.from_numpy(np.ascontiguousarray(array))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-        mask = make_mask(pack, self.windows, device, self.attention) if self.packed else put(_real(pack))
+        mask = make_mask(pack, self.windows, device, self.attention, self.block) if self.packed else put(_real(pack))
         return PackInputs(
             token_ids=put(pack.token_ids),
             position_ids=put(pack.position_ids),
