@@ -34,7 +34,8 @@ def adapt(model):
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(0)
-    inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear", init_lora_weights="gaussian"), model)
+    # random on both sides: with one of them zero the other has no gradient
+    inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     join_adapters(model)

@@ -24,6 +24,7 @@ from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_le
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
+from tandem.train.memory import refuse_dense_rows
 from tandem.train.optimizer import check_scheduler, highest_rate
 from tandem.train.row_length import RowLength, usual_row, why
 from tandem.train.trackers.feed import check_packages
@@ -200,6 +201,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     _check_sets(sets, config, source)
     usual = usual_row(source, config.policy, lora, precision, device)
     train, validation = _packers(sets, config, source, usual, share)
+    refuse_dense_rows(max(packer.length for packer in (train, *validation.values())), config.policy, device)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
