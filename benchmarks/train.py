@@ -30,6 +30,7 @@ from tandem.model.joined_lora import join_adapters
 from tandem.model.parallel import compile_layers, decoder_layers, shard
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
+from tandem.model.reference import compute_reference
 from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
 from tandem.packing.layout import join, lay_out
 from tandem.packing.loader import load_ahead
@@ -58,6 +59,7 @@ class PairsInMemory:
     def __init__(self, preferences: list[TokenizedPreference]):
         self.preferences = preferences
         self.num_pairs = np.array([len(p.pairs) for p in preferences], np.int64)
+        self.num_scored_tokens = np.array([sum(map(len, p.completions)) for p in preferences], np.int64)
 
     def __getitem__(self, index: int) -> TokenizedPreference:
         return self.preferences[index]
@@ -180,15 +182,11 @@ class Bench:
         return time.perf_counter(), report
 
     def reference_pairs_per_second(self) -> float:
-        """Of the pass that computes the reference once, over the pairs of two steps."""
-        first = Batches(self.store.num_pairs, 2 * self.options.pairs).epoch(0)[0]
-        packs = list(self.packer.micro_batches(first.preferences, first.bounds))
+        """Of the pass that computes the reference once, over all pairs there are."""
         for _ in range(2):  # at first without gradients, layers are compiled anew
             started = time.perf_counter()
-            with torch.no_grad(), self.policy.computing():
-                for values in [self.policy(self.policy.inputs(pack, self.device)) for pack in packs]:
-                    values.cpu()
-        return first.num_pairs / (time.perf_counter() - started)
+            compute_reference(self.policy, self.packer, self.workers, None, lambda done: None)
+        return int(self.store.num_pairs.sum()) / (time.perf_counter() - started)
 
 
 def prepared(o: argparse.Namespace) -> Bench:

@@ -90,7 +90,7 @@ def cached_reference(
     if workers.highest(lacking):
         with ExitStack() as stack:
             aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
-            _compute(policy(), packer, workers, aside / "logps.f32" if aside else None, progress)
+            compute_reference(policy(), packer, workers, aside / "logps.f32" if aside else None, progress)
 
             def complete() -> None:
                 assert aside is not None
@@ -117,7 +117,7 @@ def _is_sound(place: Path) -> bool:
 
 
 @torch.no_grad()
-def _compute(
+def compute_reference(
     policy: Policy, packer: Packer, workers: Workers, path: Path | None, progress: Callable[[int], None]
 ) -> None:
     """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
@@ -126,33 +126,55 @@ def _compute(
     at_once = PREFERENCES_AT_ONCE * workers.count
     # Not by a memory map: on a full disk that ends the process without a word.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():
-        for start in range(0, len(store), at_once):
-            indices = np.arange(start, min(start + at_once, len(store)))
-            # All stay on the device until the last is on its way: the host never waits in between.
-            computed = [(pack, _token_logps(policy, workers.device, pack)) for pack in packer.micro_batches(indices)]
-            own = [
-                one
-                for pack, values in computed
-                for one in zip(pack.preferences.tolist(), _split(values.cpu().numpy(), store, pack), strict=True)
-            ]
-            before = int(ends[start - 1]) if start else 0
-            values = np.zeros(int(ends[indices[-1]]) - before, np.float32)
-            for index, part in (one for of_worker in workers.gather(own) for one in of_worker):
+
+        def keep(asked: _Asked) -> None:
+            first, last = asked.indices[0], asked.indices[-1]
+            before = int(ends[first - 1]) if first else 0
+            values = np.zeros(int(ends[last]) - before, np.float32)
+            for index, part in (one for of_worker in workers.gather(asked.read(store)) for one in of_worker):
                 values[ends[index] - before - len(part) : ends[index] - before] = part
             if out is not None:
                 out.write(values.tobytes())
             fail_point("reference.chunk")
-            progress(len(indices))
+            progress(len(asked.indices))
+
+        # Some are read only when the next are asked for, so that the device never waits for the host.
+        unread: _Asked | None = None
+        for start in range(0, len(store), at_once):
+            asked = _ask(policy, packer, workers.device, np.arange(start, min(start + at_once, len(store))))
+            if unread is not None:
+                keep(unread)
+            unread = asked
+        if unread is not None:
+            keep(unread)
 
 
-def _token_logps(policy: Policy, device: torch.device, pack: Pack) -> Tensor:
-    """Of every scored token of a pack."""
-    inputs = policy.inputs(pack, device)
-    return policy(inputs)[: inputs.num_scored]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """Preferences of all workers, and this one's packs of them, whose numbers are on their way to the host."""
+
+    indices: NDArray[np.int64]
+    packs: list[Pack]
+    flat: Tensor  # of every scored token, pack by pack
+    arrived: torch.cuda.Event | None
+
+    def read(self, store: Preferences) -> list[tuple[int, NDArray[np.float32]]]:
+        """Each preference of this worker with its numbers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        own = np.concatenate([pack.preferences for pack in self.packs])
+        parts = np.split(self.flat.numpy(), np.cumsum(store.num_scored_tokens[own]))[:-1]
+        return list(zip(own.tolist(), parts, strict=True))
 
 
-def _split(values: NDArray[np.float32], store: Preferences, pack: Pack) -> list[NDArray[np.float32]]:
-    """The scored tokens of a pack, preference by preference."""
-    if not len(pack.preferences):
-        return []
-    return np.split(values, np.cumsum(store.num_scored_tokens[pack.preferences])[:-1])
+def _ask(policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64]) -> _Asked:
+    packs = list(packer.micro_batches(indices))
+    values: list[Tensor] = []
+    for pack in packs:
+        inputs = policy.inputs(pack, device)
+        values.append(policy(inputs)[: inputs.num_scored])
+    flat = torch.cat(values).to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event() if device.type == "cuda" else None
+    if arrived is not None:
+        arrived.record()
+    return _Asked(indices, packs, flat, arrived)
