@@ -168,10 +168,11 @@ class _Asked:
 
 
 def _ask(policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64]) -> _Asked:
-    packs = list(packer.micro_batches(indices))
+    packs: list[Pack] = []
     values: list[Tensor] = []
-    for pack in packs:
+    for pack in packer.micro_batches(indices):
         inputs = policy.inputs(pack, device)
+        packs.append(pack)
         values.append(policy(inputs)[: inputs.num_scored])
     flat = torch.cat(values).to("cpu", non_blocking=True)
     arrived = torch.cuda.Event() if device.type == "cuda" else None
