@@ -36,7 +36,7 @@ FOR_SMALL_BLOCKS = {
 }
 HEAD_DIM = 128
 HOPPER = (9, 0)
-UNREAD_TORCH = (2, 14)  # whether it heeds these is not known
+UNREAD_TORCH = "2.14.dev0"  # whether it heeds these is not known
 
 # Arguments that layers pass along and that do not change attention.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
@@ -115,7 +115,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return may_attend(until[b], position[b], q, k, window)
 
-    length = pack.token_ids.shape[1]
+    length, said = pack.token_ids.shape[1], max(block, BLOCK)
     return BlockMask(
         seq_lengths=(length, length),
         kv_num_blocks=on_device(lists.kv_partial_counts),
@@ -126,7 +126,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
         q_indices=on_device(lists.q_partial),
         full_q_num_blocks=on_device(lists.q_full_counts),
         full_q_indices=on_device(lists.q_full),
-        BLOCK_SIZE=(max(block, BLOCK),) * 2,
+        BLOCK_SIZE=(said, said),
         mask_mod=rule,
     )
 
@@ -210,7 +210,7 @@ def _flex(
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
-    options: dict[str, Any] | None,
+    options: Any,
 ) -> Tensor:
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert softcap is not None
