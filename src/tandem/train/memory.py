@@ -1,6 +1,5 @@
 """A rehearsed pack in; a Forecast out: what a run will need of its device's memory, part by part."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -8,15 +7,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError, OutOfMemoryError
-from tandem.model.load import attention_kind
+from tandem.errors import OutOfMemoryError
 from tandem.model.policy import Policy
 
 GIB = 2**30
 # AdamW keeps two moments of every trained number.
 MOMENTS = 2
-# Bytes of a dense mask's entries: as it is made, and as attention adds it to its scores.
-FLAG, NUMBER = 1, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +46,6 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> F
     gradients = sum(_bytes(parameter) for parameter in trained)
     states = int(sum(MOMENTS * state_bytes * _local(parameter).numel() for parameter in trained))
     return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
-
-
-def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -> None:
-    """Where attention is dense, a mask over whole rows is built, of flags and then of numbers; one that cannot fit is not."""
-    if policy.packing.mode == "none" or attention_kind(policy, device) != "sdpa":
-        return
-    needed = policy.packing.packs_per_micro_batch * length**2 * (FLAG + NUMBER)
-    room = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
-    if needed > room:
-        raise ConfigError(
-            f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of {_gib(needed)} "
-            f"GiB where attention is dense ({'policy.attention=sdpa' if device.type == 'cuda' else 'on a CPU'}), and there are "
-            f"{_gib(room)}. Lower it, or policy.max_total_sequence_length where a single preference is so long."
-        )
 
 
 def refuse_what_cannot_fit(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:

@@ -1,12 +1,14 @@
-"""A model, its settings and its card in; how long the rows of an `auto` pack are, and why, out."""
+"""A model, its settings and its card in; how long rows are, and why, out, unless they cannot be."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.model.load import empty_model
+from tandem.errors import ConfigError
+from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
 from tandem.packing.packer import USUAL_PACK, Packer, in_blocks, prepared_lengths
@@ -25,6 +27,8 @@ USED = 0.85
 # three models' shapes took. The share of them that is kept when activations are computed again.
 OF_HIDDEN, OF_INTERMEDIATE = 8.0, 3.2
 KEPT = {"none": 1.0, "selective": 0.45, "full": 0.1}
+# Bytes of a dense mask's entries: as it is made, and as attention adds it to its scores.
+FLAG, NUMBER = 1, 4
 LOGITS = 2 * GIB  # of the head's chunk, and what comes and goes beside it
 
 
@@ -75,6 +79,24 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     if packer.length == in_blocks(longest):
         return f"{rows} (auto: the longest preference takes {longest:,})"
     return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
+
+
+def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -> None:
+    """Where attention is dense, a mask over whole rows is built, of flags and then of numbers; one that cannot fit is not."""
+    if policy.packing.mode == "none" or attention_kind(policy, device) != "sdpa":
+        return
+    needed = policy.packing.packs_per_micro_batch * length**2 * (FLAG + NUMBER)
+    room = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    if needed > room:
+        raise ConfigError(
+            f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of {needed / GIB:.1f} "
+            f"GiB where attention is dense ({'policy.attention=sdpa' if device.type == 'cuda' else 'on a CPU'}), and there are "
+            f"{room / GIB:.1f}. Lower it, or policy.max_total_sequence_length where a single preference is so long."
+        )
 
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:

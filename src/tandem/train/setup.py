@@ -24,9 +24,8 @@ from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_le
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
-from tandem.train.memory import refuse_dense_rows
 from tandem.train.optimizer import check_scheduler, highest_rate
-from tandem.train.row_length import RowLength, usual_row, why
+from tandem.train.row_length import RowLength, refuse_dense_rows, usual_row, why
 from tandem.train.trackers.feed import check_packages
 
 

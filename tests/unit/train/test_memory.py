@@ -1,16 +1,14 @@
 """The forecast of memory: what is known is counted, the rest is what a rehearsed pack took beside it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from running import short_run
 
 from tandem.config.lora import Lora
 from tandem.config.policy import Optimizer, Packing, Policy
-from tandem.errors import ConfigError, OutOfMemoryError
+from tandem.errors import OutOfMemoryError
 from tandem.train import memory, trainer
-from tandem.train.memory import GIB, forecast, refuse_dense_rows, refuse_what_cannot_fit, what_to_lower
+from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit, what_to_lower
 
 
 def model():
@@ -44,28 +42,6 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
         "short as the longest preference); then policy.activation_checkpointing=selective, policy.optimizer.state_dtype=int8, "
         "policy.weights=bfloat16_stochastic, policy.lora.enabled=true."
     )
-
-
-def test_a_dense_mask_larger_than_the_memory_is_refused_before_weights_load(monkeypatch):
-    monkeypatch.setattr(memory.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
-    cpu, packed = torch.device("cpu"), Policy(packing=Packing(pack_length=1_000_000))
-    with pytest.raises(ConfigError) as refused:
-        refuse_dense_rows(1_000_064, packed, cpu)
-    assert str(refused.value) == (
-        "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB where attention is dense "
-        "(on a CPU), and there are 4.0. Lower it, or policy.max_total_sequence_length where a single preference is so long."
-    )
-    refuse_dense_rows(29_184, packed, cpu)  # 4.0 GiB
-    refuse_dense_rows(1_000_064, Policy(packing=Packing(mode="none")), cpu)
-    with pytest.raises(ConfigError, match="need a mask"):
-        refuse_dense_rows(29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu)
-
-
-def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
-    monkeypatch.setattr(memory.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
-    refuse_dense_rows(65_536, Policy(), torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"where attention is dense \(policy.attention=sdpa\), and there are 1.0"):
-        refuse_dense_rows(65_536, Policy(attention="sdpa"), torch.device("cuda"))
 
 
 def test_only_ways_out_that_are_still_open_are_told():

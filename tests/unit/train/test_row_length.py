@@ -10,10 +10,11 @@ from transformers import AutoConfig
 from tandem.config.load import load_config
 from tandem.config.policy import Optimizer, Packing, Policy
 from tandem.data.sets import no_bar
+from tandem.errors import ConfigError
 from tandem.model.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.train import row_length
-from tandem.train.row_length import GIB, usual_row
+from tandem.train.row_length import GIB, refuse_dense_rows, usual_row
 from tandem.train.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -122,3 +123,27 @@ def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, 
     config = load_config(None, ["policy.packing.mode=dataset", f"policy.train_global_batch_size={pairs}"]).config
     prepared = prepare_data(config, no_bar).packs["train"]
     assert [outlook.pack_length for outlook in prepared] == [set_up(config, torch.device("cpu")).train.length]
+
+
+def test_a_dense_mask_larger_than_the_memory_is_refused_before_weights_load(monkeypatch):
+    monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    cpu, packed = torch.device("cpu"), Policy(packing=Packing(pack_length=1_000_000))
+    with pytest.raises(ConfigError) as refused:
+        refuse_dense_rows(1_000_064, packed, cpu)
+    assert str(refused.value) == (
+        "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB where attention is dense "
+        "(on a CPU), and there are 4.0. Lower it, or policy.max_total_sequence_length where a single preference is so long."
+    )
+    refuse_dense_rows(29_184, packed, cpu)  # 4.0 GiB
+    refuse_dense_rows(1_000_064, Policy(packing=Packing(mode="none")), cpu)
+    with pytest.raises(ConfigError, match="need a mask"):
+        refuse_dense_rows(29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu)
+
+
+def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        row_length.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB)
+    )
+    refuse_dense_rows(65_536, Policy(), torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"where attention is dense \(policy.attention=sdpa\), and there are 1.0"):
+        refuse_dense_rows(65_536, Policy(attention="sdpa"), torch.device("cuda"))
