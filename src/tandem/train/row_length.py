@@ -93,8 +93,8 @@ def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -
     )
     if needed > room:
         raise ConfigError(
-            f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of {needed / GIB:.1f} "
-            f"GiB where attention is dense ({'policy.attention=sdpa' if device.type == 'cuda' else 'on a CPU'}), and there are "
+            f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
+            f"{needed / GIB:.1f} GiB where attention is dense ({'policy.attention=sdpa' if device.type == 'cuda' else 'on a CPU'}), and there are "
             f"{room / GIB:.1f}. Lower it, or policy.max_total_sequence_length where a single preference is so long."
         )
 
