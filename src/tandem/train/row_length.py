@@ -92,10 +92,11 @@ def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     if needed > room:
+        dense = "policy.attention=sdpa" if device.type == "cuda" else "on a CPU"
         raise ConfigError(
             f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
-            f"{needed / GIB:.1f} GiB where attention is dense ({'policy.attention=sdpa' if device.type == 'cuda' else 'on a CPU'}), and there are "
-            f"{room / GIB:.1f}. Lower it, or policy.max_total_sequence_length where a single preference is so long."
+            f"{needed / GIB:.1f} GiB where attention is dense ({dense}), and there are {room / GIB:.1f}. "
+            "Lower it, or policy.max_total_sequence_length where a single preference is so long."
         )
 
 
