@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import block_mask
+from tandem.model.attention import FOR_SMALL_BLOCKS, block_mask
 from tandem.model.varlen import attend_runs, runs_of
 from tandem.packing.layout import lay_out
 
@@ -33,8 +33,6 @@ def forward(m: int, n: int, warps: int, stages: int) -> dict[str, Any]:
     return {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
 
 
-# torch holds the blocks of a mask against its own choice of 128, though the kernels are told another.
-SPARSE_64 = {"SPARSE_Q_BLOCK_SIZE": 64, "SPARSE_KV_BLOCK_SIZE": 64}
 # Blocks of the mask, and what the kernels are told.
 FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex": (128, {}),
@@ -43,9 +41,11 @@ FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex, backward 64": (128, backward(64, 4, 3)),
     "flex, rows safe": (128, {"ROWS_GUARANTEED_SAFE": True}),
     "flex, TMA": (128, {"USE_TMA": True}),
-    "flex, blocks of 64": (64, SPARSE_64 | forward(64, 64, 4, 3) | backward(64, 4, 3)),
-    "flex, blocks of 64, 2 stages": (64, SPARSE_64 | forward(64, 64, 4, 2) | backward(64, 4, 2)),
-    "flex, blocks of 64, 8 warps": (64, SPARSE_64 | forward(64, 64, 8, 3) | backward(64, 8, 3)),
+    "flex, blocks of 64": (64, FOR_SMALL_BLOCKS),
+    "flex, blocks of 64, 3 stages": (64, FOR_SMALL_BLOCKS | backward(64, 4, 3)),
+    "flex, blocks of 64, 8 warps": (64, FOR_SMALL_BLOCKS | backward(64, 8, 2)),
+    "flex, blocks of 64, 1 stage": (64, FOR_SMALL_BLOCKS | backward(64, 4, 1)),
+    "flex, blocks of 64, 32 x 64": (64, FOR_SMALL_BLOCKS | {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32}),
     "flex, blocks of 256": (256, {}),
 }
 
@@ -126,7 +126,6 @@ def main() -> None:
     for name, (block, options) in FLEX.items():
         torch._dynamo.reset()
         compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, None, CUDA, block)
-        mask.BLOCK_SIZE = (max(block, 128),) * 2
         given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
         tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
     torch._dynamo.reset()
