@@ -16,10 +16,10 @@ from tandem.train import trainer
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
-# A run of a few seconds: four steps of eight pairs, one validation set of 70 pairs left out.
+# A run of a few seconds: four steps of four pairs, one validation set of 70 pairs left out.
 SHORT = [
     "dpo.max_num_steps=4",
-    "policy.train_global_batch_size=8",
+    "policy.train_global_batch_size=4",
     "dpo.val_at_start=false",
     "dpo.val_at_end=false",
     "dpo.val_period=0",

@@ -87,10 +87,10 @@ def test_what_changes_nothing_that_is_learned_may_change_on_the_way(tmp_path, wh
 
 
 def test_rows_of_a_set_packed_once_may_not_change(tmp_path):
-    packed = [*SAVING, "policy.packing.mode=dataset", "policy.packing.pack_length=512"]
+    packed = [*SAVING, "policy.packing.mode=dataset", "policy.packing.pack_length=256"]
     with killed_after(3):
         short_run(tmp_path / "cut", *packed)
-    with pytest.raises(CheckpointError, match=r"policy\.packing\.pack_length: 512 there, 1024 now"):
+    with pytest.raises(CheckpointError, match=r"policy\.packing\.pack_length: 256 there, 1024 now"):
         short_run(tmp_path / "cut", *packed, "policy.packing.pack_length=1024")
 
 

@@ -139,7 +139,7 @@ def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
 
     def found(plain, rounding):
         one = audit._Compared(
-            "here", plain=plain, reference=0.0, rounding=rounding, nats=8.0, num_tokens=4, is_best=True
+            "here", plain=plain, reference=0.0, rounding=lambda: rounding, nats=8.0, num_tokens=4, is_best=True
         )
         monkeypatch.setattr(audit, "_compare", lambda *_: [one])
         monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
