@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
+from tandem.embedded.files import TRAIN
 from tandem.train import trainer
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
@@ -33,6 +34,14 @@ def short_run(folder: Path, *overrides: str, fresh: bool = False, per_pair: Path
     """Train into `folder` and return it."""
     loaded = load_config(None, [*SHORT, f"run.dir={folder}", *overrides])
     return train(loaded, Reporter("quiet"), fresh=fresh, per_pair=per_pair)
+
+
+def few_pairs(folder: Path, num: int = 40) -> str:
+    """The first of the embedded pairs, as an override: where a reference must be computed anew, and slowly, for all of them."""
+    lines = TRAIN.read_text(encoding="utf-8").splitlines(keepends=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "few.jsonl").write_text("".join(lines[:num]), encoding="utf-8")
+    return f"data.train.data_path={folder}/few.jsonl"
 
 
 class Killed(Exception):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import bfloat16_start
-from running import killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
@@ -66,7 +66,7 @@ def test_what_is_exported_in_bfloat16_is_what_was_computed_with(by_chance):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, start):
-    saving = [BFLOAT16, f"policy.model_name={start}", "checkpointing.save_period=2"]
+    saving = [BFLOAT16, f"policy.model_name={start}", "checkpointing.save_period=2", few_pairs(tmp_path)]
     whole = short_run(tmp_path / "whole", *saving)
     with killed_after(3):
         short_run(tmp_path / "cut", *saving)
@@ -124,7 +124,7 @@ def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is
 
 def test_a_reference_cached_by_bfloat16_weights_is_not_that_of_float32_weights(tmp_path):
     """The embedded model is float32: loaded in bfloat16 it is rounded otherwise than when it is cast."""
-    few = [BFLOAT16, "dpo.max_num_steps=1", "policy.train_global_batch_size=2", "checkpointing.enabled=false"]
+    few = [BFLOAT16, "dpo.max_num_steps=1", "checkpointing.enabled=false", few_pairs(tmp_path)]
     for weights in ("bfloat16_stochastic", "float32"):
         cache = f"reference.cache_dir={tmp_path / 'cache'}"
         run = short_run(tmp_path / weights, *few, cache, f"policy.weights={weights}", "dpo.val_at_end=false")

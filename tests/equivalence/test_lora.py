@@ -131,7 +131,7 @@ def test_new_adapters_change_nothing(dropout, tolerance):
     torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.0])
+@pytest.mark.parametrize("dropout", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
 def test_layers_with_adapters_compile_whole(dropout):
     """No break in the graph, in bfloat16 over frozen weights; the same numbers without gradients."""
     torch._dynamo.reset()

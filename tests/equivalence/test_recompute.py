@@ -90,7 +90,7 @@ def kept_by_a_compiled_layer(how, *, rank):
     return sum(numel for place, numel in kept.items() if place not in known) / 512
 
 
-@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("rank", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_compiled_layer_keeps_as_little_with_adapters(rank):
     """That full keeps nothing up to torch 2.12 too is seen by tests/gpu."""
     plain, adapted = ({how: kept_by_a_compiled_layer(how, rank=which) for how in HOWS} for which in (0, rank))

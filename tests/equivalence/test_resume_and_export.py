@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from models import bfloat16_start
-from running import killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cache import write_manifest
@@ -32,6 +32,7 @@ FEW_BITS = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "
     ],
 )
 def test_resumed_equals_uninterrupted_bit_for_bit(kept, tmp_path):
+    kept = [*kept, few_pairs(tmp_path)]
     whole = short_run(tmp_path / "whole", *SAVING, *kept)
     for step in (3, 5):
         with killed_after(step):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from running import killed_after, metrics_of, short_run
+from running import few_pairs, killed_after, metrics_of, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
@@ -150,8 +150,9 @@ def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
         tmp_path / "run",
         "dpo.max_num_steps=500",
         "dpo.max_num_epochs=1",
-        "policy.train_global_batch_size=128",
+        "policy.train_global_batch_size=16",
         "data.drop_last=false",
+        few_pairs(tmp_path),
     )
     assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
         capsys.readouterr().out.split()

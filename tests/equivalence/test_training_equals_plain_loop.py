@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import plain_token_logps
-from running import SHORT, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
@@ -78,7 +78,8 @@ def test_metrics_do_not_depend_on_how_the_batch_was_cut(tmp_path):
 
 @pytest.mark.bfloat16
 def test_first_loss_in_bfloat16_is_log_two(tmp_path):
-    lines = metrics_of(short_run(tmp_path / "run", "policy.precision=bfloat16", "dpo.max_num_steps=1"))
+    few = few_pairs(tmp_path)
+    lines = metrics_of(short_run(tmp_path / "run", "policy.precision=bfloat16", "dpo.max_num_steps=1", few))
     assert abs(lines[0]["loss"] - 0.693147) < 1e-3
 
 

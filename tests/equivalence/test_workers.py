@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import bfloat16_start, tiny_config
-from running import SHORT, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
 from several import run_together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,13 +63,16 @@ def cases(folder):
         "over the batch": ["dpo.preference_loss={aot: 1.0, dpo: 0.5}", "dpo.sft_loss_weight=0.3"],
         "plain": ["policy.packing.mode=none", "reference.mode=live", "policy.train_global_batch_size=3"],
         "four completions": [*few, "data.pairing=all", "policy.train_global_batch_size=12"],
-        "packed once": [*few, "policy.packing.mode=dataset", "policy.packing.pack_length=256"],
+        "packed once": [
+            *few,
+            *("policy.packing.mode=dataset", "policy.packing.pack_length=256", "policy.train_global_batch_size=8"),
+        ],
         "adapters": ["policy.lora.enabled=true", f"reference.model={folder}/experts"],
         "experts": [f"policy.model_name={folder}/experts", "policy.train_global_batch_size=1", "dpo.val_at_end=false"],
-        "few bits": FEW_BITS,
+        "few bits": [*FEW_BITS, few_pairs(folder)],
         "bfloat16 computation": [
             *("policy.precision=bfloat16", f"policy.model_name={bfloat16_start(folder / 'start')}"),
-            *("policy.optimizer.kwargs.lr=2e-5", "data.train.data_path=embedded", "dpo.val_at_end=false"),
+            *("policy.optimizer.kwargs.lr=2e-5", few_pairs(folder), "dpo.val_at_end=false"),
         ],
     }
 
