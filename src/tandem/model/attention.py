@@ -48,7 +48,7 @@ class PackMask:
     Passed to the model as the keyword `pack`; transformers hands it down to `attend` in every layer.
     """
 
-    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int = BLOCK):
+    def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int):
         self.masks = masks
         self.kind = kind
         self.block = block  # of FlexAttention

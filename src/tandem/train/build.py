@@ -136,7 +136,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     references = _references(setup, policy, workers, weights, reporter, stopping.check)
     samples = _samples(setup, policy, references, workers)
-    _audit(setup, policy, references, reporter)
+    _audit(setup, policy, references, workers, reporter)
     expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
     optimizer = make_optimizer(
@@ -362,12 +362,12 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], wor
     return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))
 
 
-def _audit(setup: Setup, policy: Policy, references: dict[str, Reference], reporter: Reporter) -> None:
+def _audit(
+    setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers, reporter: Reporter
+) -> None:
     same = setup.compares and setup.reference_source is None
     with policy.computing():
-        found = audit(
-            policy, references["train"], setup.train, setup.device, precision=setup.precision, same_start=same
-        )
+        found = audit(policy, references["train"], setup.train, workers, precision=setup.precision, same_start=same)
     reporter.say(
         f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
         + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")

@@ -12,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.errors import AuditError
 from tandem.model import attention, audit, policy, reference
 from tandem.model.audit import start_loss_verdict
+from tandem.model.workers import start_workers
 from tandem.train.setup import set_up
 
 
@@ -109,7 +110,6 @@ def test_cached_reference_equals_the_live_one(tmp_path):
     """In numbers, not only in what is learned: every token of every preference."""
     from tandem.model.load import load_policy
     from tandem.model.parallel import shard
-    from tandem.model.workers import start_workers
 
     workers = start_workers()
     setup = set_up(load_config(None, SHORT).config, workers.device)
@@ -144,7 +144,7 @@ def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
         monkeypatch.setattr(audit, "_compare", lambda *_: [one])
         monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
         monkeypatch.setattr(audit, "_sample", lambda store: store)
-        return audit.audit(None, None, OnePack(), None, precision="bfloat16", same_start=True)
+        return audit.audit(None, None, OnePack(), start_workers(), precision="bfloat16", same_start=True)
 
     class OnePack:
         store = None

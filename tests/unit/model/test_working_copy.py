@@ -58,9 +58,8 @@ def run(policy, packs, device):
 @pytest.mark.parametrize("at_once", [1, 20_000, working_copy.AT_ONCE])
 def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers, packs, policy, monkeypatch, at_once):
     monkeypatch.setattr(working_copy, "AT_ONCE", at_once)
-    several = SimpleNamespace(
-        count=2, mesh=workers.mesh, device=workers.device
-    )  # on a mesh of one, so that there is nothing to add up
+    # on a mesh of one, so that there is nothing to add up
+    several = SimpleNamespace(count=2, mesh=workers.mesh, device=workers.device)
     other = load_policy(setup.source, setup.config.policy, workers.device)
     other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
     assert all(isinstance(parameter, DTensor) for parameter in other.parameters())
