@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface
 
 from tandem.errors import TandemError
+from tandem.model.transfer import to_device
 from tandem.model.varlen import attend_runs, runs_of
 from tandem.packing.blocks import block_lists, seen_until
 from tandem.packing.layout import Pack
@@ -97,7 +98,7 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
     columns = torch.arange(pack.token_ids.shape[1], device=device)
     q, k = columns[:, None], columns[None, :]
     arrays = seen_until(pack.tree, pack.branch), pack.position_ids
-    rows = zip(*(torch.from_numpy(array).to(device) for array in arrays), strict=True)
+    rows = zip(*(to_device(array, device) for array in arrays), strict=True)
     return torch.stack([may_attend(until, position, q, k, window) for until, position in rows])[:, None]
 
 
@@ -105,12 +106,10 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
     lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, window)
 
     def on_device(array: Any) -> Tensor:
-        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)[:, None]
+        return to_device(array, device)[:, None]
 
-    until, position = (
-        torch.from_numpy(a).pin_memory().to(device, non_blocking=True)
-        for a in (seen_until(pack.tree, pack.branch), pack.position_ids.astype("int32"))
-    )
+    until = to_device(seen_until(pack.tree, pack.branch), device)
+    position = to_device(pack.position_ids.astype("int32"), device)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return may_attend(until[b], position[b], q, k, window)

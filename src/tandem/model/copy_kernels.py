@@ -10,6 +10,8 @@ import triton  # type: ignore[import-not-found] - comes with torch where there i
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from tandem.model.transfer import to_device
+
 BLOCK = 4096
 
 
@@ -152,5 +154,5 @@ class Sums:
             [total.data_ptr(), part.data_ptr(), count, is_first]
             for (total, _, is_first), part, count in zip(given, parts, counts, strict=True)
         ]
-        tables = torch.tensor(rows, dtype=torch.int64).pin_memory().to(given[0][0].device, non_blocking=True)
-        self.blocks[counts].launch(_add_all, tables)
+        tables = torch.tensor(rows, dtype=torch.int64)
+        self.blocks[counts].launch(_add_all, to_device(tables, given[0][0].device))

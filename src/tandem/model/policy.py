@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_of
 from tandem.model.logps import HeadRule, chunked_logps
+from tandem.model.transfer import to_device
 from tandem.model.working_copy import WorkingCopy
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
@@ -63,9 +64,7 @@ class Policy(nn.Module):
         completion = np.repeat(np.arange(num_completions), pack.completion_lengths)
 
         def put(array: Any, pad: int | None = None) -> Tensor:
-            array = array if pad is None else np.pad(array, (0, padding), constant_values=pad)
-            tensor = torch.from_numpy(np.ascontiguousarray(array))
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+            return to_device(array if pad is None else np.pad(array, (0, padding), constant_values=pad), device)
 
         mask = make_mask(pack, self.windows, device, self.attention, self.block) if self.packed else put(_real(pack))
         return PackInputs(

@@ -16,6 +16,7 @@ from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
 from tandem.failpoints import fail_point
 from tandem.model.policy import PackInputs, Policy
+from tandem.model.transfer import OnItsWay, to_device, to_host
 from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
@@ -61,8 +62,7 @@ class CachedReference:
         parts = [self.of_preference(index) for index in pack.preferences.tolist()]
         flat = np.zeros(len(inputs.target_ids), np.float32)
         np.concatenate([np.zeros(0, np.float32), *parts], out=flat[: inputs.num_scored])
-        tensor, device = torch.from_numpy(flat), inputs.target_ids.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return to_device(flat, inputs.target_ids.device)
 
     def of_preference(self, index: int) -> NDArray[np.float32]:
         start = self.ends[index - 1] if index else 0
@@ -155,15 +155,12 @@ class _Asked:
 
     indices: NDArray[np.int64]
     packs: list[Pack]
-    flat: Tensor  # of every scored token, pack by pack
-    arrived: torch.cuda.Event | None
+    logps: OnItsWay  # of every scored token, pack by pack
 
     def read(self, store: Preferences) -> list[tuple[int, NDArray[np.float32]]]:
         """Each preference of this worker with its numbers."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
         own = np.concatenate([pack.preferences for pack in self.packs])
-        parts = np.split(self.flat.numpy(), np.cumsum(store.num_scored_tokens[own]))[:-1]
+        parts = np.split(self.logps.read(), np.cumsum(store.num_scored_tokens[own]))[:-1]
         return list(zip(own.tolist(), parts, strict=True))
 
 
@@ -174,8 +171,4 @@ def _ask(policy: Policy, packer: Packer, device: torch.device, indices: NDArray[
         inputs = policy.inputs(pack, device)
         packs.append(pack)
         values.append(policy(inputs)[: inputs.num_scored])
-    flat = torch.cat(values).to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event() if device.type == "cuda" else None
-    if arrived is not None:
-        arrived.record()
-    return _Asked(indices, packs, flat, arrived)
+    return _Asked(indices, packs, to_host(torch.cat(values)))

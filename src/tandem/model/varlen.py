@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, IntArray, Pack
 
 # Filler is cut into runs of this many tokens at most, so that the longest run is one that counts.
@@ -31,10 +32,8 @@ def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
     bounds = _bounds(pack.tree)
     longest = max(FILLER_RUN, 1 << int(np.diff(bounds).max() - 1).bit_length())
     padding = -len(bounds) % BOUNDS_MULTIPLE
-    padded = torch.from_numpy(np.pad(bounds, (0, padding), mode="edge").astype(np.int32))
-    if device.type == "cuda":
-        padded = padded.pin_memory().to(device, non_blocking=True)
-    return Runs(padded, longest, window)
+    padded = np.pad(bounds, (0, padding), mode="edge").astype(np.int32)
+    return Runs(to_device(padded, device), longest, window)
 
 
 def _bounds(tree: IntArray) -> IntArray:

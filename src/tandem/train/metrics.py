@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference
 from tandem.data.selection import Preferences, by_source
+from tandem.model.transfer import OnItsWay, to_host
 from tandem.model.workers import Workers
 from tandem.packing.layout import IntArray, Pack
 from tandem.train.terms import PackOutcome
@@ -85,10 +86,7 @@ class PairLedger:
         """
         numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
         flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
-        arrived = torch.cuda.Event() if flat.is_cuda else None
-        self._sent = _Sent(flat.to("cpu", non_blocking=True), numbers.shape, len(sft), arrived)
-        if arrived is not None:
-            arrived.record()
+        self._sent = _Sent(to_host(flat), numbers.shape, len(sft))
 
     def read(self, workers: Workers) -> tuple[PairTable, list[float]]:
         """The pairs of all workers, and the further numbers that were sent. Waits for the transfer."""
@@ -103,15 +101,12 @@ class PairLedger:
 class _Sent:
     """Numbers on their way to the host."""
 
-    flat: Tensor
+    flat: OnItsWay
     shape: torch.Size  # of the columns
     num_sft: int
-    arrived: torch.cuda.Event | None
 
     def parts(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        columns, sft, also = np.split(self.flat.numpy(), np.cumsum([self.shape.numel(), self.num_sft]))
+        columns, sft, also = np.split(self.flat.read(), np.cumsum([self.shape.numel(), self.num_sft]))
         return columns.reshape(self.shape), sft, also
 
 
