@@ -28,11 +28,23 @@ class BlockLists:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
-    start: int
-    end: int
-    first_position: int
-    prompt: "_Segment | None"
+class _Segments:
+    """The prompts and completions of a row, an element each."""
+
+    start: IntArray
+    end: IntArray
+    first_position: IntArray
+    prompt: IntArray  # which of them is the segment's prompt; a prompt's own is itself
+
+    def overlap(self, which: IntArray, blocks: IntArray, block: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Of segments with blocks that hold a part of them: its positions, and its lowest and highest position id.
+
+        Start 100, end 300, blocks of 128: 28 in block 0, 128 in block 1, 44 in block 2
+        """
+        start, end = self.start[which], self.end[which]
+        first, last = np.maximum(start, blocks * block), np.minimum(end, (blocks + 1) * block)
+        offset = self.first_position[which] - start
+        return last - first, first + offset, last - 1 + offset
 
 
 def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
@@ -58,90 +70,65 @@ def _run_ends(*arrays: IntArray) -> IntArray:
 
 def block_lists(tree: IntArray, branch: IntArray, position_ids: IntArray, block: int, window: int | None) -> BlockLists:
     """Which blocks hold allowed (query, key) pairs, by counting: a segment sees its prompt and, causally, itself."""
-    states = [_allowed(*row, block, window) for row in zip(tree, branch, position_ids, strict=True)]
-    partial, full = np.stack([s[0] for s in states]), np.stack([s[1] for s in states])
-    return BlockLists(
-        *_lists(partial),
-        *_lists(full),
-        *_lists(partial.transpose(0, 2, 1)),
-        *_lists(full.transpose(0, 2, 1)),
-    )
+    rows = [_cells(*row, block, window) for row in zip(tree, branch, position_ids, strict=True)]
+    num = tree.shape[1] // block
+    partial, full = ([row[kind] for row in rows] for kind in (0, 1))
+    turned = [[np.sort(cells % num * num + cells // num) for cells in kind] for kind in (partial, full)]
+    return BlockLists(*(array for kind in (partial, full, *turned) for array in _lists(kind, num)))
 
 
-def _allowed(
+def _cells(
     tree: IntArray, branch: IntArray, position_ids: IntArray, block: int, window: int | None
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[blocks, blocks] partial and full, of one row."""
+) -> tuple[IntArray, IntArray]:
+    """Partial and full blocks of one row, in rising order, each as (query's block) * (blocks of a row) + (key's block)."""
     num = len(tree) // block
-    counts = np.zeros((num, num), np.int64)
-    near = np.zeros((num, num), bool)
-    for segment in _segments(tree, branch, position_ids):
-        own = _overlap(segment, block)
-        seen = [(segment, _triangle(own))]
-        if segment.prompt is not None:
-            seen.append((segment.prompt, np.multiply.outer(own, _overlap(segment.prompt, block))))
-        for keys, area in seen:
-            place = _blocks(segment, block), _blocks(keys, block)
-            if window is None:
-                counts[place] += area
-            else:
-                (lowest_q, highest_q), (lowest_k, highest_k) = _positions(segment, block), _positions(keys, block)
-                inside = highest_q[:, None] - lowest_k < window  # every pair is
-                counts[place] += np.where(inside, area, 0)
-                near[place] |= (area > 0) & (lowest_q[:, None] - highest_k < window)  # some pair is
-    touched = counts > 0 if window is None else near
-    filler = (tree == FILLER).reshape(num, block).sum(1)
-    touched |= np.diag(filler > 0)
-    full = counts == block * block
-    return touched & ~full, full
+    segments = _segments(tree, branch, position_ids)
+    # Whose queries and whose keys meet: every segment with itself, completions with their prompts too.
+    alone = np.arange(len(segments.start))
+    has_prompt = np.flatnonzero(segments.prompt != alone)
+    asking, asked = np.concatenate([alone, has_prompt]), np.concatenate([alone, segments.prompt[has_prompt]])
+    # Each block of the queries, then each block of keys that it looks at: a segment in itself, not beyond its own.
+    first_q, end_q = segments.start[asking] // block, -(-segments.end[asking] // block)
+    meeting, q = _counted(first_q, end_q - first_q)
+    asking, asked = asking[meeting], asked[meeting]
+    first_k, end_k = segments.start[asked] // block, -(-segments.end[asked] // block)
+    meeting, k = _counted(first_k, np.where(asking == asked, q + 1, end_k) - first_k)
+    asking, asked, q = asking[meeting], asked[meeting], q[meeting]
+    num_q, lowest_q, highest_q = segments.overlap(asking, q, block)
+    num_k, lowest_k, highest_k = segments.overlap(asked, k, block)
+    area = np.where((asking == asked) & (q == k), num_q * (num_q + 1) // 2, num_q * num_k)
+    cell = q * num + k
+    if window is not None:
+        near = lowest_q - highest_k < window  # some pair is
+        area = np.where(highest_q - lowest_k < window, area, 0)  # every pair is, or none counts
+        cell, area = cell[near], area[near]
+    filler = np.unique(np.flatnonzero(tree == FILLER) // block) * (num + 1)
+    found, place = np.unique(np.concatenate([cell, filler]), return_inverse=True)
+    is_full = np.bincount(place[: len(cell)], area, len(found)) == block * block
+    return found[~is_full], found[is_full]
 
 
-def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> list[_Segment]:
-    """Runs of one tree and branch, filler left out; a completion knows its prompt."""
-    borders = np.flatnonzero(np.diff(tree) | np.diff(branch)) + 1
-    segments: list[_Segment] = []
-    prompt: _Segment | None = None
-    for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tree)], strict=True):
-        if tree[start] == FILLER:
-            continue
-        is_prompt = branch[start] == 0
-        segment = _Segment(start, end, int(position_ids[start]), None if is_prompt else prompt)
-        prompt = segment if is_prompt else prompt
-        segments.append(segment)
-    return segments
+def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segments:
+    """Runs of one tree and branch, filler left out."""
+    borders = np.concatenate([[0], np.flatnonzero(np.diff(tree) | np.diff(branch)) + 1, [len(tree)]])
+    start, end = borders[:-1], borders[1:]
+    real = tree[start] != FILLER
+    start, end = start[real], end[real]
+    prompt = np.maximum.accumulate(np.where(branch[start] == 0, np.arange(len(start)), 0))
+    return _Segments(start, end, position_ids[start].astype(np.int64), prompt)
 
 
-def _blocks(segment: _Segment, block: int) -> slice:
-    """Those that a segment has a part in."""
-    return slice(segment.start // block, -(-segment.end // block))
+def _counted(first: IntArray, num: IntArray) -> tuple[IntArray, IntArray]:
+    """Who counts, and the numbers counted: from 5 two and from 0 three -> [0, 0, 1, 1, 1], [5, 6, 0, 1, 2]."""
+    who = np.repeat(np.arange(len(num)), num)
+    return who, np.arange(len(who)) + np.repeat(first - (np.cumsum(num) - num), num)
 
 
-def _overlap(segment: _Segment, block: int) -> IntArray:
-    """Positions of a segment in each of its blocks: start 100, end 300, block 128 -> [28, 128, 44]."""
-    blocks = _blocks(segment, block)
-    own = np.full(blocks.stop - blocks.start, block, np.int64)
-    own[0] -= segment.start - blocks.start * block
-    own[-1] -= blocks.stop * block - segment.end
-    return own
-
-
-def _triangle(own: IntArray) -> IntArray:
-    """How many pairs of a segment, of which the key is not later, are in each block: [2, 3] -> [[3, 0], [6, 6]]."""
-    area = np.tri(len(own), k=-1, dtype=np.int64) * np.multiply.outer(own, own)
-    area.flat[:: len(own) + 1] = own * (own + 1) // 2
-    return area
-
-
-def _positions(segment: _Segment, block: int) -> tuple[IntArray, IntArray]:
-    """Lowest and highest position id of a segment inside each of its blocks."""
-    blocks = _blocks(segment, block)
-    edges = np.arange(blocks.start, blocks.stop) * block
-    lowest = np.maximum(segment.start, edges) - segment.start + segment.first_position
-    highest = np.minimum(segment.end, edges + block) - 1 - segment.start + segment.first_position
-    return lowest, highest
-
-
-def _lists(blocks: NDArray[np.bool_]) -> tuple[IntLists, IntLists]:
-    """[[1, 0, 1]] -> counts [2], indices [[0, 2, 1]]: wanted blocks first, in order."""
-    order = np.argsort(~blocks, axis=-1, kind="stable")
-    return blocks.sum(-1).astype(np.int32), order.astype(np.int32)
+def _lists(rows: list[IntArray], num: int) -> tuple[IntLists, IntLists]:
+    """Cells of every row, in rising order -> counts and lists. Of two blocks, cells 0, 2 and 3: 1 2, [[0, 0], [0, 1]]."""
+    counts, lists = np.zeros((len(rows), num), np.int32), np.zeros((len(rows), num, num), np.int32)
+    for cells, row_counts, row_lists in zip(rows, counts, lists, strict=True):
+        in_row = np.bincount(cells // num, minlength=num)
+        _, place = _counted(np.zeros(num, np.int64), in_row)
+        row_counts[:], row_lists[cells // num, place] = in_row, cells % num
+    return counts, lists
