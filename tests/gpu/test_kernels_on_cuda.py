@@ -152,13 +152,13 @@ def test_gradients_of_a_model_are_added_at_once_as_each_alone():
         assert all(map(torch.equal, totals, expected))
 
 
-@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize(("length", "dim"), [(1024, 128), (4096, 128), (1024, 64), (4096, 64)])
 @pytest.mark.parametrize(
     "rule",
     [{}, {"sliding_window": 100}, {"softcap": 20.0}, {"s_aux": "sinks"}],
     ids=["plain", "window", "soft-cap", "sinks"],
 )
-def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_blocks(length, rule):
+def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_blocks(length, dim, rule):
     torch._dynamo.reset()
     rng = np.random.default_rng(0)
     chosen = [
@@ -166,8 +166,8 @@ def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_block
     ]
     pack = lay_out(range(len(chosen)), chosen, length=length)
     g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, length, 128, generator=g).cuda() for heads in (8, 2, 2)]
-    outer = torch.randn(1, length, 8, 128, generator=g).cuda()
+    tensors = [torch.randn(1, heads, length, dim, generator=g).cuda() for heads in (8, 2, 2)]
+    outer = torch.randn(1, length, 8, dim, generator=g).cuda()
     given = {**rule, **({"s_aux": torch.randn(8, generator=g).cuda()} if "s_aux" in rule else {})}
 
     def attended(kind, dtype, block=BLOCK):

@@ -35,7 +35,7 @@ FOR_SMALL_BLOCKS = {
     "bwd_num_warps": 4,
     "bwd_num_stages": 2,
 }
-HEAD_DIM = 128
+HEAD_DIMS = {64, 128}
 HOPPER = (9, 0)
 UNREAD_TORCH = "2.14.dev0"  # whether it heeds these is not known
 
@@ -79,9 +79,10 @@ def windows_of(model: Any) -> set[int | None]:
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
     """Of FlexAttention's blocks for a model that computes in bfloat16, or not: small where that was measured to pay."""
     dims = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
-    if not bfloat16 or device.type != "cuda" or dims != {HEAD_DIM} or torch.__version__ >= UNREAD_TORCH:
+    if not bfloat16 or device.type != "cuda" or torch.__version__ >= UNREAD_TORCH:
         return BLOCK
-    return SMALL_BLOCK if torch.cuda.get_device_capability(device) == HOPPER else BLOCK
+    measured = dims and dims <= HEAD_DIMS and torch.cuda.get_device_capability(device) == HOPPER
+    return SMALL_BLOCK if measured else BLOCK
 
 
 def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:

@@ -21,7 +21,8 @@ CUDA = torch.device("cuda")
         (128, CUDA, True, (9, 0), "2.14.0.dev20261101", BLOCK),
         (128, CUDA, True, (8, 0), "2.11.0", BLOCK),
         (128, CUDA, False, (9, 0), "2.11.0", BLOCK),
-        (64, CUDA, True, (9, 0), "2.11.0", BLOCK),
+        (64, CUDA, True, (9, 0), "2.11.0", SMALL_BLOCK),
+        (96, CUDA, True, (9, 0), "2.11.0", BLOCK),
         (128, torch.device("cpu"), True, (9, 0), "2.11.0", BLOCK),
     ],
 )
