@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
@@ -25,7 +23,7 @@ from tandem.model.source import find_model, find_tokenizer
 from tandem.packing.binning import Bins
 from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
-from tandem.packing.packer import USUAL_PACK, Packer, make_packer
+from tandem.packing.packer import DATASET_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
 from tandem.train.report import Reporter
 
@@ -151,7 +149,7 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
         make_packer(
             store,
             config.policy.packing.model_copy(update={"mode": "dataset", "pack_length": length, "share_prompts": True}),
-            usual_auto=USUAL_PACK["cuda" if torch.cuda.is_available() else "cpu"],
+            usual_auto=DATASET_PACK,
             pairs_per_batch=config.policy.train_global_batch_size,
             seed=config.run.seed,
         )

@@ -23,10 +23,11 @@ from tandem.model.reference import LiveReference
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import start_workers
 from tandem.packing import packs as packs_module
-from tandem.packing.packer import USUAL_PACK, make_packer
+from tandem.packing.packer import make_packer
 from tandem.packing.schedule import GlobalBatch
 from tandem.train import trainer
 from tandem.train.optimizer import make_optimizer
+from tandem.train.row_length import ON_A_CPU
 from tandem.train.setup import set_up
 from tandem.train.step import train_step
 from tandem.train.terms import Side
@@ -167,7 +168,7 @@ def test_no_two_cuts_lay_the_epoch_out_alike(mixed):
 
     def layout(**settings):
         packer = make_packer(
-            setup.train.store, Packing(**settings), usual_auto=USUAL_PACK["cpu"], pairs_per_batch=PAIRS, seed=42
+            setup.train.store, Packing(**settings), usual_auto=ON_A_CPU, pairs_per_batch=PAIRS, seed=42
         )
         epoch = [packer.micro_batches(batch.preferences) for batch in setup.batches.epoch(0)]
         return tuple((pack.tree.shape, *pack.preferences.tolist()) for packs in epoch for pack in packs)

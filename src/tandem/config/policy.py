@@ -178,7 +178,12 @@ class Policy(Section):
         return value
 
     @model_validator(mode="after")
-    def _varlen_has_runs(self) -> "Policy":
+    def _attention_has_packs(self) -> "Policy":
+        if self.attention == "flex" and self.packing.mode == "none":
+            raise ValueError(
+                "policy.attention = flex is not read with policy.packing.mode=none, where every sequence is a row: leave it "
+                "out, or pack"
+            )
         if self.attention == "varlen" and (self.packing.mode == "none" or self.packing.share_prompts):
             raise ValueError(
                 "policy.attention = varlen sees each sequence of a pack as one run of tokens: it needs "

@@ -81,7 +81,8 @@ def cached_reference(
 ) -> CachedReference:
     """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
 
-    `policy` is called where they must be computed. `progress` is told how many preferences were done, each time some are.
+    `policy` is called where they must be computed. `progress` is told behind every pack how many more preferences are done,
+    and may end it by raising.
     """
     store = packer.store
     place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)
@@ -141,7 +142,8 @@ def compute_reference(
         # Some are read only when the next are asked for, so that the device never waits for the host.
         unread: _Asked | None = None
         for start in range(0, len(store), at_once):
-            asked = _ask(policy, packer, workers.device, np.arange(start, min(start + at_once, len(store))))
+            indices = np.arange(start, min(start + at_once, len(store)))
+            asked = _ask(policy, packer, workers.device, indices, lambda: progress(0))
             if unread is not None:
                 keep(unread)
             unread = asked
@@ -164,11 +166,14 @@ class _Asked:
         return list(zip(own.tolist(), parts, strict=True))
 
 
-def _ask(policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64]) -> _Asked:
+def _ask(
+    policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64], after_each: Callable[[], None]
+) -> _Asked:
     packs: list[Pack] = []
     values: list[Tensor] = []
     for pack in packer.micro_batches(indices):
         inputs = policy.inputs(pack, device)
         packs.append(pack)
         values.append(policy(inputs)[: inputs.num_scored])
+        after_each()
     return _Asked(indices, packs, to_host(torch.cat(values)))

@@ -21,7 +21,8 @@ BLOCK = 128
 # these come to every number of sixteenths for which two would not do.
 SIXTEENTHS = (4, 9, 13, 15, 16)
 # Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
-USUAL_PACK = {"cpu": 512, "cuda": 8192}
+# Of a set packed once: its length changes which pairs share a batch, and so may not follow from the machine.
+DATASET_PACK = 8192
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler; unless they were shorter
 # than a GPU wants them.
 ROWS_PER_BATCH = 4

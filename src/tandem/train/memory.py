@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import OutOfMemoryError
 from tandem.model.policy import Policy
+from tandem.train.row_length import USED, what_to_lower
 
 GIB = 2**30
 # AdamW keeps two moments of every trained number.
@@ -26,8 +27,12 @@ class Forecast:
     length: int  # tokens of its rows
 
     @property
+    def fixed(self) -> int:
+        return self.weights + self.gradients + self.states
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.states + self.activations
+        return self.fixed + self.activations
 
     def __str__(self) -> str:
         return (
@@ -54,7 +59,7 @@ def refuse_what_cannot_fit(expected: Forecast, device: torch.device, policy: Pol
     if expected.total > room:
         raise OutOfMemoryError(
             f"the run needs {_gib(expected.total)} GiB of a GPU that has {_gib(room)}: {expected}. "
-            f"{what_to_lower(expected.length, policy)}"
+            f"{what_to_lower(expected.length, policy, shorter_rows_help=expected.fixed < USED * room)}"
         )
 
 
@@ -63,23 +68,7 @@ def out_of_memory(error: Exception, length: int, policy: PolicyConfig) -> OutOfM
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: can't allocate" not in str(error):
         return None
-    return OutOfMemoryError(f"{' '.join(str(error).split())} {what_to_lower(length, policy)}")
-
-
-def what_to_lower(length: int, policy: PolicyConfig) -> str:
-    """The ways out that are still open, the cheapest first. `length`: of the longest rows."""
-    rows = policy.packing.packs_per_micro_batch
-    ways = [
-        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
-        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)",
-        "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
-        "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
-        "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
-        "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
-        "policy.lora.enabled=true" if not policy.lora.enabled else "",
-    ]
-    first, *others = [way for way in ways if way]
-    return f"To need less, try {first}" + (f"; then {', '.join(others)}." if others else ".")
+    return OutOfMemoryError(f"{' '.join(str(error).split())} {what_to_lower(length, policy, shorter_rows_help=True)}")
 
 
 def _gib(size: int) -> str:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import USUAL_PACK, Packer, in_blocks, prepared_lengths
+from tandem.packing.packer import DATASET_PACK, Packer, in_blocks, prepared_lengths
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
+ON_A_CPU = 512  # where attention is dense
 LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
 # Longer rows than this were not faster at 1.5 billion weights, and a batch fills them worse (docs/benchmarks.md).
 LONG = 16384
@@ -30,6 +31,8 @@ KEPT = {"none": 1.0, "selective": 0.45, "full": 0.1}
 # Bytes of a dense mask's entries: as it is made, and as attention adds it to its scores.
 FLAG, NUMBER = 1, 4
 LOGITS = 2 * GIB  # of the head's chunk, and what comes and goes beside it
+# What comes and goes is an estimate: a run is not refused for more of it than this share, which it surely takes.
+SURELY = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +44,78 @@ class RowLength:
     shortest: int = 0  # rows below it hold a batch whole
 
 
-def usual_row(
-    source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str, device: torch.device
-) -> RowLength:
-    """On a GPU the longest row that is expected to fit. A set packed once is packed alike wherever it is trained on."""
-    usual = USUAL_PACK[device.type]
-    if device.type != "cuda" or policy.packing.mode == "dataset":
-        return RowLength(usual, f"usual on {'a GPU' if device.type == 'cuda' else 'a CPU, where attention is dense'}")
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a run is expected to take of each worker's GPU, in bytes, by what is known before weights load."""
+
+    num_weights: int  # of the model
+    fixed: float  # weights, gradients, optimizer states, and the copy of the weights that is computed with
+    per_token: float  # of a row, for all rows that go through the model together
+
+    def passing(self, length: int) -> float:
+        """What comes and goes with rows of that length."""
+        return LOGITS + length * self.per_token
+
+
+def expected_need(
+    source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int
+) -> Need:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
-    together = policy.packing.packs_per_micro_batch
-    room = USED * torch.cuda.get_device_properties(device).total_memory
-    fixed = _fixed_bytes(num, policy, lora, precision)
-    each = _bytes_per_token(source.config.get_text_config(), policy, precision) * together
-    busy = BUSY / num / together
+    per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
+    fixed = _fixed_bytes(num, policy, lora, precision, num_workers)
+    return Need(num, fixed, per_token * policy.packing.packs_per_micro_batch)
+
+
+def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> RowLength:
+    """On a GPU, of which a need is known, the longest row that is expected to fit."""
+    if policy.packing.mode == "dataset":
+        return RowLength(DATASET_PACK, "usual for a set packed once")
+    if need is None:
+        return RowLength(ON_A_CPU, "usual on a CPU, where attention is dense")
+    room = torch.cuda.get_device_properties(device).total_memory
+    busy = BUSY / need.num_weights / policy.packing.packs_per_micro_batch
     useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
-    fitting = next((length for length in useful if fixed + length * each <= room), LENGTHS[-1])
-    longer = "no longer ones are faster" if fitting == useful[0] else "longer ones would not fit"
+    fitting = next((length for length in useful if need.fixed + need.passing(length) <= USED * room), LENGTHS[-1])
+    longer = "longer ones gain little" if fitting == useful[0] else "longer ones would not fit"
+    expected = need.fixed + need.passing(fitting)
     return RowLength(
         fitting,
-        f"expected to take {(fixed + fitting * each) / GIB:.0f} of {room / USED / GIB:.0f} GiB; {longer}",
+        f"expected to take {expected / GIB:.0f} of {room / GIB:.0f} GiB; {longer}",
         min(fitting, int(busy)),
     )
+
+
+def refuse_what_is_too_large(need: Need, length: int, policy: PolicyConfig, device: torch.device) -> None:
+    """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
+    room = torch.cuda.get_device_properties(device).total_memory
+    passing = need.passing(length)
+    if need.fixed + SURELY * passing > room:
+        raise OutOfMemoryError(
+            f"the run needs about {(need.fixed + passing) / GIB:.0f} GiB of a GPU that has {room / GIB:.0f}: weights, "
+            f"gradients and optimizer states {need.fixed / GIB:.0f}, activations in rows of {length:,} tokens "
+            f"{passing / GIB:.0f}. {what_to_lower(length, policy, shorter_rows_help=need.fixed < USED * room)}"
+        )
+
+
+def what_to_lower(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
+    """The ways out that are still open, the cheapest first that may be enough. `length`: of the longest rows."""
+    rows = policy.packing.packs_per_micro_batch
+    of_rows = [
+        f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
+        f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)"
+        if policy.packing.mode != "none"
+        else "policy.max_total_sequence_length",
+        "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
+        "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
+    ]
+    of_weights = [
+        "policy.optimizer.state_dtype=int8" if policy.optimizer.state_dtype != "int8" else "",
+        "policy.weights=bfloat16_stochastic" if policy.weights == "float32" and not policy.lora.enabled else "",
+        "policy.lora.enabled=true" if not policy.lora.enabled else "",
+    ]
+    ways = [*of_rows, *of_weights] if shorter_rows_help else [*of_weights, "more GPUs", *of_rows]
+    first, *others = [way for way in ways if way]
+    return f"To need less, try {first}" + (f"; then {', '.join(others)}." if others else ".")
 
 
 def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
@@ -100,15 +154,16 @@ def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -
         )
 
 
-def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str) -> float:
-    """Weights (so many), gradients, optimizer states, and the copy of the weights that is computed with."""
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int) -> float:
+    """Of so many weights. Workers share them all, but for quantised ones, which each holds whole."""
     states = 2 * state_bytes(policy.optimizer.state_dtype)
     if lora is not None:
-        frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization]
-        return lora.num_frozen * frozen + lora.num_trained * (8 + 2 + states) + LOGITS
+        frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
+        trained = lora.num_trained * (8 + 2 + states)
+        return frozen + trained / num_workers if lora.quantization else (frozen + trained) / num_workers
     weights = 8 if policy.weights == "float32" else 4
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" else 0
-    return num * (weights + copy + states) + LOGITS
+    return num * (weights + copy + states) / num_workers
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:

@@ -25,7 +25,14 @@ from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
 from tandem.train.optimizer import check_scheduler, highest_rate
-from tandem.train.row_length import RowLength, refuse_dense_rows, usual_row, why
+from tandem.train.row_length import (
+    RowLength,
+    expected_need,
+    refuse_dense_rows,
+    refuse_what_is_too_large,
+    usual_row,
+    why,
+)
 from tandem.train.trackers.feed import check_packages
 
 
@@ -198,9 +205,13 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
-    usual = usual_row(source, config.policy, lora, precision, device)
+    on_gpu = device.type == "cuda"
+    need = expected_need(source, config.policy, lora, precision, share.num_workers) if on_gpu else None
+    usual = usual_row(need, config.policy, device)
     train, validation = _packers(sets, config, source, usual, share)
     refuse_dense_rows(max(packer.length for packer in (train, *validation.values())), config.policy, device)
+    if need is not None:
+        refuse_what_is_too_large(need, train.length, config.policy, device)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.cache import remove_leftovers, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
@@ -75,6 +77,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
             reporter.warn(elder)
         _warn_of_lost_updates(setup, reporter)
+        _warn_of_slow_arithmetic(setup, reporter)
         _warn_of_short_run(setup, reporter)
         saves = loaded.config.checkpointing.enabled
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
@@ -134,6 +137,15 @@ def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
         reporter.warn(
             "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
             "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
+        )
+
+
+def _warn_of_slow_arithmetic(setup: Setup, reporter: Reporter) -> None:
+    on_cpu = setup.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if on_cpu and setup.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reporter.warn(
+            "policy.precision = bfloat16: this CPU has no arithmetic for it, and torch takes many times as long as in float32. "
+            "policy.precision=float32 is faster here."
         )
 
 

@@ -106,6 +106,28 @@ def test_the_start_loss_is_put_into_words(nats, words):
     assert start_loss_verdict(nats, 32_000) == words
 
 
+def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
+    from tandem.model.load import load_policy
+    from tandem.model.parallel import shard
+
+    class Ended(Exception):
+        pass
+
+    def end_behind_the_second(count):
+        told.append(count)
+        if len(told) == 2:
+            raise Ended
+
+    told, workers = [], start_workers()
+    setup = set_up(load_config(None, SHORT).config, workers.device)
+    frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+    given = {"folder": tmp_path, "weights": "w", "precision": "float32", "progress": end_behind_the_second}
+    with pytest.raises(Ended):
+        reference.cached_reference(lambda: frozen, setup.train, workers, **given)
+    assert told == [0, 0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_cached_reference_equals_the_live_one(tmp_path):
     """In numbers, not only in what is learned: every token of every preference."""
     from tandem.model.load import load_policy

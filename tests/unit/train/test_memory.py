@@ -8,7 +8,8 @@ from tandem.config.lora import Lora
 from tandem.config.policy import Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
 from tandem.train import memory, trainer
-from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit, what_to_lower
+from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit
+from tandem.train.row_length import what_to_lower
 
 
 def model():
@@ -34,13 +35,21 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
     refuse_what_cannot_fit(fits, torch.device("cuda"), Policy())
     with pytest.raises(OutOfMemoryError) as refused:
         refuse_what_cannot_fit(
-            memory.Forecast(20 * GIB, 20 * GIB, 40 * GIB, 10 * GIB, 8192), torch.device("cuda"), Policy()
+            memory.Forecast(20 * GIB, 20 * GIB, 20 * GIB, 30 * GIB, 8192), torch.device("cuda"), Policy()
         )
     assert str(refused.value) == (
-        "the run needs 90.0 GiB of a GPU that has 80.0: weights 20.0, gradients 20.0, optimizer states 40.0, activations in "
-        "rows of 8,192 tokens 10.0: 90.0 GiB. To need less, try policy.packing.pack_length below 8192 (rows may be as "
+        "the run needs 90.0 GiB of a GPU that has 80.0: weights 20.0, gradients 20.0, optimizer states 20.0, activations in "
+        "rows of 8,192 tokens 30.0: 90.0 GiB. To need less, try policy.packing.pack_length below 8192 (rows may be as "
         "short as the longest preference); then policy.activation_checkpointing=selective, policy.optimizer.state_dtype=int8, "
         "policy.weights=bfloat16_stochastic, policy.lora.enabled=true."
+    )
+
+
+def test_where_shorter_rows_cannot_help_other_ways_come_first():
+    assert what_to_lower(8192, Policy(), shorter_rows_help=False) == (
+        "To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, policy.lora.enabled=true, "
+        "more GPUs, policy.packing.pack_length below 8192 (rows may be as short as the longest preference), "
+        "policy.activation_checkpointing=selective."
     )
 
 
@@ -51,13 +60,13 @@ def test_only_ways_out_that_are_still_open_are_told():
         lora=Lora(enabled=True),
         packing=Packing(packs_per_micro_batch=5),
     )
-    assert what_to_lower(4096, policy) == (
+    assert what_to_lower(4096, policy, shorter_rows_help=True) == (
         "To need less, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may be as "
         "short as the longest preference)."
     )
     few = Policy(activation_checkpointing="full", optimizer=Optimizer(state_dtype="int8"), lora=Lora(enabled=True))
     only = "policy.packing.pack_length below 512 (rows may be as short as the longest preference)"
-    assert what_to_lower(512, few) == f"To need less, try {only}."
+    assert what_to_lower(512, few, shorter_rows_help=True) == f"To need less, try {only}."
 
 
 @pytest.mark.parametrize(

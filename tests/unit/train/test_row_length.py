@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from tandem.config.load import load_config
 from tandem.config.policy import Optimizer, Packing, Policy
 from tandem.data.sets import no_bar
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.train import row_length
-from tandem.train.row_length import GIB, refuse_dense_rows, usual_row
+from tandem.train.row_length import GIB, expected_need, refuse_dense_rows, refuse_what_is_too_large, usual_row
 from tandem.train.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -27,15 +27,23 @@ SHAPES = {
 FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
 
 
-def row(shape, monkeypatch, *, card=139, **settings):
+def need_of(shape, policy, num_workers=1):
     family, sizes, vocabulary, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
-    memory = SimpleNamespace(total_memory=card * GIB)
+    return expected_need(ModelSource(shape, Path(), config), policy, None, "bfloat16", num_workers)
+
+
+def with_card(gib, monkeypatch):
+    memory = SimpleNamespace(total_memory=int(gib * GIB))
     monkeypatch.setattr(row_length.torch.cuda, "get_device_properties", lambda device: memory)
-    source = ModelSource(shape, Path(), config)
-    return usual_row(source, Policy(**settings), None, "bfloat16", torch.device("cuda"))
+    return torch.device("cuda")
+
+
+def row(shape, monkeypatch, *, card=139, num_workers=1, **settings):
+    policy = Policy(**settings)
+    return usual_row(need_of(shape, policy, num_workers), policy, with_card(card, monkeypatch))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,7 @@ def row(shape, monkeypatch, *, card=139, **settings):
         ("1.5B", 139, {}, 16384),
         ("1.5B", 80, {}, 16384),
         ("1.5B", 60, {}, 8192),
-        ("1.5B", 24, {}, 2048),  # it will not fit either: the forecast says so before the first step
+        ("1.5B", 24, {}, 2048),  # it will not fit either, and is refused
         ("1.5B", 60, {"activation_checkpointing": "selective"}, 16384),
         ("1.5B", 80, {"packing": Packing(packs_per_micro_batch=2)}, 8192),
         ("8B", 139, FEW_BITS, 8192),
@@ -77,7 +85,7 @@ def test_the_estimate_is_near_what_was_measured(shape, card, settings, tokens, m
 
 
 def test_the_reason_is_told(monkeypatch):
-    assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; no longer ones are faster"
+    assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; longer ones gain little"
     assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 100 of 139 GiB; longer ones would not fit"
 
 
@@ -125,6 +133,31 @@ def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, 
     assert [outlook.pack_length for outlook in prepared] == [set_up(config, torch.device("cpu")).train.length]
 
 
+def test_workers_share_what_does_not_pass(monkeypatch):
+    assert row("8B", monkeypatch, num_workers=8).tokens == 16384
+
+
+def test_what_cannot_fit_is_refused_before_weights_load(monkeypatch):
+    card, policy = with_card(139.8, monkeypatch), Policy()
+    with pytest.raises(OutOfMemoryError) as refused:
+        refuse_what_is_too_large(need_of("8B", policy), 2048, policy, card)
+    assert str(refused.value) == (
+        "the run needs about 146 GiB of a GPU that has 140: weights, gradients and optimizer states 135, activations in rows "
+        "of 2,048 tokens 12. To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
+        "policy.lora.enabled=true, more GPUs, policy.packing.pack_length below 2048 (rows may be as short as the longest "
+        "preference), policy.activation_checkpointing=selective."
+    )
+    with pytest.raises(OutOfMemoryError, match=r"To need less, try policy\.packing\.pack_length below 131072"):
+        refuse_what_is_too_large(need_of("1.5B", policy), 131_072, policy, card)
+
+
+def test_what_may_fit_is_left_to_the_rehearsal(monkeypatch):
+    card, few, full = with_card(139.8, monkeypatch), Policy(**FEW_BITS), Policy(activation_checkpointing="full")
+    refuse_what_is_too_large(need_of("8B", few), 8192, few, card)
+    refuse_what_is_too_large(need_of("8B", full), 2048, full, card)  # 138 of 140 are expected
+    refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), 8192, Policy(), card)
+
+
 def test_a_dense_mask_larger_than_the_memory_is_refused_before_weights_load(monkeypatch):
     monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
     cpu, packed = torch.device("cpu"), Policy(packing=Packing(pack_length=1_000_000))
@@ -147,3 +180,8 @@ def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
     refuse_dense_rows(65_536, Policy(), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"where attention is dense \(policy.attention=sdpa\), and there are 1.0"):
         refuse_dense_rows(65_536, Policy(attention="sdpa"), torch.device("cuda"))
+
+
+def test_a_run_asks_before_its_weights_load(monkeypatch):
+    with pytest.raises(OutOfMemoryError, match="the run needs about 2 GiB of a GPU that has 1: "):
+        set_up(load_config(None, []).config, with_card(1, monkeypatch))

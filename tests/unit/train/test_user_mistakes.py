@@ -1,6 +1,7 @@
 """Mistakes that show only when a run starts: each is one message, before weights load, and nothing is left behind."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,21 @@ def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
         "warning: policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
         "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
     ) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: known, raising=False)
+    said = []
+    setup = SimpleNamespace(device=torch.device("cpu"), precision=precision)
+    trainer._warn_of_slow_arithmetic(setup, SimpleNamespace(warn=said.append))
+    slow = (
+        "policy.precision = bfloat16: this CPU has no arithmetic for it, and torch takes many times as long as in float32. "
+        "policy.precision=float32 is faster here."
+    )
+    assert said == ([slow] if precision == "bfloat16" and not known else [])
 
 
 @pytest.mark.parametrize(
