@@ -151,7 +151,9 @@ def _parse(text: str) -> Override:
     if not override.key_or_group:
         raise ConfigError(f"override {text!r}: there is no key before the =.")
     if override.is_sweep_override():
-        key = override.key_or_group
+        key, value = override.key_or_group, text.partition("=")[2]
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+            raise ConfigError(f"override {text!r}: a number has no commas. Write {key}={value.replace(',', '')}.")
         of_list = "data.train" if key == "data.train.data_path" else key  # a set has one path; a list is of sets
         raise ConfigError(
             f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "

@@ -11,7 +11,7 @@ from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import DATASET_PACK, Packer, in_blocks, prepared_lengths
+from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
@@ -125,7 +125,8 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     if policy.packing.mode == "none":
         return f"one sequence each, padded to at most {packer.length:,} tokens"
     if policy.packing.pack_length != "auto":
-        return rows
+        rounded = packer.length != policy.packing.pack_length
+        return f"{rows} ({policy.packing.pack_length:,} in whole blocks of {BLOCK})" if rounded else rows
     if policy.packing.mode == "dataset" and prepared_lengths(packer.store):
         return f"{rows} (auto: the longest packs that were prepared)"
     if packer.length == in_blocks(usual.tokens):

@@ -298,6 +298,12 @@ def test_a_sweep_is_refused_with_the_loop_that_does_it(values):
     )
 
 
+def test_a_number_with_commas_is_no_sweep():
+    assert refusal(None, "policy.packing.pack_length=16,384") == (
+        "override 'policy.packing.pack_length=16,384': a number has no commas. Write policy.packing.pack_length=16384."
+    )
+
+
 def test_several_paths_are_told_as_a_list_of_sets():
     told = refusal(None, "data.train.data_path=a.jsonl,b.jsonl")
     assert told.endswith("For a list write data.train=[a,b].")

@@ -106,6 +106,7 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
     [
         ([], "512 tokens (auto: usual on a CPU, where attention is dense)"),
         (["policy.packing.pack_length=1024"], "1,024 tokens"),
+        (["policy.packing.pack_length=1000"], "1,024 tokens (1,000 in whole blocks of 128)"),
         (["policy.packing.mode=none"], "one sequence each, padded to at most 256 tokens"),
         (["policy.train_global_batch_size=12"], "384 tokens (auto: for batches of 12 pairs)"),
         (["policy.train_global_batch_size=4"], "256 tokens (auto: the longest preference takes 185)"),
