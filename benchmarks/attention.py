@@ -8,6 +8,7 @@ Lengths are log-normal, as in benchmarks/train.py. Needs a GPU. Prints a table; 
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,8 @@ def main() -> None:
     parser.add_argument("--completion-mean", type=float, default=250)
     parser.add_argument("--times", type=int, default=30)
     o = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("attention.py times kernels of a GPU, and there is none.")
     preferences = made_preferences(o)
     numbers = range(len(preferences))
     shared = lay_out(numbers, preferences, length=o.length)

@@ -190,6 +190,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-curve"))
     parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run of tandem")
     o = parser.parse_args()
+    if not o.data.is_file():
+        parser.error(f"--data {o.data}: there is no such file")
     kept, held_out = split(o.data, o.folder)
     given = settings_of(o, kept, held_out)
     tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"

@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--step", type=Path)
     o = parser.parse_args()
+    if not o.results.is_file():
+        parser.error(f"{o.results}: there is no such file")
     runs = [json.loads(written) for written in o.results.read_text(encoding="utf-8").splitlines() if written.strip()]
     runs = [run for run in runs if run.get("benchmark") == "train"]
     if o.lengths is None and o.step is None:

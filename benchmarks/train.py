@@ -5,11 +5,13 @@
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
 system and seed; `--data FILE` takes pairs as token ids instead, a JSON object a line with prompt_ids, chosen_ids and
 rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
+Needs a GPU to mean anything; without one it computes in float32.
 """
 
 import argparse
 import json
 import platform
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -168,7 +170,8 @@ class Bench:
 
     def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
-        side = Side(ZeroReference(), self.config.dpo, self.workers, "bfloat16")  # type: ignore[arg-type]
+        precision = "bfloat16" if self.device.type == "cuda" else "float32"
+        side = Side(ZeroReference(), self.config.dpo, self.workers, precision)  # type: ignore[arg-type]
         batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
@@ -197,7 +200,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
-    shard(policy, workers, bfloat16=True)
+    shard(policy, workers, bfloat16=workers.device.type == "cuda")
     if workers.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
     optimizer = {"state_dtype": o.state_dtype}
@@ -269,7 +272,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--completion-mean", type=float, default=250)
     parser.add_argument("--longest", type=int, default=2048, help="prompt and completion together")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after two to warm up")
-    parser.add_argument("--pack-length", type=int, default=8192)
+    parser.add_argument("--pack-length", type=int, help="8192 without it")
     parser.add_argument("--packs", type=int, default=1, help="rows that go through the model together")
     parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; as training chooses them without it")
     parser.add_argument("--mode", choices=["batch", "none"], default="batch")
@@ -284,7 +287,27 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--profile", action="store_true", help="where the time of two more steps goes")
-    return parser.parse_args()
+    o = parser.parse_args()
+    if o.steps < 1:
+        parser.error("--steps: at least one is timed")
+    if o.mode == "none" and (o.pack_length or o.lengths or o.no_sharing or o.attention != "auto"):
+        parser.error(
+            "--mode none: every sequence is a row of --longest tokens; --pack-length, --lengths, --no-sharing and "
+            "--attention are of packs"
+        )
+    if o.lengths and o.pack_length:
+        parser.error("--lengths are all the lengths there are: leave out --pack-length")
+    if o.attention == "varlen" and not o.no_sharing:
+        parser.error("--attention varlen takes every sequence for a run of its own: give --no-sharing too")
+    made = ("completions", "prompt_mean", "completion_mean")
+    if o.data and any(getattr(o, name) != parser.get_default(name) for name in made):
+        parser.error("--data: the pairs are given; --completions, --prompt-mean and --completion-mean make them")
+    o.pack_length = max(o.lengths or [o.pack_length or 8192]) if o.mode == "batch" else o.longest
+    return o
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -292,12 +315,15 @@ def main() -> None:
     began = time.perf_counter()
     if options.deterministic:
         compute_deterministically()
+    tell("making the model")
     bench = prepared(options)
     cuda = bench.device.type == "cuda"
+    tell(f"compiling for rows of {', '.join(map(str, bench.packer.lengths))} tokens" if cuda else "trying every length")
     bench.compile()
     compiled = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    tell(f"{WARM_UP} steps to warm up, {options.steps} to time")
     ends, reports = zip(*bench.steps(options.steps), strict=True)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     timed, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
