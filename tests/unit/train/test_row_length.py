@@ -85,6 +85,7 @@ def test_the_estimate_is_near_what_was_measured(shape, card, settings, tokens, m
 
 
 def test_the_reason_is_told(monkeypatch):
+    assert row("0.5B", monkeypatch).reason == "expected to take 44 of 139 GiB; longer ones gain little"
     assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; longer ones gain little"
     assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 100 of 139 GiB; longer ones would not fit"
 
