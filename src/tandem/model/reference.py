@@ -1,7 +1,7 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +78,12 @@ def cached_reference(
     weights: str,
     precision: str,
     progress: Callable[[int], None],
+    portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> CachedReference:
     """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
 
+    `portions` of the set, in its order, are packed by themselves. A policy that starts as the reference, packed alike, then
+    agrees with it to the bit.
     `policy` is called where they must be computed. `progress` is told behind every pack how many more preferences are done,
     and may end it by raising.
     """
@@ -91,7 +94,7 @@ def cached_reference(
     if workers.highest(lacking):
         with ExitStack() as stack:
             aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
-            compute_reference(policy(), packer, workers, aside / "logps.f32" if aside else None, progress)
+            compute_reference(policy(), packer, workers, aside / "logps.f32" if aside else None, progress, portions)
 
             def complete() -> None:
                 assert aside is not None
@@ -119,12 +122,19 @@ def _is_sound(place: Path) -> bool:
 
 @torch.no_grad()
 def compute_reference(
-    policy: Policy, packer: Packer, workers: Workers, path: Path | None, progress: Callable[[int], None]
+    policy: Policy,
+    packer: Packer,
+    workers: Workers,
+    path: Path | None,
+    progress: Callable[[int], None],
+    portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> None:
     """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     at_once = PREFERENCES_AT_ONCE * workers.count
+    if portions is None:
+        portions = [np.arange(start, min(start + at_once, len(store))) for start in range(0, len(store), at_once)]
     # Not by a memory map: on a full disk that ends the process without a word.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():
 
@@ -141,8 +151,7 @@ def compute_reference(
 
         # Some are read only when the next are asked for, so that the device never waits for the host.
         unread: _Asked | None = None
-        for start in range(0, len(store), at_once):
-            indices = np.arange(start, min(start + at_once, len(store)))
+        for indices in portions:
             asked = _ask(policy, packer, workers.device, indices, lambda: progress(0))
             if unread is not None:
                 keep(unread)

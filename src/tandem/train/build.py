@@ -42,7 +42,7 @@ from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
 from tandem.train.terms import Side
 from tandem.train.trackers.tracking import Tracking, start_tracking
-from tandem.train.validation import ValidationReport, ValidationSet, validate
+from tandem.train.validation import ValidationReport, ValidationSet, portions, validate
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet
             name,
             packer,
             sides[f"validation-{name}"],
-            dpo.val_global_batch_size or setup.config.policy.train_global_batch_size,
+            setup.validation_batch_size,
             dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
         )
         for name, packer in setup.validation.items()
@@ -342,6 +342,8 @@ def _references(
                 # Weights are rounded otherwise when they are loaded in bfloat16 than when they are cast to it.
                 precision=f"{setup.precision}, {setup.weights_dtype} weights",
                 progress=advance,
+                # In the packs of a validation, so that the first one finds policy and reference alike.
+                portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
             )
     return references
 

@@ -70,6 +70,11 @@ class Setup:
             return run / "checkpoints"
         return Path(given)
 
+    @property
+    def validation_batch_size(self) -> int:
+        """Pairs that are packed together."""
+        return self.config.dpo.val_global_batch_size or self.config.policy.train_global_batch_size
+
     def packers(self) -> dict[str, Packer]:
         """The training set and every validation set, by split."""
         return {"train": self.train, **{f"validation-{name}": packer for name, packer in self.validation.items()}}

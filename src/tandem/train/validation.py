@@ -10,7 +10,7 @@ from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
 from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
-from tandem.packing.layout import Pack
+from tandem.packing.layout import IntArray, Pack
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import Batches
 from tandem.train.metrics import PairLedger, PairTable, summarise
@@ -57,6 +57,11 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
     return ValidationReport(validation.split, metrics, len(table), validation.data, time.perf_counter() - started)
 
 
+def portions(packer: Packer, batch_size: int) -> list[IntArray]:
+    """A set in its order, so many pairs at a time: what is packed together."""
+    return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
+
+
 @torch.no_grad()
 def measure(
     policy: Policy,
@@ -67,8 +72,7 @@ def measure(
     check: Callable[[], None] = lambda: None,
 ) -> PairTable:
     """The numbers of every pair of a set, or of its first batches."""
-    batches = Batches(packer.store.num_pairs, batch_size).epoch(0)[:max_batches]
-    packs = (pack for batch in batches for pack in packer.micro_batches(batch.preferences, batch.bounds))
+    packs = (pack for portion in portions(packer, batch_size)[:max_batches] for pack in packer.micro_batches(portion))
     ledger = PairLedger()
     with policy.computing():
         for outcome in _outcomes(policy, side, packs):

@@ -1,12 +1,13 @@
 """The audit stops a run before its first update when what is trained is not what the plain model computes."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
 from models import tiny_model
-from running import SHORT, short_run
+from running import SHORT, few_pairs, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import AuditError
@@ -195,3 +196,12 @@ def test_a_nudge_shows_how_much_a_model_makes_of_one_rounding(dtype, least, most
     assert torch.equal(nudged, again)
     assert least < (plain - nudged).abs().mean().item() < most
     assert not made.model.get_input_embeddings()._forward_hooks
+
+
+def test_the_first_validation_finds_policy_and_reference_alike_to_the_bit(tmp_path):
+    given = ["dpo.val_at_start=true", "dpo.val_global_batch_size=12", f"reference.cache_dir={tmp_path}/reference"]
+    train, held_out = few_pairs(tmp_path), few_pairs(tmp_path / "held-out", 30).replace("train", "validation", 1)
+    run = short_run(tmp_path / "run", *given, "dpo.max_num_steps=1", train, held_out)
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["split"] == "validation-default"
+    assert first["rewards_margin_p10"] == first["rewards_margin_p90"] == 0
