@@ -27,8 +27,8 @@ def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
 
     monkeypatch.setattr(attention, "may_attend", leaking)
     # Both sides share the error, so policy and reference agree; only the plain forward tells.
-    with pytest.raises(AuditError, match=r"audit: .*train.jsonl:\d+ \(completion 1\): packed log-probabilities differ"):
-        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+    with pytest.raises(AuditError, match=r"audit: .*few.jsonl:\d+ \(completion 1\): packed log-probabilities differ"):
+        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
     assert_nothing_was_trained(tmp_path / "run")
 
 
@@ -42,7 +42,7 @@ def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
 
     monkeypatch.setattr(policy.Policy, "inputs", shifted)
     with pytest.raises(AuditError, match="packed log-probabilities differ from the model's plain forward"):
-        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache")
+        short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
     assert_nothing_was_trained(tmp_path / "run")
 
 
@@ -62,14 +62,15 @@ def test_a_reference_with_other_numbers_is_caught(tmp_path, monkeypatch):
 
 def test_a_damaged_cache_file_is_put_aside_and_computed_anew(tmp_path):
     cache = tmp_path / "cache"
-    short_run(tmp_path / "one", f"reference.cache_dir={cache}")
+    given = f"reference.cache_dir={cache}", few_pairs(tmp_path)
+    short_run(tmp_path / "one", *given)
     files = sorted(cache.glob("*/logps.f32"))
     whole = [file.read_bytes() for file in files]
     for file in files:
         content = bytearray(file.read_bytes())
         content[1] ^= 0xFF
         file.write_bytes(content)
-    short_run(tmp_path / "two", f"reference.cache_dir={cache}")
+    short_run(tmp_path / "two", *given)
     assert [file.read_bytes() for file in files] == whole
     assert len(list(cache.glob("*.damaged"))) == len(files)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from running import short_run
+from running import few_pairs, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
@@ -113,7 +113,7 @@ def test_bfloat16_weights_have_no_say_over_adapters():
 @pytest.mark.bfloat16
 def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
     few = ["policy.weights=bfloat16_nearest", "policy.precision=bfloat16", "dpo.max_num_steps=1"]
-    short_run(tmp_path / "run", *few)
+    short_run(tmp_path / "run", *few, few_pairs(tmp_path))
     assert (
         "warning: policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
         "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
