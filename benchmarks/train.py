@@ -5,7 +5,7 @@
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
 system and seed; `--data FILE` takes pairs as token ids instead, a JSON object a line with prompt_ids, chosen_ids and
 rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
-Needs a GPU to mean anything; without one it computes in float32.
+Needs a GPU to mean anything; without one float32 weights are computed with in float32.
 """
 
 import argparse
@@ -288,8 +288,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
     parser.add_argument("--profile", action="store_true", help="where the time of two more steps goes")
     o = parser.parse_args()
-    if o.steps < 1:
-        parser.error("--steps: at least one is timed")
+    if o.steps < 1 or o.pairs < 1 or o.completions < 2 or (o.pack_length is not None and o.pack_length < 1):
+        parser.error("--steps, --pairs and --pack-length are at least 1, --completions at least 2")
+    if o.lora and o.weights != "float32":
+        parser.error("--lora: with adapters the model's own weights are frozen; leave out --weights")
+    if o.profile and not torch.cuda.is_available():
+        parser.error("--profile is of a GPU, and there is none")
     if o.mode == "none" and (o.pack_length or o.lengths or o.no_sharing or o.attention != "auto"):
         parser.error(
             "--mode none: every sequence is a row of --longest tokens; --pack-length, --lengths, --no-sharing and "
@@ -299,9 +303,12 @@ def parsed() -> argparse.Namespace:
         parser.error("--lengths are all the lengths there are: leave out --pack-length")
     if o.attention == "varlen" and not o.no_sharing:
         parser.error("--attention varlen takes every sequence for a run of its own: give --no-sharing too")
-    made = ("completions", "prompt_mean", "completion_mean")
+    made = ("completions", "prompt_mean", "completion_mean", *(["longest"] if o.mode == "batch" else []))
     if o.data and any(getattr(o, name) != parser.get_default(name) for name in made):
-        parser.error("--data: the pairs are given; --completions, --prompt-mean and --completion-mean make them")
+        parser.error(
+            "--data: the pairs are given; --completions, --prompt-mean, --completion-mean and --longest make them"
+        )
+    o.lengths = sorted(set(o.lengths or [])) or None
     o.pack_length = max(o.lengths or [o.pack_length or 8192]) if o.mode == "batch" else o.longest
     return o
 

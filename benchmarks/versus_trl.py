@@ -64,6 +64,15 @@ def run(python: str, script: str, *arguments: str, memory: dict[str, str] | None
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def what_is_lacking(python: str) -> str | None:
+    """Why TRL cannot be run by it."""
+    try:
+        tried = subprocess.run([python, "-c", "import datasets, liger_kernel, trl"], capture_output=True, text=True)
+    except OSError as error:
+        return error.strerror
+    return (tried.stderr.strip().splitlines() or ["it fails"])[-1] if tried.returncode else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
@@ -74,9 +83,11 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
-    if subprocess.run([o.trl_python, "-c", "import datasets, liger_kernel, trl"], capture_output=True).returncode:
+    if o.pairs < 1 or o.steps < 1:
+        parser.error("--pairs and --steps are at least 1")
+    if lacking := what_is_lacking(o.trl_python):
         sys.exit(
-            f"{o.trl_python} has no TRL. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON."
+            f"{o.trl_python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON."
         )
     micro = {one: min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
     if left := [one for one, pairs in micro.items() if o.pairs % pairs]:

@@ -152,12 +152,12 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"override {text!r}: there is no key before the =.")
     if override.is_sweep_override():
         key, value = override.key_or_group, text.partition("=")[2]
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", value):
-            raise ConfigError(f"override {text!r}: a number has no commas. Write {key}={value.replace(',', '')}.")
+        grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
+        one_number = f" One number has no commas: {key}={value.replace(',', '')}." if grouped else ""
         of_list = "data.train" if key == "data.train.data_path" else key  # a set has one path; a list is of sets
         raise ConfigError(
             f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "
-            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {of_list}=[a,b]."
+            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {of_list}=[a,b].{one_number}"
         )
     return override
 

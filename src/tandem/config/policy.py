@@ -179,10 +179,10 @@ class Policy(Section):
 
     @model_validator(mode="after")
     def _attention_has_packs(self) -> "Policy":
-        if self.attention == "flex" and self.packing.mode == "none":
+        if self.attention in ("flex", "sdpa") and self.packing.mode == "none":
             raise ValueError(
-                "policy.attention = flex is not read with policy.packing.mode=none, where every sequence is a row: leave it "
-                "out, or pack"
+                f"policy.attention = {self.attention} is not read with policy.packing.mode=none, where every sequence is a "
+                "row: leave it out, or pack"
             )
         if self.attention == "varlen" and (self.packing.mode == "none" or self.packing.share_prompts):
             raise ValueError(

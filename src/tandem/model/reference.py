@@ -83,9 +83,9 @@ def cached_reference(
     """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
 
     `portions` of the set, in its order, are packed by themselves. A policy that starts as the reference, packed alike, then
-    agrees with it to the bit.
-    `policy` is called where they must be computed. `progress` is told behind every pack how many more preferences are done,
-    and may end it by raising.
+    agrees with it to the bit, where the numbers were not found but computed; else up to rounding.
+    `policy` is called where they must be computed. `progress` is called behind every pack, with the preferences that are done
+    since (0 but at the end of a portion), and may end it by raising.
     """
     store = packer.store
     place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)

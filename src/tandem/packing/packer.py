@@ -20,8 +20,7 @@ BLOCK = 128
 # Rows may be shorter than the longest, in sixteenths of it. Each length is compiled, so there are few; but three rows of
 # these come to every number of sixteenths for which two would not do.
 SIXTEENTHS = (4, 9, 13, 15, 16)
-# Tokens of an `auto` pack. On a CPU attention is dense, and longer rows cost more than they save.
-# Of a set packed once: its length changes which pairs share a batch, and so may not follow from the machine.
+# Tokens of an `auto` pack of a set packed once. It changes which pairs share a batch, so it may not follow from the machine.
 DATASET_PACK = 8192
 # An `auto` length gives a batch at least so many rows, or most of the last one would be filler; unless they were shorter
 # than a GPU wants them.

@@ -342,7 +342,7 @@ def _references(
                 # Weights are rounded otherwise when they are loaded in bfloat16 than when they are cast to it.
                 precision=f"{setup.precision}, {setup.weights_dtype} weights",
                 progress=advance,
-                # In the packs of a validation, so that the first one finds policy and reference alike.
+                # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
                 portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
             )
     return references

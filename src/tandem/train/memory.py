@@ -28,6 +28,7 @@ class Forecast:
 
     @property
     def fixed(self) -> int:
+        """Without the copy of the weights that is computed with: it is measured with the activations."""
         return self.weights + self.gradients + self.states
 
     @property

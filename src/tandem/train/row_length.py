@@ -12,6 +12,7 @@ from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths
+from tandem.packing.schedule import GlobalBatch
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
@@ -50,11 +51,11 @@ class Need:
 
     num_weights: int  # of the model
     fixed: float  # weights, gradients, optimizer states, and the copy of the weights that is computed with
-    per_token: float  # of a row, for all rows that go through the model together
+    per_token: float
 
-    def passing(self, length: int) -> float:
-        """What comes and goes with rows of that length."""
-        return LOGITS + length * self.per_token
+    def passing(self, tokens: int) -> float:
+        """What comes and goes with so many tokens at a time."""
+        return LOGITS + tokens * self.per_token
 
 
 def expected_need(
@@ -62,8 +63,7 @@ def expected_need(
 ) -> Need:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
-    fixed = _fixed_bytes(num, policy, lora, precision, num_workers)
-    return Need(num, fixed, per_token * policy.packing.packs_per_micro_batch)
+    return Need(num, _fixed_bytes(num, policy, lora, precision, num_workers), per_token)
 
 
 def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> RowLength:
@@ -72,12 +72,13 @@ def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> 
         return RowLength(DATASET_PACK, "usual for a set packed once")
     if need is None:
         return RowLength(ON_A_CPU, "usual on a CPU, where attention is dense")
-    room = torch.cuda.get_device_properties(device).total_memory
-    busy = BUSY / need.num_weights / policy.packing.packs_per_micro_batch
+    room, together = torch.cuda.get_device_properties(device).total_memory, policy.packing.packs_per_micro_batch
+    busy = BUSY / need.num_weights / together
     useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
-    fitting = next((length for length in useful if need.fixed + need.passing(length) <= USED * room), LENGTHS[-1])
+    fits = (length for length in useful if need.fixed + need.passing(length * together) <= USED * room)
+    fitting = next(fits, LENGTHS[-1])
     longer = "longer ones gain little" if fitting == useful[0] else "longer ones would not fit"
-    expected = need.fixed + need.passing(fitting)
+    expected = need.fixed + need.passing(fitting * together)
     return RowLength(
         fitting,
         f"expected to take {expected / GIB:.0f} of {room / GIB:.0f} GiB; {longer}",
@@ -85,10 +86,15 @@ def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> 
     )
 
 
-def refuse_what_is_too_large(need: Need, length: int, policy: PolicyConfig, device: torch.device) -> None:
+def refuse_what_is_too_large(
+    need: Need, packer: Packer, batch: GlobalBatch, policy: PolicyConfig, device: torch.device
+) -> None:
     """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
     room = torch.cuda.get_device_properties(device).total_memory
-    passing = need.passing(length)
+    bins = packer.bins(batch.preferences, batch.bounds)
+    length = max(packer.row_length(bin) for bin in bins)
+    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_workers))
+    passing = need.passing(length * together)
     if need.fixed + SURELY * passing > room:
         raise OutOfMemoryError(
             f"the run needs about {(need.fixed + passing) / GIB:.0f} GiB of a GPU that has {room / GIB:.0f}: weights, "
@@ -104,7 +110,7 @@ def what_to_lower(length: int, policy: PolicyConfig, *, shorter_rows_help: bool)
         f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
         f"policy.packing.pack_length below {length} (rows may be as short as the longest preference)"
         if policy.packing.mode != "none"
-        else "policy.max_total_sequence_length",
+        else "a lower policy.max_total_sequence_length",
         "policy.activation_checkpointing=selective" if policy.activation_checkpointing == "none" else "",
         "policy.activation_checkpointing=full" if policy.activation_checkpointing == "selective" else "",
     ]
@@ -158,12 +164,13 @@ def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int) -> float:
     """Of so many weights. Workers share them all, but for quantised ones, which each holds whole."""
     states = 2 * state_bytes(policy.optimizer.state_dtype)
+    # Several workers gather a layer at a time, and keep no copy of them all.
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_workers == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
-        trained = lora.num_trained * (8 + 2 + states)
+        trained = lora.num_trained * (8 + copy + states)
         return frozen + trained / num_workers if lora.quantization else (frozen + trained) / num_workers
     weights = 8 if policy.weights == "float32" else 4
-    copy = 2 if policy.weights == "float32" and precision == "bfloat16" else 0
     return num * (weights + copy + states) / num_workers
 
 

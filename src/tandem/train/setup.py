@@ -215,8 +215,6 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     usual = usual_row(need, config.policy, device)
     train, validation = _packers(sets, config, source, usual, share)
     refuse_dense_rows(max(packer.length for packer in (train, *validation.values())), config.policy, device)
-    if need is not None:
-        refuse_what_is_too_large(need, train.length, config.policy, device)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
@@ -227,6 +225,9 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
     )
     _check_packs(batches, train)
+    if need is not None:
+        for first in batches.epoch(0)[:1]:
+            refuse_what_is_too_large(need, train, first, config.policy, device)
     num_steps, num_pairs = _length(batches, config)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)

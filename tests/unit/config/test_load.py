@@ -298,10 +298,12 @@ def test_a_sweep_is_refused_with_the_loop_that_does_it(values):
     )
 
 
-def test_a_number_with_commas_is_no_sweep():
-    assert refusal(None, "policy.packing.pack_length=16,384") == (
-        "override 'policy.packing.pack_length=16,384': a number has no commas. Write policy.packing.pack_length=16384."
+def test_a_number_with_commas_is_told_apart():
+    told = refusal(None, "policy.packing.pack_length=16,384")
+    assert told.endswith(
+        "For a list write policy.packing.pack_length=[a,b]. One number has no commas: policy.packing.pack_length=16384."
     )
+    assert "One number" not in refusal(None, "policy.packing.pack_length=1024,2048")
 
 
 def test_several_paths_are_told_as_a_list_of_sets():

@@ -80,11 +80,12 @@ def test_varlen_needs_packs_in_which_nothing_is_shared(packing):
     )
 
 
-def test_attention_of_packs_is_refused_where_nothing_is_packed():
+@pytest.mark.parametrize("kind", ["flex", "sdpa"])
+def test_attention_of_packs_is_refused_where_nothing_is_packed(kind):
     with pytest.raises(ConfigError) as caught:
-        load_config(None, ["policy.attention=flex", "policy.packing.mode=none"])
+        load_config(None, [f"policy.attention={kind}", "policy.packing.mode=none"])
     assert str(caught.value) == (
-        "command line: policy.attention = flex is not read with policy.packing.mode=none, where every sequence is a row: "
+        f"command line: policy.attention = {kind} is not read with policy.packing.mode=none, where every sequence is a row: "
         "leave it out, or pack."
     )
 

@@ -27,12 +27,12 @@ SHAPES = {
 FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
 
 
-def need_of(shape, policy, num_workers=1):
+def need_of(shape, policy, num_workers=1, lora=None):
     family, sizes, vocabulary, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
-    return expected_need(ModelSource(shape, Path(), config), policy, None, "bfloat16", num_workers)
+    return expected_need(ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_workers)
 
 
 def with_card(gib, monkeypatch):
@@ -137,12 +137,34 @@ def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, 
 
 def test_workers_share_what_does_not_pass(monkeypatch):
     assert row("8B", monkeypatch, num_workers=8).tokens == 16384
+    policy, num = Policy(), need_of("8B", Policy()).num_weights
+    assert need_of("8B", policy).fixed == 18 * num  # with the copy that is computed with
+    assert need_of("8B", policy, num_workers=2).fixed == 8 * num
+
+
+@pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
+def test_quantised_weights_are_whole_on_every_worker(quantization, shared):
+    lora = SimpleNamespace(num_frozen=10**9, num_trained=10**6, quantization=quantization, dtype=torch.bfloat16)
+    one, two = (need_of("1.5B", Policy(), num_workers, lora).fixed for num_workers in (1, 2))
+    adapters = 10**6 * (18 - 16 / 2)  # of two workers each keeps half, and no copy
+    assert one - two == pytest.approx(10**9 * shared / 2 + adapters)
+
+
+def of_rows(length, num=1, together=1):
+    """A packer and a batch of so many rows."""
+    packer = SimpleNamespace(
+        bins=lambda preferences, bounds: range(num),
+        row_length=lambda bin: length,
+        packs_per_micro_batch=together,
+        share=SimpleNamespace(num_workers=1),
+    )
+    return packer, SimpleNamespace(preferences=None, bounds=None)
 
 
 def test_what_cannot_fit_is_refused_before_weights_load(monkeypatch):
     card, policy = with_card(139.8, monkeypatch), Policy()
     with pytest.raises(OutOfMemoryError) as refused:
-        refuse_what_is_too_large(need_of("8B", policy), 2048, policy, card)
+        refuse_what_is_too_large(need_of("8B", policy), *of_rows(2048), policy, card)
     assert str(refused.value) == (
         "the run needs about 146 GiB of a GPU that has 140: weights, gradients and optimizer states 135, activations in rows "
         "of 2,048 tokens 12. To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
@@ -150,14 +172,25 @@ def test_what_cannot_fit_is_refused_before_weights_load(monkeypatch):
         "preference), policy.activation_checkpointing=selective."
     )
     with pytest.raises(OutOfMemoryError, match=r"To need less, try policy\.packing\.pack_length below 131072"):
-        refuse_what_is_too_large(need_of("1.5B", policy), 131_072, policy, card)
+        refuse_what_is_too_large(need_of("1.5B", policy), *of_rows(131_072), policy, card)
+    with pytest.raises(OutOfMemoryError, match=r"To need less, try a lower policy\.max_total_sequence_length;"):
+        unpacked = Policy(packing=Packing(mode="none"))
+        refuse_what_is_too_large(need_of("1.5B", unpacked), *of_rows(131_072), unpacked, card)
+
+
+def test_rows_that_go_together_count_together_if_there_are_as_many(monkeypatch):
+    card, policy = with_card(139.8, monkeypatch), Policy()
+    need = need_of("1.5B", policy)
+    refuse_what_is_too_large(need, *of_rows(4096, num=8, together=32), policy, card)
+    with pytest.raises(OutOfMemoryError):
+        refuse_what_is_too_large(need, *of_rows(4096, num=32, together=32), policy, card)
 
 
 def test_what_may_fit_is_left_to_the_rehearsal(monkeypatch):
     card, few, full = with_card(139.8, monkeypatch), Policy(**FEW_BITS), Policy(activation_checkpointing="full")
-    refuse_what_is_too_large(need_of("8B", few), 8192, few, card)
-    refuse_what_is_too_large(need_of("8B", full), 2048, full, card)  # 138 of 140 are expected
-    refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), 8192, Policy(), card)
+    refuse_what_is_too_large(need_of("8B", few), *of_rows(8192), few, card)
+    refuse_what_is_too_large(need_of("8B", full), *of_rows(2048), full, card)  # 138 of 140 are expected
+    refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), *of_rows(8192), Policy(), card)
 
 
 def test_a_dense_mask_larger_than_the_memory_is_refused_before_weights_load(monkeypatch):
