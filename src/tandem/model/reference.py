@@ -132,8 +132,8 @@ def compute_reference(
     """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
-    at_once = PREFERENCES_AT_ONCE * workers.count
     if portions is None:
+        at_once = PREFERENCES_AT_ONCE * workers.count
         portions = [np.arange(start, min(start + at_once, len(store))) for start in range(0, len(store), at_once)]
     # Not by a memory map: on a full disk that ends the process without a word.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():

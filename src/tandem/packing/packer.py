@@ -96,6 +96,10 @@ class Packer:
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
+    def longest_row(self, bins: Bins) -> int:
+        """Of a batch, before the last of its rows are packed anew."""
+        return max(self.row_length(bin) for bin in bins)
+
     def num_rows(self, bin: IntArray) -> int:
         """One, but for a preference that is longer than a row, and where sequences have rows to themselves."""
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:

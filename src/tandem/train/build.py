@@ -287,7 +287,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
         return None
     first = setup.batches.epoch(0)[0]
     bins = packer.bins(first.preferences, first.bounds)
-    length = max(packer.row_length(bin) for bin in bins)
+    length = packer.longest_row(bins)
     longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
     kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()

@@ -18,7 +18,7 @@ from tandem.train.adamw import state_bytes
 GIB = 2**30
 ON_A_CPU = 512  # where attention is dense
 LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
-# Longer rows than this were not faster at 1.5 billion weights, and a batch fills them worse (docs/benchmarks.md).
+# Rows twice as long gained 1 % at 1.5 billion weights, for half as much memory again (docs/benchmarks.md).
 LONG = 16384
 # But a row of a small model is over before the host has asked for the next: so many tokens times weights keep a GPU busy that
 # long. Of 1.5 billion weights it waited at 4,096 tokens a row, and hardly at 8,192 (docs/benchmarks.md).
@@ -92,7 +92,7 @@ def refuse_what_is_too_large(
     """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
     room = torch.cuda.get_device_properties(device).total_memory
     bins = packer.bins(batch.preferences, batch.bounds)
-    length = max(packer.row_length(bin) for bin in bins)
+    length = packer.longest_row(bins)
     together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_workers))
     passing = need.passing(length * together)
     if need.fixed + SURELY * passing > room:

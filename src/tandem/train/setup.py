@@ -225,10 +225,9 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
         packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
     )
     _check_packs(batches, train)
-    if need is not None:
-        for first in batches.epoch(0)[:1]:
-            refuse_what_is_too_large(need, train, first, config.policy, device)
     num_steps, num_pairs = _length(batches, config)
+    if need is not None:
+        refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(

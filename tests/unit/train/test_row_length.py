@@ -154,7 +154,7 @@ def of_rows(length, num=1, together=1):
     """A packer and a batch of so many rows."""
     packer = SimpleNamespace(
         bins=lambda preferences, bounds: range(num),
-        row_length=lambda bin: length,
+        longest_row=lambda bins: length,
         packs_per_micro_batch=together,
         share=SimpleNamespace(num_workers=1),
     )
