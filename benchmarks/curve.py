@@ -6,8 +6,8 @@
 Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
 the command and from the first step. The first seed has the machine to itself, and alone is timed and plotted; the others run
-side by side, for where they end (`--only-ends`: all of them). "TRL, float32" computes in float32. Its last line is one JSON
-object.
+side by side, for where they end (`--only-ends`: all of them), and each is told when it ends. "TRL, float32" computes in
+float32: three side by side want `--micro-batch 8` of a GPU of 139 GiB. Its last line is one JSON object.
 """
 
 import argparse
@@ -143,7 +143,8 @@ def theirs(
     }
     arguments = [o.model, *map(str, tokens), str(seed), str(o.micro_batch), json.dumps(shared)]
     command = [o.trl_python, "-c", TRL, str(time.time()), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     points = json.loads(done.stdout.strip().splitlines()[-1])["points"]
@@ -203,28 +204,30 @@ def main() -> None:
     }
     systems = {name: run for name, run in systems.items() if name in o.systems}
     curves: dict[str, list[list[dict[str, float]]]] = {}
-    for name, run in systems.items() if not o.only_ends else ():
-        points = run(0)
-        curves[name], last = [points], points[-1]
-        print(
-            f"{name:<6}: accuracy {last['accuracy']:.3f}, loss {last['loss']:.4f}; {last['command']:.0f} s from the command, "
-            f"{last['first_step']:.0f} s from the first step",
-            flush=True,
-        )
+
+    def told(name: str, seed: int) -> list[dict[str, float]]:
+        points = systems[name](seed)
+        last = points[-1]
+        print(f"{name}, seed {seed}: accuracy {last['accuracy']:.4f}, loss {last['loss']:.4f}", flush=True)
         print(json.dumps({name: points}), flush=True)
+        return points
+
+    for name in systems if not o.only_ends else ():
+        curves[name] = [told(name, 0)]
+        last = curves[name][0][-1]
+        print(f"{last['command']:.0f} s from the command, {last['first_step']:.0f} s from the first step", flush=True)
     with ThreadPoolExecutor() as together:
         started = {
-            name: [together.submit(run, seed) for seed in range(not o.only_ends, o.seeds)]
-            for name, run in systems.items()
+            name: [together.submit(told, name, seed) for seed in range(not o.only_ends, o.seeds)] for name in systems
         }
         for name, rest in started.items():
             curves.setdefault(name, []).extend(one.result() for one in rest)
     for what in ("accuracy", "loss"):
         ends = {name: [run[-1][what] for run in runs] for name, runs in curves.items()}
-        told = ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items())
-        spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in ends.values()]
-        error = 2 * (sum(one**2 for one in spread) / o.seeds) ** 0.5
-        print(f"{what}: {told}; two standard errors {'of the difference ' if len(ends) > 1 else ''}{error:.4f}")
+        print(f"{what}: " + ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items()))
+        if o.seeds > 1:
+            error = 2 * (sum(statistics.variance(values) for values in ends.values()) / o.seeds) ** 0.5
+            print(f"two standard errors {'of the difference ' if len(ends) > 1 else ''}{error:.4f}")
     if o.plot and not o.only_ends:
         o.plot.write_text(plot({name: runs[0] for name, runs in curves.items()}), encoding="utf-8")
     result: dict[str, Any] = {"benchmark": "curve", "data": o.data.name, "curves": curves}
