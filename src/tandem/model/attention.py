@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -199,7 +199,10 @@ def _explicit(
     return weights.to(value.dtype) @ value
 
 
-_flex_compiled = torch.compile(flex_attention, dynamic=False)
+@cache
+def _flex_compiled() -> Any:
+    """FlexAttention compiled by itself. Made when it is first called, since torch takes a second to import its compiler."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(
@@ -218,7 +221,7 @@ def _flex(
 
     score_mod = None if softcap is None else cap
     # Inside a compiled layer flex_attention is part of its graph; outside it would run unfused and fill the memory.
-    call = flex_attention if torch.compiler.is_compiling() else _flex_compiled
+    call = flex_attention if torch.compiler.is_compiling() else _flex_compiled()
     grouped = query.shape[1] != key.shape[1]
     if s_aux is None:
         return call(query, key, value, score_mod, mask, scaling, grouped, kernel_options=options)
