@@ -74,7 +74,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **changes: Any) -> Any:
     return model.float()
 
 
-def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True, attention: AttentionKind = "sdpa") -> Policy:
+def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True, attention: AttentionKind = "trees") -> Policy:
     model.set_attn_implementation(IMPLEMENTATION if packed else "eager")
     return Policy(model, packed=packed, attention=attention, head_chunk=head_chunk)
 

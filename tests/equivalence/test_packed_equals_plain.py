@@ -55,6 +55,20 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone(architecture, arra
     assert_same(packed(model, pack, weights), plain(model, preferences, weights))
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_under_one_mask_equal_each_sequence_alone(architecture):
+    """Several rows at a time, of which one is filler alone."""
+    rng = np.random.default_rng(8)
+    preferences = [random_preference(rng, num_completions=n, max_prompt=50) for n in (2, 3)]
+    model = tiny_model(architecture)
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    rows = [lay_out([number], [one], length=256) for number, one in enumerate(preferences)]
+    pack = join([rows[0], lay_out([], [], length=256), rows[1]])
+    want = plain(model, preferences, weights)
+    assert_same(packed(model, pack, weights, attention="sdpa"), want)
+    assert_same(packed(model, pack, weights, attention="trees"), want)
+
+
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("gemma2", "gpt_oss")])
 def test_sequences_seen_as_runs_of_tokens_equal_each_alone(architecture):
     rng = np.random.default_rng(7)

@@ -89,7 +89,7 @@ class Packing(Section):
     )
     pack_length: Annotated[int, Field(gt=0, le=LONGEST_PACK)] | Literal["auto"] = Field(
         default="auto",
-        description="tokens in a row; auto: 2048 to 16384 on CUDA by what fits (small models: to 65536), 512 elsewhere, "
+        description="tokens in a row; auto: 2048 to 16384 on CUDA by what fits (small models: to 65536), 1024 elsewhere, "
         "less for small batches, more for long preferences",
     )
     share_prompts: bool = Field(

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,13 +15,14 @@ from transformers import AttentionInterface
 
 from tandem.errors import TandemError
 from tandem.model.transfer import to_device
-from tandem.model.varlen import attend_runs, runs_of
+from tandem.model.varlen import attend_runs, bounds_of, runs_of
 from tandem.packing.blocks import block_lists, seen_until
 from tandem.packing.layout import Pack
 from tandem.packing.packer import BLOCK
 
 IMPLEMENTATION = "tandem_pack"
-AttentionKind = Literal["flex", "varlen", "sdpa"]
+# sdpa: whole rows under a dense mask; trees: each tree of them by itself.
+AttentionKind = Literal["flex", "varlen", "sdpa", "trees"]
 
 # Smaller blocks hold less that nobody may see; what is told to the kernels for them was the fastest of what was tried on an
 # H200 (docs/benchmarks.md). Torch's own tiles for a backward do not divide such a block, and it compares them with what the
@@ -59,7 +62,7 @@ def make_mask(
     pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind, block: int = BLOCK
 ) -> PackMask:
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
-    makers = {"flex": partial(block_mask, block=block), "varlen": runs_of, "sdpa": _dense_mask}
+    makers = {"flex": partial(block_mask, block=block), "varlen": runs_of, "sdpa": _dense_mask, "trees": _tree_masks}
     make = makers[kind]
     longest = int(pack.position_ids.max()) + 1
     masks: dict[int | None, Any] = {}
@@ -101,6 +104,15 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
     arrays = seen_until(pack.tree, pack.branch), pack.position_ids
     rows = zip(*(to_device(array, device) for array in arrays), strict=True)
     return torch.stack([may_attend(until, position, q, k, window) for until, position in rows])[:, None]
+
+
+def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Tensor]:
+    """Of each tree, the rows taken as one: [size, size] bool."""
+    rows = np.arange(pack.tree.shape[0])[:, None] * pack.tree.shape[1]
+    until = to_device((seen_until(pack.tree, pack.branch) + rows).ravel(), device)
+    position = to_device(pack.position_ids.ravel(), device)
+    trees = (torch.arange(start, end, device=device) for start, end in pairwise(bounds_of(pack.tree)))
+    return [may_attend(until, position, tree[:, None], tree[None], window) for tree in trees]
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
@@ -168,12 +180,41 @@ def attend(
                 "policy.attention=auto."
             )
         out = attend_runs(query, key, value, mask, scaling)
-    elif softcap is None and s_aux is None:
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
     else:
-        out = _explicit(query, key, value, mask, scaling, softcap, s_aux)
+        dense = partial(_dense, dropout=dropout, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        out = _tree_by_tree(query, key, value, mask, dense) if pack.kind == "trees" else dense(query, key, value, mask)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tree_by_tree(
+    query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor], dense: Callable[..., Tensor]
+) -> Tensor:
+    """No tree sees another, so that nothing between them is computed."""
+    rows, _, length, _ = query.shape
+    sizes = [len(mask) for mask in masks]
+    trees = (tensor.transpose(1, 2).flatten(0, 1).split(sizes) for tensor in (query, key, value))  # [size, heads, dim]
+    outs = []
+    for q, k, v, mask in zip(*trees, masks, strict=True):
+        out = dense(*(part.transpose(0, 1)[None] for part in (q, k, v)), mask)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs).unflatten(0, (rows, length)).transpose(1, 2)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    if softcap is None and s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
+    return _explicit(query, key, value, mask, scaling, softcap, s_aux)
 
 
 def _explicit(

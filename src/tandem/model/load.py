@@ -88,8 +88,11 @@ def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
         raise ConfigError(
             "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
         )
-    if policy.attention == "auto":
-        return "flex" if device.type == "cuda" else "sdpa"
+    if policy.attention == "auto" and device.type == "cuda":
+        return "flex"
+    if policy.attention in ("auto", "sdpa"):
+        # Trees of other sizes in every row would be compiled anew, and are too many launches for a GPU.
+        return "sdpa" if device.type == "cuda" or policy.compile is True else "trees"
     return policy.attention
 
 

@@ -29,14 +29,14 @@ class Runs:
 
 
 def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
-    bounds = _bounds(pack.tree)
+    bounds = bounds_of(pack.tree)
     longest = max(FILLER_RUN, 1 << int(np.diff(bounds).max() - 1).bit_length())
     padding = -len(bounds) % BOUNDS_MULTIPLE
     padded = np.pad(bounds, (0, padding), mode="edge").astype(np.int32)
     return Runs(to_device(padded, device), longest, window)
 
 
-def _bounds(tree: IntArray) -> IntArray:
+def bounds_of(tree: IntArray) -> IntArray:
     """Every tree is a run. tree [[0, 0, 1], [1, 1, -1]]: 0, 2, 3, 5, 6; a run ends with its row."""
     flat, length = tree.ravel(), tree.shape[1]
     starts = np.flatnonzero((flat[1:] != flat[:-1]) | (np.arange(1, flat.size) % length == 0)) + 1

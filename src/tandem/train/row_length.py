@@ -16,7 +16,7 @@ from tandem.packing.schedule import GlobalBatch
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
-ON_A_CPU = 512  # where attention is dense
+ON_A_CPU = 1024  # the tiny model gained a tenth over 512, and a twentieth more at 2,048, for twice the memory
 LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
 # Rows twice as long gained 1 % at 1.5 billion weights, for half as much memory again (docs/benchmarks.md).
 LONG = 16384
@@ -71,7 +71,7 @@ def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> 
     if policy.packing.mode == "dataset":
         return RowLength(DATASET_PACK, "usual for a set packed once")
     if need is None:
-        return RowLength(ON_A_CPU, "usual on a CPU, where attention is dense")
+        return RowLength(ON_A_CPU, "usual on a CPU")
     room, together = torch.cuda.get_device_properties(device).total_memory, policy.packing.packs_per_micro_batch
     busy = BUSY / need.num_weights / together
     useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
@@ -142,21 +142,25 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
     return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
 
 
-def refuse_dense_rows(length: int, policy: PolicyConfig, device: torch.device) -> None:
-    """Where attention is dense, a mask over whole rows is built, of flags and then of numbers; one that cannot fit is not."""
-    if policy.packing.mode == "none" or attention_kind(policy, device) != "sdpa":
+def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: torch.device) -> None:
+    """Where attention takes masks, of flags and then of numbers, what cannot fit is not begun. length: of a row; tree: the
+    largest in it."""
+    kind = attention_kind(policy, device)
+    if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
         return
-    needed = policy.packing.packs_per_micro_batch * length**2 * (FLAG + NUMBER)
+    tokens = policy.packing.packs_per_micro_batch * length
+    needed = tokens * length * (FLAG + NUMBER) if kind == "sdpa" else tokens * tree * FLAG + tree**2 * NUMBER
     room = (
         torch.cuda.get_device_properties(device).total_memory
         if device.type == "cuda"
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     if needed > room:
-        dense = "policy.attention=sdpa" if device.type == "cuda" else "on a CPU"
+        cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
+        where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
         raise ConfigError(
             f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
-            f"{needed / GIB:.1f} GiB where attention is dense ({dense}), and there are {room / GIB:.1f}. "
+            f"{needed / GIB:.1f} GiB {where}, and there are {room / GIB:.1f}. "
             "Lower it, or policy.max_total_sequence_length where a single preference is so long."
         )
 

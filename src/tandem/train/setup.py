@@ -28,7 +28,7 @@ from tandem.train.optimizer import check_scheduler, highest_rate
 from tandem.train.row_length import (
     RowLength,
     expected_need,
-    refuse_dense_rows,
+    refuse_large_masks,
     refuse_what_is_too_large,
     usual_row,
     why,
@@ -214,7 +214,8 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     need = expected_need(source, config.policy, lora, precision, share.num_workers) if on_gpu else None
     usual = usual_row(need, config.policy, device)
     train, validation = _packers(sets, config, source, usual, share)
-    refuse_dense_rows(max(packer.length for packer in (train, *validation.values())), config.policy, device)
+    for packer in (train, *validation.values()):
+        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,

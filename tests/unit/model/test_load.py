@@ -107,6 +107,20 @@ def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(f
     )
 
 
+@pytest.mark.parametrize(
+    ("device", "policy", "kind"),
+    [
+        ("cuda", {}, "flex"),
+        ("cuda", {"attention": "sdpa"}, "sdpa"),
+        ("cpu", {}, "trees"),
+        ("cpu", {"attention": "sdpa"}, "trees"),
+        ("cpu", {"compile": True}, "sdpa"),
+    ],
+)
+def test_attention_goes_tree_by_tree_where_nothing_is_compiled(device, policy, kind):
+    assert attention_kind(Policy(**policy), torch.device(device)) == kind
+
+
 def test_flex_attention_is_refused_on_the_cpu():
     with pytest.raises(ConfigError) as refused:
         attention_kind(Policy(attention="flex"), CPU)

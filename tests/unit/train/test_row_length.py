@@ -14,7 +14,7 @@ from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.train import row_length
-from tandem.train.row_length import GIB, expected_need, refuse_dense_rows, refuse_what_is_too_large, usual_row
+from tandem.train.row_length import GIB, expected_need, refuse_large_masks, refuse_what_is_too_large, usual_row
 from tandem.train.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -105,7 +105,7 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([], "512 tokens (auto: usual on a CPU, where attention is dense)"),
+        ([], "1,024 tokens (auto: usual on a CPU)"),
         (["policy.packing.pack_length=1024"], "1,024 tokens"),
         (["policy.packing.pack_length=1000"], "1,024 tokens (1,000 in whole blocks of 128)"),
         (["policy.packing.mode=none"], "one sequence each, padded to at most 256 tokens"),
@@ -193,28 +193,39 @@ def test_what_may_fit_is_left_to_the_rehearsal(monkeypatch):
     refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), *of_rows(8192), Policy(), card)
 
 
-def test_a_dense_mask_larger_than_the_memory_is_refused_before_weights_load(monkeypatch):
+def test_masks_larger_than_the_memory_are_refused_before_weights_load(monkeypatch):
     monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
     cpu, packed = torch.device("cpu"), Policy(packing=Packing(pack_length=1_000_000))
     with pytest.raises(ConfigError) as refused:
-        refuse_dense_rows(1_000_064, packed, cpu)
+        refuse_large_masks(1_000_064, 1_000_064, packed, cpu)
     assert str(refused.value) == (
-        "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB where attention is dense "
-        "(on a CPU), and there are 4.0. Lower it, or policy.max_total_sequence_length where a single preference is so long."
+        "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB for preferences of up "
+        "to 1,000,064, and there are 4.0. Lower it, or policy.max_total_sequence_length where a single preference is so long."
     )
-    refuse_dense_rows(29_184, packed, cpu)  # 4.0 GiB
-    refuse_dense_rows(1_000_064, Policy(packing=Packing(mode="none")), cpu)
+    refuse_large_masks(29_184, 29_184, packed, cpu)  # 4.0 GiB
+    refuse_large_masks(1_000_064, 2_048, packed, cpu)  # 1.9
+    refuse_large_masks(1_000_064, 1_000_064, Policy(packing=Packing(mode="none")), cpu)
     with pytest.raises(ConfigError, match="need a mask"):
-        refuse_dense_rows(29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu)
+        refuse_large_masks(29_184, 29_184, Policy(packing=Packing(packs_per_micro_batch=2)), cpu)
+
+
+def test_compiled_on_a_cpu_a_mask_is_over_whole_rows(monkeypatch):
+    monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    with pytest.raises(
+        ConfigError, match=r"need a mask of 4.7 GiB where attention is dense \(policy.compile=true on a CPU\)"
+    ):
+        refuse_large_masks(31_744, 2_048, Policy(compile=True), torch.device("cpu"))
 
 
 def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
     monkeypatch.setattr(
         row_length.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB)
     )
-    refuse_dense_rows(65_536, Policy(), torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"where attention is dense \(policy.attention=sdpa\), and there are 1.0"):
-        refuse_dense_rows(65_536, Policy(attention="sdpa"), torch.device("cuda"))
+    refuse_large_masks(65_536, 2_048, Policy(), torch.device("cuda"))
+    with pytest.raises(
+        ConfigError, match=r"20.0 GiB where attention is dense \(policy.attention=sdpa\), and there are 1.0"
+    ):
+        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), torch.device("cuda"))
 
 
 def test_a_run_asks_before_its_weights_load(monkeypatch):
