@@ -75,7 +75,7 @@ def kept_by_a_compiled_layer(how, *, rank):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
         join_adapters(model)
-    policy = as_policy(model)
+    policy = as_policy(model, attention="sdpa")  # as where layers are compiled
     if how != "none":
         recompute(policy, how)
     (layer,) = decoder_layers(policy)
