@@ -47,32 +47,39 @@ class RowLength:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a run is expected to take of each worker's GPU, in bytes, by what is known before weights load."""
+    """What a run is expected to take of each worker's memory, in bytes, by what is known before weights load."""
 
     num_weights: int  # of the model
     fixed: float  # weights, gradients, optimizer states, and the copy of the weights that is computed with
     per_token: float
+    head: float = LOGITS
 
     def passing(self, tokens: int) -> float:
         """What comes and goes with so many tokens at a time."""
-        return LOGITS + tokens * self.per_token
+        return self.head + tokens * self.per_token
 
 
 def expected_need(
-    source: ModelSource, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int
+    source: ModelSource,
+    policy: PolicyConfig,
+    lora: LoraPlan | None,
+    precision: str,
+    num_workers: int,
+    device: torch.device,
 ) -> Need:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
-    return Need(num, _fixed_bytes(num, policy, lora, precision, num_workers), per_token)
+    head = LOGITS if device.type == "cuda" else 0  # a CPU's chunks are small
+    return Need(num, _fixed_bytes(num, policy, lora, precision, num_workers), per_token, head)
 
 
-def usual_row(need: Need | None, policy: PolicyConfig, device: torch.device) -> RowLength:
-    """On a GPU, of which a need is known, the longest row that is expected to fit."""
+def usual_row(need: Need, policy: PolicyConfig, device: torch.device) -> RowLength:
+    """On a GPU the longest row that is expected to fit."""
     if policy.packing.mode == "dataset":
         return RowLength(DATASET_PACK, "usual for a set packed once")
-    if need is None:
+    if device.type != "cuda":
         return RowLength(ON_A_CPU, "usual on a CPU")
-    room, together = torch.cuda.get_device_properties(device).total_memory, policy.packing.packs_per_micro_batch
+    room, together = _memory(device), policy.packing.packs_per_micro_batch
     busy = BUSY / need.num_weights / together
     useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
     fits = (length for length in useful if need.fixed + need.passing(length * together) <= USED * room)
@@ -90,14 +97,14 @@ def refuse_what_is_too_large(
     need: Need, packer: Packer, batch: GlobalBatch, policy: PolicyConfig, device: torch.device
 ) -> None:
     """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
-    room = torch.cuda.get_device_properties(device).total_memory
+    room, whose = _memory(device), "a GPU" if device.type == "cuda" else "a machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
     together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_workers))
     passing = need.passing(length * together)
     if need.fixed + SURELY * passing > room:
         raise OutOfMemoryError(
-            f"the run needs about {(need.fixed + passing) / GIB:.0f} GiB of a GPU that has {room / GIB:.0f}: weights, "
+            f"the run needs about {(need.fixed + passing) / GIB:.0f} GiB of {whose} that has {room / GIB:.0f}: weights, "
             f"gradients and optimizer states {need.fixed / GIB:.0f}, activations in rows of {length:,} tokens "
             f"{passing / GIB:.0f}. {what_to_lower(length, policy, shorter_rows_help=need.fixed < USED * room)}"
         )
@@ -150,11 +157,7 @@ def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: tor
         return
     tokens = policy.packing.packs_per_micro_batch * length
     needed = tokens * length * (FLAG + NUMBER) if kind == "sdpa" else tokens * tree * FLAG + tree**2 * NUMBER
-    room = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    room = _memory(device)
     if needed > room:
         cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
         where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
@@ -163,6 +166,13 @@ def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: tor
             f"{needed / GIB:.1f} GiB {where}, and there are {room / GIB:.1f}. "
             "Lower it, or policy.max_total_sequence_length where a single preference is so long."
         )
+
+
+def _memory(device: torch.device) -> int:
+    """All of the device's: of a CPU, the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int) -> float:

@@ -210,8 +210,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
-    on_gpu = device.type == "cuda"
-    need = expected_need(source, config.policy, lora, precision, share.num_workers) if on_gpu else None
+    need = expected_need(source, config.policy, lora, precision, share.num_workers, device)
     usual = usual_row(need, config.policy, device)
     train, validation = _packers(sets, config, source, usual, share)
     for packer in (train, *validation.values()):
@@ -227,8 +226,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     )
     _check_packs(batches, train)
     num_steps, num_pairs = _length(batches, config)
-    if need is not None:
-        refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
+    refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(

@@ -27,12 +27,14 @@ SHAPES = {
 FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
 
 
-def need_of(shape, policy, num_workers=1, lora=None):
+def need_of(shape, policy, num_workers=1, lora=None, device="cuda"):
     family, sizes, vocabulary, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
-    return expected_need(ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_workers)
+    return expected_need(
+        ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_workers, torch.device(device)
+    )
 
 
 def with_card(gib, monkeypatch):
@@ -191,6 +193,15 @@ def test_what_may_fit_is_left_to_the_rehearsal(monkeypatch):
     refuse_what_is_too_large(need_of("8B", few), *of_rows(8192), few, card)
     refuse_what_is_too_large(need_of("8B", full), *of_rows(2048), full, card)  # 138 of 140 are expected
     refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), *of_rows(8192), Policy(), card)
+
+
+def test_a_machine_without_a_gpu_is_asked_too(monkeypatch):
+    monkeypatch.setattr(row_length.os, "sysconf", {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    cpu, policy = torch.device("cpu"), Policy()
+    refuse_what_is_too_large(need_of("135M", policy, device="cpu"), *of_rows(1024), policy, cpu)
+    with pytest.raises(OutOfMemoryError) as refused:
+        refuse_what_is_too_large(need_of("135M", policy, device="cpu"), *of_rows(65_536), policy, cpu)
+    assert str(refused.value).startswith("the run needs about 37 GiB of a machine that has 4: weights, gradients and ")
 
 
 def test_masks_larger_than_the_memory_are_refused_before_weights_load(monkeypatch):
