@@ -208,14 +208,17 @@ def main() -> None:
     def told(name: str, seed: int) -> list[dict[str, float]]:
         points = systems[name](seed)
         last = points[-1]
-        print(f"{name}, seed {seed}: accuracy {last['accuracy']:.4f}, loss {last['loss']:.4f}", flush=True)
-        print(json.dumps({name: points}), flush=True)
+        said = f"{name}, seed {seed}: accuracy {last['accuracy']:.4f}, loss {last['loss']:.4f}"
+        print(f"{said}\n{json.dumps({'system': name, 'seed': seed, 'points': points})}", flush=True)
         return points
 
     for name in systems if not o.only_ends else ():
         curves[name] = [told(name, 0)]
         last = curves[name][0][-1]
-        print(f"{last['command']:.0f} s from the command, {last['first_step']:.0f} s from the first step", flush=True)
+        print(
+            f"{name}: {last['command']:.0f} s from the command, {last['first_step']:.0f} s from the first step",
+            flush=True,
+        )
     with ThreadPoolExecutor() as together:
         started = {
             name: [together.submit(told, name, seed) for seed in range(not o.only_ends, o.seeds)] for name in systems
@@ -225,9 +228,9 @@ def main() -> None:
     for what in ("accuracy", "loss"):
         ends = {name: [run[-1][what] for run in runs] for name, runs in curves.items()}
         print(f"{what}: " + ", ".join(f"{name} {statistics.fmean(values):.4f}" for name, values in ends.items()))
-        if o.seeds > 1:
+        if o.seeds > 1 and len(ends) == 2:
             error = 2 * (sum(statistics.variance(values) for values in ends.values()) / o.seeds) ** 0.5
-            print(f"two standard errors {'of the difference ' if len(ends) > 1 else ''}{error:.4f}")
+            print(f"{what}: two standard errors of the difference {error:.4f}")
     if o.plot and not o.only_ends:
         o.plot.write_text(plot({name: runs[0] for name, runs in curves.items()}), encoding="utf-8")
     result: dict[str, Any] = {"benchmark": "curve", "data": o.data.name, "curves": curves}

@@ -125,7 +125,7 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
         compute_in_float8(list(model.base_model.layers))
     if o.lora:
         add_adapters(model, o.lora)
-    kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "sdpa"
+    kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "trees"
     return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
 
 

@@ -67,7 +67,7 @@ def refuse_what_cannot_fit(expected: Forecast, device: torch.device, policy: Pol
 def out_of_memory(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
     """What to tell the user if the device, or the host, had no room left; None for any other error."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if not known and "DefaultCPUAllocator: can't allocate" not in str(error):
+    if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None
     return OutOfMemoryError(f"{' '.join(str(error).split())} {what_to_lower(length, policy, shorter_rows_help=True)}")
 

@@ -80,6 +80,10 @@ def test_only_ways_out_that_are_still_open_are_told():
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
             "[enforce fail] DefaultCPUAllocator: can't",
         ),
+        (
+            RuntimeError("[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+            "[enforce fail] data. DefaultCPUAllocator: not",
+        ),
         (RuntimeError("ours"), None),
     ],
 )
