@@ -1,13 +1,13 @@
 """A real curve: held-out accuracy over wall-clock time, tandem and TRL with the same model, pairs and settings.
 
     python benchmarks/curve.py --model FOLDER --data hh_harmless_test.jsonl.gz [--seeds 3] [--plot FILE] [--trl-python PYTHON]
-    python benchmarks/curve.py ... --systems "TRL, float32" --only-ends
+    python benchmarks/curve.py ... --systems "TRL, float32" --seeds 1 --steps 20
 
 Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
 the command and from the first step. The first seed has the machine to itself, and alone is timed and plotted; the others run
 side by side, for where they end (`--only-ends`: all of them), and each is told when it ends. "TRL, float32" computes in
-float32: three side by side want `--micro-batch 8` of a GPU of 139 GiB. Its last line is one JSON object.
+float32, which takes minutes. Its last line is one JSON object.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Clock(transformers.TrainerCallback):
         points.append({"step": state.global_step, "command": now - began, "first_step": now - first[0] if first else 0.0,
                        "accuracy": metrics["eval_rewards/accuracies"], "loss": metrics["eval_loss"]})
 settings = trl.DPOConfig(
-    output_dir=tempfile.mkdtemp(), num_train_epochs=s["epochs"], per_device_train_batch_size=micro,
+    output_dir=tempfile.mkdtemp(), num_train_epochs=s["epochs"], max_steps=s["steps"], per_device_train_batch_size=micro,
     per_device_eval_batch_size=micro, gradient_accumulation_steps=s["pairs"] // micro, learning_rate=s["rate"], beta=s["beta"],
     lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.98, adam_epsilon=1e-5, max_grad_norm=1.0,
     bf16=cuda and s["bfloat16"], use_cpu=not cuda, gradient_checkpointing=False, precompute_ref_log_probs=True,
@@ -102,6 +102,7 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
         "dpo.val_at_end=true",
         "data.max_filtered_share=0.5",
         "data.drop_last=false",
+        *([f"dpo.max_num_steps={o.steps}"] if o.steps > 0 else []),
         "checkpointing.enabled=false",
         *o.more,
     ]
@@ -135,6 +136,7 @@ def theirs(
     shared = {
         "bfloat16": bfloat16,
         "epochs": EPOCHS,
+        "steps": o.steps,
         "pairs": PAIRS,
         "rate": RATE,
         "beta": BETA,
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", default=["tandem", "TRL"], choices=["tandem", "TRL", "TRL, float32"])
+    parser.add_argument("--steps", type=int, default=-1, help="end after so many; -1: after all")
     parser.add_argument("--only-ends", action="store_true", help="all seeds side by side; nothing is timed")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's, in pairs")
     parser.add_argument("--trl-python", default=sys.executable)
@@ -196,7 +199,11 @@ def main() -> None:
     kept, held_out = split(o.data, o.folder)
     given = settings_of(o, kept, held_out)
     tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"
-    subprocess.run([sys.executable, "-c", TOKENS, json.dumps(given), *map(str, tokens)], check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", TOKENS, json.dumps(given), *map(str, tokens)], stderr=subprocess.PIPE, text=True
+    )
+    if made.returncode:
+        raise SystemExit(made.stderr.strip().splitlines()[-1])
     systems: dict[str, Callable[[int], list[dict[str, float]]]] = {
         "tandem": lambda seed: ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"),
         "TRL": lambda seed: theirs(o, tokens, seed),

@@ -194,15 +194,6 @@ class Bench:
 
 def prepared(o: argparse.Namespace) -> Bench:
     workers = start_workers()
-    policy = made_policy(o, workers.device)
-    num_trunk = sum(
-        p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
-    )
-    if o.checkpointing != "none":
-        recompute(policy, o.checkpointing)
-    shard(policy, workers, bfloat16=workers.device.type == "cuda")
-    if workers.device.type == "cuda" and not o.no_compile:
-        compile_layers(policy)
     optimizer = {"state_dtype": o.state_dtype}
     config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
     num_pairs = o.completions * (o.completions - 1) // 2
@@ -217,8 +208,21 @@ def prepared(o: argparse.Namespace) -> Bench:
     lengths = row_lengths(o.pack_length) if o.mode == "batch" else (o.longest,)
     if o.lengths:
         lengths = tuple(o.lengths)
+    longest = max(len(p.prompt) + max(map(len, p.completions)) for p in store.preferences)
+    if longest > lengths[-1]:
+        raise SystemExit(f"rows of {lengths[-1]} tokens do not hold the longest sequence, of {longest}")
     arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
     packer = Packer(store, sizes, lengths, arrangement, o.packs, "first_fit_decreasing")  # type: ignore[arg-type]
+    tell("making the model")
+    policy = made_policy(o, workers.device)
+    num_trunk = sum(
+        p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
+    )
+    if o.checkpointing != "none":
+        recompute(policy, o.checkpointing)
+    shard(policy, workers, bfloat16=workers.device.type == "cuda")
+    if workers.device.type == "cuda" and not o.no_compile:
+        compile_layers(policy)
     trained = (parameter for _, parameter in policy.trained())
     made = make_optimizer(trained, config.policy, seed=0)
     return Bench(o, workers, policy, packer, store, config, made, num_trunk)
@@ -322,7 +326,6 @@ def main() -> None:
     began = time.perf_counter()
     if options.deterministic:
         compute_deterministically()
-    tell("making the model")
     bench = prepared(options)
     cuda = bench.device.type == "cuda"
     tell(f"compiling for rows of {', '.join(map(str, bench.packer.lengths))} tokens" if cuda else "trying every length")

@@ -71,7 +71,7 @@ class StoppedError(TandemError):
 
 
 class Terminated(BaseException):
-    """SIGTERM, wherever the process stands. Like Ctrl-C it is no Exception: nothing that deals with errors takes it for one."""
+    """A signal to stop, wherever the process stands. No Exception, as Ctrl-C: nothing that deals with errors takes it for one."""
 
 
 class AuditError(TandemError):

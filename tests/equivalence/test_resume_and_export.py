@@ -155,7 +155,7 @@ def margin(run, split):
 
 def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_path):
     """At DPO's own learning rate the change of a weight is below half a unit in its last bfloat16 place."""
-    gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=20"]
+    gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=10"]
     common = [*gentle, "dpo.val_at_end=true", "export.dtype=bfloat16", "checkpointing.enabled=false"]
     start = bfloat16_start(tmp_path / "start")
     kept = short_run(

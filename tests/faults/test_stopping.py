@@ -89,6 +89,28 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
 
 
+def test_before_the_first_step_a_stop_waits_for_nothing(tmp_path, monkeypatch, capfd):
+    with signalled(monkeypatch, build, "load_sharded", 1, signal.SIGINT):
+        monkeypatch.setattr(build, "_references", lambda *_: pytest.fail("it went on"))
+        with pytest.raises(StoppedError) as stopped:
+            short_run(tmp_path / "run")
+    assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGINT", 130)
+    assert capfd.readouterr().err == ""  # nothing that is finished or saved first
+
+
+def test_what_fails_because_all_processes_were_told_to_stop_is_the_stop(tmp_path, monkeypatch):
+    def fails(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            raise RuntimeError("a process that compiled is gone") from None
+
+    monkeypatch.setattr(build, "_rehearse", fails)
+    with pytest.raises(StoppedError) as stopped:
+        short_run(tmp_path / "run")
+    assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)
+
+
 def standing(run):
     """The checkpoints that are kept, and which is the best."""
     kept = run / "checkpoints"

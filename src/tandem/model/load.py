@@ -96,6 +96,17 @@ def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
     return policy.attention
 
 
+def attention_in_words(policy: PolicyConfig, device: torch.device) -> str:
+    if policy.packing.mode == "none":
+        return "the model's own"
+    return {
+        "flex": "FlexAttention",
+        "varlen": "flash kernels" if device.type == "cuda" else "a sequence at a time",
+        "sdpa": "with dense masks",
+        "trees": "a preference at a time",
+    }[attention_kind(policy, device)]
+
+
 def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, device: torch.device) -> None:
     """Refuse what the kernels of policy.attention=varlen do not know."""
     if policy.attention != "varlen":

@@ -123,6 +123,11 @@ def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
     return store.longest
 
 
+def tokens_of_pairs(num: float, sizes: IntArray, store: Preferences) -> float:
+    """That so many pairs of a set take in rows, on average."""
+    return num * float(sizes.mean()) / float(store.num_pairs.mean())
+
+
 def arrangement_of(packing: Packing) -> Arrangement:
     if packing.mode == "none":
         return "separate"
@@ -151,7 +156,7 @@ def make_packer(
     longest = int(np.argmax(store.longest))
     if packing.pack_length != "auto":
         length = packing.pack_length
-        if store.longest[longest] > length:
+        if store.longest[longest] > in_blocks(length):
             raise ConfigError(
                 f"policy.packing.pack_length = {length}, but a sequence at {store.place(longest)} takes "
                 f"{store.longest[longest]} tokens. Raise the pack length, or lower policy.max_total_sequence_length."
@@ -163,7 +168,7 @@ def make_packer(
     else:
         wanted = usual_auto
         if pairs_per_batch is not None:
-            per_batch = pairs_per_batch * float(sizes.mean()) / float(store.num_pairs.mean())
+            per_batch = tokens_of_pairs(pairs_per_batch, sizes, store)
             # Packed as a whole, a set is cut into batches by its packs: their length may not follow from the workers.
             rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_workers)
             whole = per_batch * ROWS_PER_BATCH / rows  # what a worker has of it

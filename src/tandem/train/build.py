@@ -370,8 +370,9 @@ def _audit(
     same = setup.compares and setup.reference_source is None
     with policy.computing():
         found = audit(policy, references["train"], setup.train, workers, precision=setup.precision, same_start=same)
+    rows = "packed" if policy.packed else "padded"
     reporter.say(
-        f"Audit: {found.num_completions} completions, packed = plain forward to {found.plain_difference:.1e} nats a token"
+        f"Audit: {found.num_completions} completions, {rows} = plain forward to {found.plain_difference:.1e} nats a token"
         + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")
     )
     reporter.say("Start model on the chosen completions")

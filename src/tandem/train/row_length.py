@@ -11,7 +11,7 @@ from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
-from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths
+from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.adamw import state_bytes
 
@@ -146,7 +146,21 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
         return f"{rows} (auto: {usual.reason})"
     if packer.length == in_blocks(longest):
         return f"{rows} (auto: the longest preference takes {longest:,})"
-    return f"{rows} (auto: for batches of {policy.train_global_batch_size} pairs)"
+    return f"{rows} (auto: so that batches of {policy.train_global_batch_size} pairs fill their rows)"
+
+
+def much_filler(packer: Packer, policy: PolicyConfig) -> str | None:
+    """Told where a length was given that a batch does not fill by half, even in the shortest rows beside it."""
+    shortest = packer.lengths[0]
+    pairs = policy.train_global_batch_size / packer.share.num_workers
+    tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
+    if policy.packing.mode != "batch" or policy.packing.pack_length == "auto" or 2 * tokens > shortest:
+        return None
+    whose = "a batch" if packer.share.num_workers == 1 else "a worker's part of a batch"
+    return (
+        f"policy.packing.pack_length = {policy.packing.pack_length}: {whose} has about {tokens:,} tokens, and the shortest rows "
+        f"beside that length {shortest:,}: {1 - tokens / shortest:.0%} of what is computed is filler. auto takes shorter ones."
+    )
 
 
 def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: torch.device) -> None:

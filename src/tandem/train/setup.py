@@ -17,7 +17,7 @@ from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.load import attention_kind, check_packable, check_varlen, dropouts, has_experts
+from tandem.model.load import attention_in_words, attention_kind, check_packable, check_varlen, dropouts, has_experts
 from tandem.model.lora import LoraPlan, plan_lora
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
@@ -34,6 +34,13 @@ from tandem.train.row_length import (
     why,
 )
 from tandem.train.trackers.feed import check_packages
+
+# What policy.activation_checkpointing does to layers, in words.
+AGAIN = {
+    "none": "",
+    "selective": "; half of their products computed again in the backward",
+    "full": "; all of them computed again in the backward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,14 @@ class Setup:
     def preflights(self) -> list[Preflight]:
         return preflights(self.sets)
 
+    def computation(self) -> str:
+        """Where and how, in words."""
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
+        layers = "compiled, which takes a while the first time" if self.compiles else "not compiled"
+        attention = attention_in_words(self.config.policy, self.device)
+        again = AGAIN[self.config.policy.activation_checkpointing]
+        return f"on {where}; attention: {attention}; layers: {layers}{again}"
+
     def choices(self) -> list[tuple[str, str]]:
         """What decides what is learned, in words, with the values in force."""
         c, dpo = self.config, self.config.dpo
@@ -115,7 +130,7 @@ class Setup:
             ),
             (
                 "optimizer",
-                f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g} (at most {self.highest_rate:g} is reached), "
+                f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g}{self._reached()}, "
                 f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
             *([("adapters", self._adapters())] if self.lora else []),
@@ -176,6 +191,11 @@ class Setup:
         shown = [name for name in own if usual[name] or getattr(dpo, name) != usual[name]]
         shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != usual[name]]
         return "".join(f", {name} {_as_written(getattr(dpo, name))}" for name in shown)
+
+    def _reached(self) -> str:
+        """The highest rate, if the schedule does not come to the one that is named."""
+        named, highest = f"{self.config.policy.optimizer.kwargs.lr:g}", f"{self.highest_rate:g}"
+        return "" if highest == named else f" (at most {highest} is reached)"
 
     def _in_packs(self) -> str:
         """How many of the packs that the set was packed into make a batch, if it was."""

@@ -26,6 +26,7 @@ class Stopping:
         self._longest = {"step": 0.0, "save": 0.0}
         self._reason: tuple[str, int] | None = None
         self._highest = highest
+        self.is_at_once = False  # whether a signal stops the run wherever it stands
 
     def request(self, reason: str, exit_code: int) -> None:
         self._reason = self._reason or (reason, exit_code)
@@ -48,12 +49,29 @@ class Stopping:
             assert self._reason is not None
             raise StoppedError(*self._reason)
 
+    @contextmanager
+    def losing_nothing(self) -> Iterator[None]:
+        """What is done inside is done again at the next start: a signal need not wait for a safe place.
+
+        An error behind it is taken for the stop: a signal to all processes of a run ends those that compile for it, too.
+        """
+        self.is_at_once = True
+        try:
+            yield
+        except (Exception, Terminated) as error:
+            if self._reason is None or isinstance(error, StoppedError):
+                raise
+            raise StoppedError(*self._reason) from error
+        finally:
+            self.is_at_once = False
+
 
 @contextmanager
 def stopped_by_signals(
     stopping: Stopping, *, alone: bool = True, says: bool = True, saves: bool = True
 ) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and their like ask the run to stop; a second one of any ends the process at once.
+    """Ctrl-C, SIGTERM and their like ask the run to stop, or stop it where it loses nothing; a second one of any ends the
+    process at once.
 
     Not among several workers (`alone` is false; one of them `says` it): torchrun passes on what they have heard
     already, so the second may be the first.
@@ -66,6 +84,8 @@ def stopped_by_signals(
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
         for one in before:
             signal.signal(one, signal.SIG_DFL if alone else signal.SIG_IGN)
+        if alone and stopping.is_at_once:
+            raise Terminated
         if says:
             first = "finished and saved" if saves else "finished"
             again = " Once more stops at once." if alone else ""

@@ -24,6 +24,7 @@ from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
+from tandem.train.row_length import much_filler
 from tandem.train.rundir import (
     choose_run_dir,
     held,
@@ -74,15 +75,19 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
         reporter.choices(setup.choices())
         reporter.say(f"Rows: {setup.rows}")
+        reporter.say(f"Computed: {setup.computation()}")
         if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
             reporter.warn(elder)
+        if filler := much_filler(setup.train, loaded.config.policy):
+            reporter.warn(filler)
         _warn_of_lost_updates(setup, reporter)
         _warn_of_slow_arithmetic(setup, reporter)
         _warn_of_short_run(setup, reporter)
         saves = loaded.config.checkpointing.enabled
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
-                training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
+                with stopping.losing_nothing():
+                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)

@@ -123,12 +123,13 @@ def test_lengths_are_sixteenths_in_whole_blocks():
 def test_a_given_length_too_short_for_a_sequence_is_refused_with_its_place():
     of = store((10, 5, 5), (100, 60, 70), (20, 5, 5))
     with pytest.raises(ConfigError) as caught:
-        packer(of, pack_length=160)
+        packer(of, pack_length=128)
     assert str(caught.value) == (
-        "policy.packing.pack_length = 160, but a sequence at pairs.jsonl:2 takes 170 tokens. "
+        "policy.packing.pack_length = 128, but a sequence at pairs.jsonl:2 takes 170 tokens. "
         "Raise the pack length, or lower policy.max_total_sequence_length."
     )
-    assert packer(of, pack_length=170).length == 256
+    # what counts is the row, in whole blocks
+    assert packer(of, pack_length=160).length == 256
 
 
 def test_a_preference_longer_than_a_row_has_several_to_itself():

@@ -14,7 +14,14 @@ from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.train import row_length
-from tandem.train.row_length import GIB, expected_need, refuse_large_masks, refuse_what_is_too_large, usual_row
+from tandem.train.row_length import (
+    GIB,
+    expected_need,
+    much_filler,
+    refuse_large_masks,
+    refuse_what_is_too_large,
+    usual_row,
+)
 from tandem.train.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -111,13 +118,60 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
         (["policy.packing.pack_length=1024"], "1,024 tokens"),
         (["policy.packing.pack_length=1000"], "1,024 tokens (1,000 in whole blocks of 128)"),
         (["policy.packing.mode=none"], "one sequence each, padded to at most 256 tokens"),
-        (["policy.train_global_batch_size=12"], "384 tokens (auto: for batches of 12 pairs)"),
+        (["policy.train_global_batch_size=12"], "384 tokens (auto: so that batches of 12 pairs fill their rows)"),
         (["policy.train_global_batch_size=4"], "256 tokens (auto: the longest preference takes 185)"),
     ],
 )
 def test_the_rows_of_a_run_are_told_with_their_reason(overrides, said):
     setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
     assert setup.rows == said
+
+
+def test_a_length_that_batches_do_not_fill_by_half_is_told_of():
+    def told(*overrides):
+        config = load_config(None, list(overrides)).config
+        return much_filler(set_up(config, torch.device("cpu")).train, config.policy)
+
+    assert told() is told("policy.packing.pack_length=30000") is None
+    assert told("policy.packing.pack_length=60000") == (
+        "policy.packing.pack_length = 60000: a batch has about 3,989 tokens, and the shortest rows beside that length 14,976: "
+        "73% of what is computed is filler. auto takes shorter ones."
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "on the CPU; attention: a preference at a time; layers: not compiled"),
+        (
+            ["policy.compile=true", "policy.precision=bfloat16"],
+            "on the CPU; attention: with dense masks; layers: compiled, which takes a while the first time",
+        ),
+        (["policy.packing.mode=none"], "on the CPU; attention: the model's own; layers: not compiled"),
+        (
+            [
+                "policy.attention=varlen",
+                "policy.packing.share_prompts=false",
+                "policy.activation_checkpointing=selective",
+            ],
+            "on the CPU; attention: a sequence at a time; layers: not compiled; half of their products computed again in the "
+            "backward",
+        ),
+    ],
+)
+def test_how_a_run_is_computed_is_told(overrides, said):
+    assert set_up(load_config(None, overrides).config, torch.device("cpu")).computation() == said
+
+
+def test_a_rate_that_the_schedule_does_not_reach_is_told():
+    def told(*overrides):
+        setup = set_up(load_config(None, ["policy.optimizer.kwargs.lr=1e-3", *overrides]).config, torch.device("cpu"))
+        return dict(setup.choices())["optimizer"]
+
+    assert told().startswith("AdamW, learning rate 0.001, weight decay")
+    assert told("dpo.max_num_steps=1").startswith(
+        "AdamW, learning rate 0.001 (at most 0.0001 is reached), weight decay"
+    )
 
 
 def test_rows_that_were_prepared_are_told_as_such(tmp_path, monkeypatch):
