@@ -6,7 +6,6 @@ Joined: src/tandem/model/joined_lora.py. Every way is compiled. Needs a GPU to m
 line, one JSON object.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from made_model import NAMES, SHAPES
+from options import options_of
 from torch import Tensor
 
 from tandem.model.joined_lora import joined_linear
@@ -82,7 +82,7 @@ def timed(way: Layer, given: list[Tensor], scale: float, repeats: int) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rank", type=int, default=16)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from options import options_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -98,7 +99,7 @@ def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--dim", type=int, default=128)

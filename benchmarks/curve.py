@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import COLOURS, key, line, rule, svg, text
+from options import options_of
 from precision import split
 
 HERE = Path(__file__).parent
@@ -181,7 +182,7 @@ def plot(curves: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)

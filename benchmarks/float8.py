@@ -10,13 +10,13 @@ A tensor is cast by one factor, a power of two that brings its largest number in
 does not depend on the factor, unless it is ten thousand times smaller than the largest.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from options import options_of
 from torch import Tensor, nn
 
 from tandem.config.load import load_config
@@ -124,7 +124,7 @@ def logps(setup: Setup, workers: Workers, cuts: list[Any], *, float8: bool) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--preferences", type=int, default=12)

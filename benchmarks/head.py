@@ -7,13 +7,13 @@ log-probability takes its own gradient, as a preference loss gives it; Liger's h
 Needs a GPU to mean anything. Prints a table and, as its last line, one JSON object.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from options import options_of
 from torch import Tensor
 
 from tandem.model.logps import chunked_logps
@@ -63,7 +63,7 @@ def heads(device: torch.device, vocabulary: int) -> Iterator[tuple[str, Head]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--vocabulary", type=int, default=151_936)

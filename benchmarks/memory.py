@@ -5,13 +5,13 @@
 Needs a GPU. Exits 1 when a forecast is off by more than a tenth. Its last line is one JSON object.
 """
 
-import argparse
 import json
 import re
 import shutil
 from pathlib import Path
 
 from made_model import make_model, run
+from options import options_of
 
 CASES = {
     "0.5B, all weights, packs of 8,192": ("qwen2.5-0.5b", ["policy.packing.pack_length=8192"]),
@@ -35,7 +35,7 @@ SETTINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-memory"))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from options import options_of
 
 # TRL's interpreter runs this file too, so tandem is imported where it is used; and the parent process stays small,
 # because a child's peak memory starts from its parent's.
@@ -161,7 +162,7 @@ def missed_targets(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="preferences")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens in a row")
     parser.add_argument("--data", help="a preference file, or the folder of a prepared store")

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from options import options_of
 from safetensors.numpy import load_file
 
 # TRL's interpreter runs this file too, so tandem is imported where it is used.
@@ -457,7 +458,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--trl-python", required=True, help="an interpreter with trl and datasets")
     names = {case.name for case in [*SAME, *DIFFERENT]}
     parser.add_argument(

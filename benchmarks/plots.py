@@ -6,7 +6,6 @@ RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those that differ 
 first plot, those with --profile a bar of the second.
 """
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drawing import COLOURS, key, line, rule, svg, text
+from options import options_of
 
 WIDTH, LEFT, RIGHT, PANEL, BAR = 760, 70, 30, 200, 26
 IDLE = "nothing runs"
@@ -90,7 +90,7 @@ def _shares(given: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--step", type=Path)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from float8 import compute_in_float8
+from options import options_of
 
 from tandem.config.load import load_config
 from tandem.model.parallel import decoder_layers
@@ -102,7 +103,7 @@ def products_in_float8() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, default=3)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from options import options_of
+
 TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -97,7 +99,7 @@ print(time.perf_counter() - start, sum(len(one.ids) for encoded in sets for one 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer that has a chat template")
     parser.add_argument("--trl-python", help="an interpreter that has TRL; without it TRL is left out")
     parser.add_argument("--rows", type=int, default=100_000)

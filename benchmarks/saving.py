@@ -6,13 +6,13 @@ The checkpoint is saved in the middle of the run; the copy off the device is wit
 length, so that seconds are compared by the token. Exits 1 when they are over 5 % more. Its last line is one JSON object.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from made_model import SHAPES, make_model, run
+from options import options_of
 
 SETTINGS = [
     "policy.train_global_batch_size=128",
@@ -26,7 +26,7 @@ WARM_UP = 5  # steps not counted
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")

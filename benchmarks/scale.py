@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 from drawing import key, line, rule, svg, text
+from options import options_of
 
 from tandem.packing.binning import Bins, first_fit_decreasing, pack_into_bins
 from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
@@ -349,7 +350,7 @@ def dash(method: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--data", nargs="+", default=[], help="preference files")
     parser.add_argument("--tokenizer", default="", help="folder of the tokenizer for them")
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])

@@ -5,7 +5,6 @@
 The model is made before and not counted. Prints when a run said each thing. Its last line is one JSON object.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 
 from made_model import SHAPES, make_model
+from options import options_of
 
 SETTINGS = [
     "policy.train_global_batch_size=128",
@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")

@@ -24,6 +24,7 @@ import torch
 import transformers
 from float8 import compute_in_float8
 from made_model import SHAPES, config_of
+from options import options_of
 
 from tandem.config.schema import Config
 from tandem.data.tokens import TokenizedPreference
@@ -266,7 +267,7 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--data", type=Path, help="pairs as token ids, a JSON object a line")
     parser.add_argument("--pairs", type=int, default=64, help="pairs per global batch")

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import transformers
 from made_model import SHAPES, config_of
+from options import options_of
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
@@ -32,6 +33,7 @@ def parsed() -> argparse.Namespace:
         "--stock", action="store_true", help="TRL's own defaults: live reference, checkpointing, padded mask"
     )
     parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch_compile of its trainer")
     return parser.parse_args()
 
 
@@ -96,6 +98,7 @@ def main() -> None:
         use_cpu=not cuda,
         gradient_checkpointing=o.stock,
         use_liger_kernel=o.liger,
+        torch_compile=o.compile,
         precompute_ref_log_probs=not o.stock,
         precompute_ref_batch_size=o.micro_batch,
         train_sampling_strategy="random" if o.stock else "group_by_length",

@@ -8,7 +8,6 @@ reference computed before. `bfloat16`: bfloat16 weights and optimizer states on 
 line is one JSON object.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from made_model import SHAPES
+from options import options_of
 
 HERE = Path(__file__).parent
 NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
@@ -74,12 +74,13 @@ def what_is_lacking(python: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--settings", choices=OURS, nargs="+", default=["learning", "bfloat16"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--trl-compile", action="store_true", help="TRL with torch_compile")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
@@ -107,7 +108,8 @@ def main() -> None:
             *OURS[setting],
         )
         batch = ("--micro-batch", str(micro[setting]), "--accumulate", str(o.pairs // micro[setting]))
-        theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *THEIRS[setting], memory=MEMORY)
+        more = [*THEIRS[setting], *(["--compile"] if o.trl_compile else [])]
+        theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *more, memory=MEMORY)
         found[setting] = {"tandem": ours, "trl": theirs}
         print(f"{setting:<10} {told(ours):>16} {told(theirs):>16} {ratio(ours, theirs):>7}", flush=True)
     print(json.dumps(found))

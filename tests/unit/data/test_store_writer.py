@@ -41,7 +41,7 @@ forking = pytest.mark.skipif(METHOD != "fork", reason="only a forked process has
 
 @pytest.fixture(autouse=True)
 def impatient():
-    with within(20):
+    with within(120):
         yield
 
 

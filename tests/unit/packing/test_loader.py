@@ -42,7 +42,7 @@ def load(given, layer: Layer) -> Iterator[LoadedBatch]:
 def nobody_left_behind():
     """Every test ends in time and with the threads it began with."""
     before = set(threading.enumerate())
-    with within(20):
+    with within(120):
         yield
     assert set(threading.enumerate()) <= before
 
@@ -83,10 +83,10 @@ def test_waiting_is_what_passes_until_packs_are_there(monkeypatch):
 def test_the_next_batch_is_laid_out_while_one_is_in_use():
     """The loop, holding a batch, and the thread, laying out the next, meet: neither passes without the other."""
     meeting = threading.Barrier(2)
-    layer = Layer(lambda first: meeting.wait(10) if first else None)
+    layer = Layer(lambda first: meeting.wait(60) if first else None)
     for number, _ in enumerate(load(batches(5), layer)):
         if number < 4:
-            meeting.wait(10)
+            meeting.wait(60)
     assert meeting.n_waiting == 0 and not meeting.broken
 
 
@@ -169,12 +169,12 @@ def test_closing_waits_for_the_batch_that_is_being_laid_out():
     def slow(first):
         if first == 10:
             begun.set()
-            may_end.wait(10)
+            may_end.wait(60)
             ended.set()
 
     loading = load(batches(5), Layer(slow))
     next(loading)
-    assert begun.wait(10)
+    assert begun.wait(60)
     release = threading.Timer(0.05, may_end.set)
     release.start()
     loading.close()
