@@ -35,7 +35,7 @@ SETTINGS = [
     *(
         "policy.packing.mode=dataset",
         "policy.packing.pack_length=128",
-        "policy.optimizer.kwargs.lr=1e-3",
+        *("policy.optimizer.kwargs.lr=1e-3", "policy.optimizer.kwargs.weight_decay=0.01"),
         "policy.scheduler=null",
     ),
 ]

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from running import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy
-from tandem.model.tiny import tiny_model as embedded_model
 
 VOCABULARY = 96
 
@@ -103,8 +103,8 @@ def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch
 
 
 def bfloat16_start(folder: Path) -> Path:
-    """The embedded model with weights that bfloat16 holds exactly, as published models have."""
-    shutil.copytree(embedded_model(), folder, dirs_exist_ok=True)
+    """The model of short runs with weights that bfloat16 holds exactly, as published models have."""
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import ARCHITECTURES, tiny_config
-from running import metrics_of, short_run
+from running import few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import ConfigError
@@ -12,7 +12,6 @@ from tandem.model.tiny import tiny_model as embedded_model
 OVERRIDES = [
     "dpo.max_num_steps=1",
     "policy.max_total_sequence_length=512",
-    "data.train.data_path=embedded",
     "policy.train_global_batch_size=4",
     "checkpointing.enabled=false",
 ]
@@ -30,7 +29,7 @@ def model_folder(path, architecture, **changes):
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("granite", "cohere")])
 def test_trains_a_step_and_exports_what_reloads(architecture, tmp_path):
     model = model_folder(tmp_path / "model", architecture)
-    run = short_run(tmp_path / "run", *OVERRIDES, f"policy.model_name={model}")
+    run = short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     (line,) = metrics_of(run)
     assert line["loss"] == pytest.approx(0.693147, abs=1e-5)
     start = AutoModelForCausalLM.from_pretrained(model)
@@ -45,7 +44,7 @@ def test_trains_a_step_and_exports_what_reloads(architecture, tmp_path):
 
 def test_the_export_keeps_the_dropout_that_training_switched_off(tmp_path):
     model = model_folder(tmp_path / "model", "llama", attention_dropout=0.25)
-    run = short_run(tmp_path / "run", *OVERRIDES, f"policy.model_name={model}")
+    run = short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.attention_dropout == 0.25
 
 
@@ -68,7 +67,7 @@ def hybrid(path):
 def test_a_recurrent_hybrid_is_refused_packed_before_weights_load(tmp_path):
     model = hybrid(tmp_path / "model")
     with pytest.raises(ConfigError) as refused:
-        short_run(tmp_path / "run", *OVERRIDES, f"policy.model_name={model}")
+        short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     assert str(refused.value) == (
         f"policy.model_name = {model}: its recurrent layers (linear_attention) carry state along a row, so packed "
         "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
@@ -77,6 +76,8 @@ def test_a_recurrent_hybrid_is_refused_packed_before_weights_load(tmp_path):
 
 def test_a_recurrent_hybrid_trains_unpacked(tmp_path):
     model = hybrid(tmp_path / "model")
-    run = short_run(tmp_path / "run", *OVERRIDES, f"policy.model_name={model}", "policy.packing.mode=none")
+    run = short_run(
+        tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}", "policy.packing.mode=none"
+    )
     assert metrics_of(run)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.model_type == "qwen3_next"

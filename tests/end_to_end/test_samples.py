@@ -4,17 +4,16 @@ import json
 
 import pytest
 import torch
-from running import short_run
+from running import MODEL, short_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import ConfigError
-from tandem.model.tiny import tiny_model
 from tandem.train import samples
 
 SETTINGS = [
     "dpo.val_at_start=true",
     "dpo.val_at_end=true",
-    "policy.optimizer.kwargs.lr=3e-3",
+    "policy.optimizer.kwargs.lr=1e-2",
     "logger.num_val_samples_to_print=2",
 ]
 
@@ -41,7 +40,7 @@ def test_the_policys_answers_stand_beside_the_references(tmp_path, reference):
     before, after = lines(run, 0), lines(run, 4)
     assert [line["place"] for line in before] == [line["place"] for line in after]
     for line in before:
-        assert line["policy"] == line["reference"] == greedy(tiny_model(), line["prompt"])
+        assert line["policy"] == line["reference"] == greedy(MODEL, line["prompt"])
     for line, start in zip(after, before, strict=True):
         assert line["reference"] == start["reference"]
         assert line["policy"] == greedy(run / "model", line["prompt"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import plain_token_logps
-from running import metrics_of, short_run
+from running import MODEL, metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
@@ -32,7 +32,7 @@ SETTINGS = {
     "cpo_alpha": ALPHA,
 }
 COMMON = [
-    "policy.model_name=embedded",
+    f"policy.model_name={MODEL}",
     "policy.precision=float32",
     "policy.optimizer.kwargs.lr=2e-4",
     "policy.max_total_sequence_length=128",

@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from running import killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import MODEL, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
@@ -20,7 +20,6 @@ from tandem.errors import ConfigError, TandemError
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
-from tandem.model.tiny import tiny_model
 from tandem.model.workers import start_workers
 from tandem.packing import packs as packs_module
 from tandem.packing.packer import make_packer
@@ -39,9 +38,9 @@ OF_THE_CUT = {"split", "num_tokens", "pack_fill"}
 
 PAIRS = 16
 COMMON = [
-    "policy.model_name=embedded",
+    f"policy.model_name={MODEL}",
     "policy.precision=float32",
-    "policy.optimizer.kwargs.lr=1e-3",
+    *("policy.optimizer.kwargs.lr=1e-3", "policy.optimizer.kwargs.weight_decay=0.01"),
     "policy.max_total_sequence_length=128",
     f"policy.train_global_batch_size={PAIRS}",
     "dpo.max_num_steps=null",
@@ -159,7 +158,7 @@ def test_the_plain_run_has_seven_steps_and_moves_the_weights_far_beyond_the_boun
     lines = metrics_of(plain)
     assert len(lines) == 7
     assert sum(line["num_pairs"] for line in lines) == 2 * 44
-    start = load_file(tiny_model() / "model.safetensors")
+    start = load_file(MODEL / "model.safetensors")
     assert largest_difference(weights_of(plain), start) > 1000 * WEIGHTS
 
 

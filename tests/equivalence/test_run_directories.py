@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from running import few_pairs, killed_after, metrics_of, short_run
+from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
@@ -12,11 +12,6 @@ from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
-QUICK = [
-    *SAVING,
-    *("policy.train_global_batch_size=8", "policy.scheduler=null"),
-    *("dpo.val_at_start=false", "dpo.val_at_end=false", "dpo.val_period=0"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +26,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run(*overrides, fresh=False):
-    return train(load_config(None, [*QUICK, *overrides]), Reporter("quiet"), fresh=fresh)
+    return train(load_config(None, [*SHORT, *SAVING, *overrides]), Reporter("quiet"), fresh=fresh)
 
 
 def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path):
@@ -97,10 +92,10 @@ def test_rows_of_a_set_packed_once_may_not_change(tmp_path):
 def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
     with killed_after(3):
         run()
-    assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/default-2"
+    assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/tandem-2"
     assert (
-        "warning: runs/default-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
-        "alone, which changes nothing that is learned. To go on with it: tandem train --resume runs/default-1 "
+        "warning: runs/tandem-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
+        "alone, which changes nothing that is learned. To go on with it: tandem train --resume runs/tandem-1 "
         "checkpointing.keep_top_k=2 logger.num_val_samples_to_print=1"
     ) in " ".join(capsys.readouterr().out.split())
 
@@ -108,9 +103,9 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
 def test_the_same_command_goes_on_with_its_own_run_whatever_ran_since(here):
     with killed_after(3):
         run()
-    assert str(run("run.seed=1")) == "runs/default-2"
-    assert str(run()) == "runs/default-1"
-    assert str(run()) == "runs/default-3"
+    assert str(run("run.seed=1")) == "runs/tandem-2"
+    assert str(run()) == "runs/tandem-1"
+    assert str(run()) == "runs/tandem-3"
 
 
 def test_a_validation_set_that_is_another_now_is_told_of(tmp_path, capsys):

@@ -292,7 +292,7 @@ cli.main()
     [(signal.SIGTERM, -signal.SIGTERM), pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow)],
 )
 def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
-    command = [sys.executable, "-c", SLOW, "60", "train", "dpo.val_at_start=false", f"run.dir={tmp_path}/run"]
+    command = [sys.executable, "-c", SLOW, "60", "train", *SHORT, f"run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -306,7 +306,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
 
 
 def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
-    command = [sys.executable, "-c", SLOW, "1", "train", "dpo.val_at_start=false", f"run.dir={tmp_path}/run"]
+    command = [sys.executable, "-c", SLOW, "1", "train", *SHORT, f"run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from adapters import trained_adapter
 from models import tiny_config
-from running import SHORT, short_run
+from running import short_run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -339,7 +339,7 @@ def test_dropout_is_drawn_where_gradients_are_computed_and_nowhere_else():
 
 
 def test_what_is_in_force_is_said(tmp_path, adapter):
-    said = dict(set_up(load_config(None, [*SHORT, "policy.lora.enabled=true"]).config, CPU).choices())
+    said = dict(set_up(load_config(None, ["policy.lora.enabled=true"]).config, CPU).choices())
     assert said["adapters"] == (
         "LoRA, dim 16, alpha 32, on 28 layers (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj); "
         "155,648 parameters trained, 1,049,728 frozen"
@@ -350,7 +350,7 @@ def test_what_is_in_force_is_said(tmp_path, adapter):
         "parameter"
     )
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.1"]
-    said = dict(set_up(load_config(None, [*SHORT, *settings]).config, CPU).choices())
+    said = dict(set_up(load_config(None, settings).config, CPU).choices())
     assert said["adapters"].endswith(f"; starting from {adapter}")
     assert said["reference"] == "cached, the base model with the adapter it starts from"
     assert said["dropout"] == "0.1 of the adapters' inputs, in training steps"

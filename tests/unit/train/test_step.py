@@ -23,16 +23,20 @@ from tandem.train.terms import Side
 pytestmark = pytest.mark.bfloat16
 
 
-@pytest.fixture
-def started():
+def start(*overrides):
     workers = start_workers()
-    setup = set_up(load_config(None, SHORT).config, workers.device)
+    setup = set_up(load_config(None, [*SHORT, *overrides]).config, workers.device)
 
     def load():
         return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
 
     side = Side(LiveReference(load()), setup.config.dpo, workers, "float32")
     return setup, side, load()
+
+
+@pytest.fixture
+def started():
+    return start()
 
 
 def packs_of(setup, batch):
@@ -121,16 +125,16 @@ def test_weights_are_float32_after_a_step(started):
     )
 
 
-def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest(started):
+def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest():
     """At DPO's rates an update is below half a unit in the last place of a bfloat16 weight: rounding undoes it."""
-    setup, side, _ = started
+    setup, side, _ = start("policy.model_name=embedded")  # of so many weights that chances even out
     margins = {}
     for weights in ("float32", "bfloat16_stochastic", "bfloat16_nearest"):
-        kwargs = OptimizerKwargs(lr=2e-6, weight_decay=0.0, betas=[0.9, 0.999], eps=1e-8)
+        kwargs = OptimizerKwargs(lr=3e-6, weight_decay=0.0, betas=[0.9, 0.999], eps=1e-8)
         how = setup.config.policy.model_copy(update={"weights": weights, "optimizer": Optimizer(kwargs=kwargs)})
         policy = in_bfloat16(setup, side, torch.float32 if weights == "float32" else torch.bfloat16)
         optimizer = make_optimizer(policy.parameters(), how, seed=0)
-        for batch in setup.batches.epoch(0)[:12]:
+        for batch in setup.batches.epoch(0)[:8]:
             step = train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
         margins[weights] = step.read(setup.train.store).metrics["rewards_margin_mean"]
     assert margins["float32"] > 0.005
