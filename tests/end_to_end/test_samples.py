@@ -34,7 +34,7 @@ def greedy(folder, prompt):
     return tokenizer.decode(out[0, ids.shape[1] :])
 
 
-@pytest.mark.parametrize("reference", ["cached", pytest.param("live", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reference", ["cached", "live"])
 def test_the_policys_answers_stand_beside_the_references(tmp_path, reference):
     run = short_run(tmp_path / "run", *SETTINGS, f"reference.mode={reference}")
     before, after = lines(run, 0), lines(run, 4)

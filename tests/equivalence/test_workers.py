@@ -77,30 +77,16 @@ def cases(folder):
     }
 
 
-# These take their time in `make test-slow`.
-LATER = ["four completions", "packed once", "experts"]
-
-
 def run_dir(folder, name, count):
     return folder / f"{name.replace(' ', '_')}-{count}"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def together(request, folder, cases):
-    """The runs by several workers, but for those of LATER; how many, and what each printed."""
+    """All the runs by several workers; how many, and what each printed."""
     count = request.param
-    return count, run_all(folder, {name: own for name, own in cases.items() if name not in LATER}, count)
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def together_later(request, folder, cases):
-    run_all(folder, {name: cases[name] for name in LATER}, request.param)
-    return request.param
-
-
-def run_all(folder, cases, count):
     runs = [[*COMMON, *own, f"run.dir={run_dir(folder, name, count)}"] for name, own in cases.items()]
-    return run_together(count, runs, folder)
+    return count, run_together(count, runs, folder)
 
 
 def assert_alike(several, one):
@@ -117,19 +103,21 @@ def assert_alike(several, one):
     assert largest_difference(weights_of(several), weights_of(one)) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["packed", "one pair at a time", "over the batch", "plain", "adapters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed",
+        "one pair at a time",
+        "over the batch",
+        "plain",
+        "four completions",
+        "packed once",
+        "adapters",
+        "experts",
+    ],
+)
 def test_several_workers_learn_what_one_learns(name, together, folder, cases):
     count, _ = together
-    assert_learned(name, count, folder, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LATER)
-def test_several_workers_learn_other_sets_and_models_as_one(name, together_later, folder, cases):
-    assert_learned(name, together_later, folder, cases)
-
-
-def assert_learned(name, count, folder, cases):
     alone = run_dir(folder, name, 1)
     if not alone.exists():
         short_run(alone, *COMMON, *cases[name])

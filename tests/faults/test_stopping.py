@@ -71,13 +71,7 @@ PLACES = {
 }
 
 
-# The others take their time in `make faults`.
-QUICK = {"in the third step", "in a validation", "while saving"}
-
-
-@pytest.mark.parametrize(
-    "place", [place if place in QUICK else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, place):
     module, name, call, kept = PLACES[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError) as stopped:
@@ -124,8 +118,8 @@ LOSSES = (0.1, 0.6, 0.5, 0.9, 0.8, 1.0)  # by step; that of the start ranks noth
     "place",
     [
         "in a step after which validation is due",
-        pytest.param("in a validation", marks=pytest.mark.slow),
-        pytest.param("before the third validation", marks=pytest.mark.slow),
+        "in a validation",
+        "before the third validation",
     ],
 )
 def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp_path, monkeypatch, place):
@@ -173,7 +167,6 @@ def test_a_run_that_saves_nothing_says_that_it_begins_anew(tmp_path, monkeypatch
     assert told in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
 def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         with signalled(monkeypatch, trainer, "train_step", 1, number), pytest.raises(StoppedError) as stopped:
