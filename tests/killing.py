@@ -55,7 +55,7 @@ class Child:
     process: Any
     folder: Path
 
-    def ended(self, seconds: float = 120) -> Ended:
+    def ended(self, seconds: float = 300) -> Ended:
         """Wait for its end."""
         self.process.join(seconds)
         if self.process.exitcode is None:

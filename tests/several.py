@@ -36,7 +36,7 @@ def start(count: int, command: list[str], folder: Path) -> list[subprocess.Popen
 def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
     """Train several runs, given by their overrides, one after another; what each worker printed."""
     workers = start(count, [sys.executable, __file__, json.dumps(runs)], folder)
-    said = [worker.communicate(timeout=300) for worker in workers]
+    said = [worker.communicate(timeout=600) for worker in workers]
     for worker, (out, err) in zip(workers, said, strict=True):
         assert worker.returncode == 0, out + err
     return [out for out, _ in said]

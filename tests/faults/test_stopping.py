@@ -306,7 +306,7 @@ def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
         if line.strip() == "stepping":
             break
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 143
     assert errors.endswith("tandem: stopped by SIGTERM\n")
     assert "Traceback" not in errors
@@ -328,5 +328,5 @@ cli.main()
 
 
 def test_a_stop_while_libraries_are_at_work_is_not_taken_for_a_mistake():
-    done = subprocess.run([sys.executable, "-c", WHILE_LOADING], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WHILE_LOADING], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (143, "tandem: stopped by SIGTERM\n")

@@ -13,11 +13,11 @@ LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=
 
 def ends(workers):
     """What each worker said at its end on stderr, and its exit code."""
-    return [(worker.communicate(timeout=120)[1], worker.returncode) for worker in workers]
+    return [(worker.communicate(timeout=300)[1], worker.returncode) for worker in workers]
 
 
 def wait_for(path, workers):
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < until, f"{path} never came"
         assert all(worker.poll() is None for worker in workers)

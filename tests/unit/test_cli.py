@@ -27,7 +27,7 @@ finally:
 
 def tandem(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WATCHED, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, env=dict(os.environ))
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, env=dict(os.environ))
 
 
 def run_here(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
