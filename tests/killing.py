@@ -3,14 +3,13 @@
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from models import MODEL
 from running import VARYING, weights_of
 
 from tandem.cache import read_manifest
@@ -88,21 +87,10 @@ def _live(said: Path, arguments: list[str], environment: dict[str, str]) -> None
 
 
 class Small:
-    """A model of one layer and a few pairs on disk, and runs on them."""
+    """A few pairs on disk, and runs on them."""
 
     def __init__(self, folder: Path):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        from tandem.model.tiny import tiny_model
-
         self.folder = folder
-        shutil.copytree(tiny_model(), folder / "start")
-        config = LlamaConfig.from_pretrained(folder / "start")
-        config.update({"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8})
-        config.update({"num_attention_heads": 2, "num_key_value_heads": 1})
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            LlamaForCausalLM(config).save_pretrained(folder / "start")
         rows = [{"prompt": f"Say {n}", "chosen": f"{n} it is", "rejected": f"No {n}"} for n in range(36)]
         same = {"prompt": "Say", "chosen": "as", "rejected": "as"}  # so that rejects.jsonl is not empty
         for name, part in (("train", [*rows[:32], same]), ("validation", [*rows[32:], same])):
@@ -111,7 +99,7 @@ class Small:
     def overrides(self, run: Path, *more: str) -> list[str]:
         return [
             *SETTINGS,
-            f"policy.model_name={self.folder}/start",
+            f"policy.model_name={MODEL}",
             f"data.train.data_path={self.folder}/train.jsonl",
             f"data.validation.data_path={self.folder}/validation.jsonl",
             f"run.dir={run}",

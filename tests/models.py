@@ -1,17 +1,19 @@
 """Tiny random models of real architectures, and random preferences to try them on."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from running import MODEL
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy
+from tandem.model.tiny import tiny_model as embedded_model
 
 VOCABULARY = 96
 
@@ -100,6 +102,31 @@ def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch
         targets = ids[0, len(preference.prompt) :, None]
         logps.append(logits.log_softmax(-1).gather(-1, targets)[:, 0])
     return logps
+
+
+def model_folder(folder: Path, architecture: str, **changes: Any) -> Path:
+    """A random model beside the embedded tokenizer."""
+    disable_progress_bar()
+    config = tiny_config(architecture, vocab_size=2048, eos_token_id=2, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(folder)
+    return folder
+
+
+def small_model() -> Path:
+    """What most runs train, made once: what they promise hangs on no model's size. Its weights are so large that what a token
+    sees shows as much as in the embedded model."""
+    folder = Path(os.environ["TANDEM_CACHE"]) / "small"
+    if not folder.is_dir():
+        model_folder(folder, "llama", initializer_range=0.05, tie_word_embeddings=True)
+    return folder
+
+
+# A GPU's kernels are tried with the embedded model's sizes.
+ON_A_GPU = torch.cuda.is_available()
+MODEL = embedded_model() if ON_A_GPU else small_model()
 
 
 def bfloat16_start(folder: Path) -> Path:

@@ -1,8 +1,6 @@
 """Short runs of the trainer on a small model and the embedded pairs, inside the test's own directory."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,37 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+from models import MODEL, ON_A_GPU
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN
-from tandem.model.tiny import tiny_model
 from tandem.train import trainer
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
-
-def small_model(folder: Path) -> Path:
-    """The embedded model, but of two layers of 32 numbers a token: most of what a run promises hangs on no model's size."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    if folder.is_dir():
-        return folder
-    shutil.copytree(tiny_model(), folder)
-    config = LlamaConfig.from_pretrained(folder)
-    smaller = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    config.update({**smaller, "num_attention_heads": 2, "num_key_value_heads": 1})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-# A GPU's kernels are tried with the embedded model's sizes.
-ON_A_GPU = torch.cuda.is_available()
-MODEL = tiny_model() if ON_A_GPU else small_model(Path(os.environ["TANDEM_CACHE"]) / "small")
 # With a model that is named, the embedded default's settings are not taken: here they are again.
 NAMED = [
     f"policy.model_name={MODEL}",

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from models import ARCHITECTURES, tiny_config
+from models import ARCHITECTURES, model_folder
 from running import few_pairs, metrics_of, short_run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tandem.errors import ConfigError
-from tandem.model.tiny import tiny_model as embedded_model
 
 OVERRIDES = [
     "dpo.max_num_steps=1",
@@ -15,15 +14,6 @@ OVERRIDES = [
     "policy.train_global_batch_size=4",
     "checkpointing.enabled=false",
 ]
-
-
-def model_folder(path, architecture, **changes):
-    """A random model beside the embedded tokenizer."""
-    torch.manual_seed(0)
-    config = tiny_config(architecture, vocab_size=2048, eos_token_id=2, **changes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("granite", "cohere")])

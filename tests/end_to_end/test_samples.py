@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from running import MODEL, short_run
+from models import MODEL
+from running import short_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import ConfigError

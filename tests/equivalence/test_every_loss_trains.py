@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import plain_token_logps
-from running import MODEL, metrics_of, short_run
+from models import MODEL, plain_token_logps
+from running import metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config

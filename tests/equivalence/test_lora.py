@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapters import plain_model, trained_adapter, with_adapter
-from models import as_policy, plain_token_logps, random_preference, tiny_model
+from models import MODEL, as_policy, plain_token_logps, random_preference, tiny_model
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from running import MODEL, SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
+from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
 from tandem.cache import read_manifest

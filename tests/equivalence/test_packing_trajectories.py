@@ -11,7 +11,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from running import MODEL, killed_after, largest_difference, metrics_of, short_run, weights_of
+from models import MODEL
+from running import killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config

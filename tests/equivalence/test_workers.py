@@ -5,13 +5,9 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from models import bfloat16_start, tiny_config
+from models import bfloat16_start, model_folder
 from running import SHORT, few_pairs, largest_difference, metrics_of, short_run, weights_of
 from several import run_together
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from tandem.model.tiny import tiny_model as embedded_model
 
 WORDS = ["the", "sky", "looks", "blue", "because", "air", "scatters", "short", "waves", "of", "sunlight", "again"]
 STEPS = 4
@@ -49,9 +45,7 @@ def cases(folder):
         for _ in range(12)
     ]
     (folder / "fours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fours))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", vocab_size=2048)).save_pretrained(folder / "experts")
-    AutoTokenizer.from_pretrained(embedded_model()).save_pretrained(folder / "experts")
+    model_folder(folder / "experts", "qwen3_moe")
     few = [f"data.train.data_path={folder}/fours.jsonl", f"data.validation.data_path={folder}/fours.jsonl"]
     return {
         "packed": [
