@@ -4,7 +4,7 @@
 
 Plain bfloat16 weights and AdamW states, FlexAttention by transformers' AttentionInterface, layers compiled one by one, the
 head in chunks over scored positions alone, the reference zero. No clipping, no metrics, no loader beside it, no checkpoints:
-everything that is laid out is laid out before the clock starts. The pairs are those of train.py (`--data FILE` for its own).
+everything that is laid out is laid out before the clock starts. The pairs are those of train.py, or of `--data FILE` as there.
 Its last line is one JSON object. Without a GPU attention has a dense mask and nothing is compiled.
 """
 
@@ -132,6 +132,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--head-chunk", type=int, default=4096, help="scored tokens at a time")
     parser.add_argument("--micro-updates", action="store_true", help="an update behind every pack, not every batch")
     o = parser.parse_args()
+    if min(o.pairs, o.steps, o.head_chunk) < 1:
+        parser.error("--pairs, --steps and --head-chunk are at least 1")
     o.completions, o.prompt_mean, o.completion_mean, o.longest = 2, 200, 250, 2048  # as train.py's
     return o
 
@@ -142,6 +144,12 @@ def main() -> None:
     cuda = device.type == "cuda"
     num, shape = o.pairs * (o.steps + WARM_UP), SHAPES[o.shape]
     pairs = given_preferences(o.data)[:num] if o.data else made_preferences(o, num, shape.vocabulary)
+    if len(pairs) < num:
+        raise SystemExit(
+            f"{WARM_UP} steps to warm up and {o.steps} to time take {num} pairs, and there are {len(pairs)}"
+        )
+    if max(map(size_of, pairs)) > o.pack_length:
+        raise SystemExit(f"rows of {o.pack_length} tokens do not hold a pair of {max(map(size_of, pairs))}")
     transformers.AttentionInterface.register("bare", attention)
     torch.manual_seed(0)
     with torch.device(device):
