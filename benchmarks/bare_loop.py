@@ -18,15 +18,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from made_model import SHAPES, config_of
+from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from train import given_preferences, made_preferences
+from train import given_preferences, made_preferences, tell
 
 from tandem.data.tokens import TokenizedPreference
 
-BETA, RATE, WARM_UP = 0.1, 1e-6, 2
+BETA, RATE = 0.1, 1e-6
 
 
 class Pack(NamedTuple):
@@ -166,6 +166,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
     batches = [packed(pairs[at : at + o.pairs], o.pack_length) for at in range(0, num, o.pairs)]
     rows = [[laid_out(row, o.pack_length, device) for row in batch] for batch in batches]
+    tell(f"{WARM_UP} steps to warm up{', in which layers are compiled' if cuda else ''}, {o.steps} to time")
     started, losses = 0.0, []
     for number, batch in enumerate(rows):
         if number == WARM_UP:
@@ -182,6 +183,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(total)
+        if not cuda:  # which is not told when it has computed, and would wait
+            tell(f"step {number + 1} of {len(rows)}")
     if cuda:
         torch.cuda.synchronize()
     seconds, timed = time.perf_counter() - started, pairs[WARM_UP * o.pairs :]

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import trl_python
 from drawing import COLOURS, key, line, rule, svg, text
 from options import options_of
 from precision import split
@@ -197,6 +198,8 @@ def main() -> None:
     o = parser.parse_args()
     if not o.data.is_file():
         parser.error(f"--data {o.data}: there is no such file")
+    if any(system.startswith("TRL") for system in o.systems):
+        trl_python.check(o.trl_python, "datasets", "trl")
     kept, held_out = split(o.data, o.folder)
     given = settings_of(o, kept, held_out)
     tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"

@@ -20,6 +20,7 @@ from options import options_of
 from torch import Tensor, nn
 
 from tandem.config.load import load_config
+from tandem.errors import TandemError
 from tandem.model.parallel import decoder_layers
 from tandem.model.workers import Workers, start_workers, stop_workers
 from tandem.train.build import load_sharded
@@ -136,9 +137,13 @@ def main() -> None:
         "policy.packing.pack_length=1024",
         "policy.max_total_sequence_length=512",
         "data.max_filtered_share=0.9",
+        f"policy.train_global_batch_size={o.preferences}",
     ]
     workers = start_workers()
-    setup = set_up(load_config(None, given).config, workers.device)
+    try:
+        setup = set_up(load_config(None, given).config, workers.device)
+    except TandemError as error:
+        raise SystemExit(f"float8.py: {error}") from None
     together, alone = [range(o.preferences)], [[number] for number in range(o.preferences)]
     results = {}
     print(f"{'':<30} {'a token':>10} {'a completion':>14} {'a pair':>10}")

@@ -1,4 +1,7 @@
-"""Models of real shapes with random weights: their configuration, a folder that `tandem train` loads, and runs of it."""
+"""Models of real shapes with random weights: their configuration, a folder that `tandem train` loads, and runs of it.
+
+TRL's interpreter reads this file too, so tandem is not imported here.
+"""
 
 import json
 import subprocess
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+WARM_UP = 2  # steps before the clock starts, of every system
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 from made_model import make_model, run
 from options import options_of
 
@@ -41,6 +42,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-memory"))
     parser.add_argument("--cases", type=int, nargs="+", choices=range(len(CASES)), default=list(range(len(CASES))))
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the memory is a GPU's, and there is none")
     found = {}
     for number in options.cases:
         name, (shape, own) = list(CASES.items())[number]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import trl_python
 from options import options_of
 
 # TRL's interpreter runs this file too, so tandem is imported where it is used; and the parent process stays small,
@@ -170,6 +171,8 @@ def main() -> None:
     parser.add_argument("--trl-python", help="an interpreter with trl and datasets")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.trl_python:
+        trl_python.check(options.trl_python, "datasets", "trl")
     rng = np.random.default_rng(options.seed)
     print(f"{'preferences':>11}  {'algorithm':<22}{'seconds':>9}{'fill':>9}{'bins':>9}{'fewest':>9}{'MiB':>9}")
     rows = []

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import trl_python
 from options import options_of
 from safetensors.numpy import load_file
 
@@ -465,6 +466,7 @@ def main() -> None:
         "--only", nargs="+", metavar="NAME", choices=names, help="these losses, as the tables name them"
     )
     options = parser.parse_args()
+    trl_python.check(options.trl_python, "datasets", "trl")
     with tempfile.TemporaryDirectory() as scratch:
         # Nothing is read from the user's caches or the hub, and both compute on the CPU.
         os.environ |= {

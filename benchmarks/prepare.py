@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import trl_python
 from options import options_of
 
 TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
@@ -107,6 +108,8 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=0, metavar="ROWS", help="compare peak memory with 10,000 rows")
     parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many, in turn")
     given = parser.parse_args()
+    if given.trl_python:
+        trl_python.check(given.trl_python, "datasets", "trl")
     with tempfile.TemporaryDirectory() as scratch:
         results = run(given, Path(scratch))
     print(json.dumps(results))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 from float8 import compute_in_float8
-from made_model import SHAPES, config_of
+from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 
 from tandem.config.schema import Config
@@ -38,7 +38,7 @@ from tandem.model.workers import Workers, compute_deterministically, start_worke
 from tandem.packing.layout import join, lay_out
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
-from tandem.packing.schedule import Batches
+from tandem.packing.schedule import Batches, GlobalBatch
 from tandem.train.optimizer import make_optimizer
 from tandem.train.step import PendingStep, StepReport, train_step
 from tandem.train.terms import Side
@@ -52,8 +52,6 @@ KINDS = {
     "fused layers": ("triton_",),
     "copies": ("memcpy", "memset", "copy", "cat"),
 }
-
-WARM_UP = 2  # steps
 
 
 class PairsInMemory:
@@ -96,8 +94,13 @@ def made_preferences(o: argparse.Namespace, num: int, vocabulary: int) -> list[T
 
 
 def given_preferences(path: Path) -> list[TokenizedPreference]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    ids = ([np.array(row[f"{part}_ids"], np.int32) for part in ("prompt", "chosen", "rejected")] for row in rows)
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        ids = [[np.array(row[f"{part}_ids"], np.int32) for part in ("prompt", "chosen", "rejected")] for row in rows]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SystemExit(
+            f"--data {path}: pairs as token ids, a JSON object a line, cannot be read: {error!r}"
+        ) from None
     return [TokenizedPreference(prompt, (a, b), ((0, 1),), (0.0, 0.0), "given") for prompt, a, b in ids]
 
 
@@ -158,6 +161,9 @@ class Bench:
     def device(self) -> torch.device:
         return self.workers.device
 
+    def batches(self) -> list[GlobalBatch]:
+        return Batches(self.store.num_pairs, self.options.pairs).epoch(0)
+
     def compile(self) -> None:
         smallest = int(np.argmin(self.packer.sizes))
         for length in self.packer.lengths:
@@ -173,7 +179,7 @@ class Bench:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
         side = Side(ZeroReference(), self.config.dpo, self.workers, precision)  # type: ignore[arg-type]
-        batches = Batches(self.store.num_pairs, self.options.pairs).epoch(0)[: num + WARM_UP]
+        batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
             unread.append(train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0))
@@ -184,6 +190,11 @@ class Bench:
     def _read(self, pending: PendingStep) -> tuple[float, StepReport]:
         report = pending.read(self.store)  # type: ignore[arg-type]
         return time.perf_counter(), report
+
+    def num_scored(self) -> int:
+        """Tokens of completions in the steps that are timed."""
+        timed = self.batches()[WARM_UP : WARM_UP + self.options.steps]
+        return int(sum(self.store.num_scored_tokens[batch.preferences].sum() for batch in timed))
 
     def reference_pairs_per_second(self) -> float:
         """Of the pass that computes the reference once, over all pairs there are."""
@@ -201,6 +212,10 @@ def prepared(o: argparse.Namespace) -> Bench:
     vocabulary = SHAPES[o.shape].vocabulary
     num = -(-o.pairs * (o.steps + WARM_UP) // num_pairs)
     preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
+    if o.data and len(preferences) < num:
+        raise SystemExit(
+            f"--data {o.data}: {num} pairs are needed, {WARM_UP} steps of them to warm up, and there are {len(preferences)}"
+        )
     store = PairsInMemory(as_single_pairs(preferences) if o.single_pairs else preferences)
     shared = o.mode == "batch" and not o.no_sharing
     prompts = [len(p.prompt) * (1 if shared else len(p.completions)) for p in store.preferences]
@@ -340,8 +355,7 @@ def main() -> None:
     timed, done = ends[-1] - ends[WARM_UP - 1], reports[WARM_UP:]
     pairs, tokens = sum(r.num_pairs for r in done), sum(r.num_tokens for r in done)
     shape = SHAPES[options.shape]
-    share = pairs / sum(r.num_pairs for r in reports)
-    scored = share * sum(len(c) for p in bench.store.preferences for c in p.completions)
+    scored = bench.num_scored()
     useful = 6 * bench.num_trunk * tokens + 6 * shape.hidden * shape.vocabulary * scored
     result = {
         "benchmark": "train",

@@ -4,7 +4,8 @@
 
 Tuned, as well as is known: the reference computed before, lengths grouped, no checkpointing of activations, Liger's layers
 and, since attention is causal and rows are padded on the right, a mask of ones, with which SDPA takes its flash kernel.
-Its last line is one JSON object.
+Every update has the pairs of one batch of the file, as train.py's has: those that are timed are the same. Its last line is
+one JSON object.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from made_model import SHAPES, config_of
+from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 
 
@@ -28,13 +29,18 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--micro-batch", type=int, default=8, help="pairs")
     parser.add_argument("--accumulate", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=3, help="timed, after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="timed, after two to warm up")
     parser.add_argument(
         "--stock", action="store_true", help="TRL's own defaults: live reference, checkpointing, padded mask"
     )
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--compile", action="store_true", help="torch_compile of its trainer")
     return parser.parse_args()
+
+
+def padded_length(row: dict[str, list[int]]) -> int:
+    """Of its two sequences in a micro-batch of its own."""
+    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 def tokenizer_for_padding() -> Any:
@@ -56,8 +62,12 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     cuda = torch.cuda.is_available()
     rows = [json.loads(line) for line in o.data.read_text().splitlines()]
-    for row in rows:
-        row["length"] = len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    pairs = o.micro_batch * o.accumulate
+    batches = [rows[at : at + pairs] for at in range(0, pairs * (o.steps + WARM_UP), pairs)]
+    if len(rows) < pairs * len(batches):
+        raise SystemExit(f"{o.data}: {len(batches)} steps take {pairs * len(batches)} pairs, and there are {len(rows)}")
+    if not o.stock:  # lengths grouped: TRL's own way would also draw the pairs of an update anew
+        batches = [sorted(batch, key=padded_length, reverse=True) for batch in batches]
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -80,7 +90,7 @@ def main() -> None:
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step not in (1, o.steps + 1):  # in between the device waits for nobody
+            if state.global_step not in (WARM_UP, WARM_UP + o.steps):  # in between the device waits for nobody
                 return
             if cuda:
                 torch.cuda.synchronize()
@@ -90,7 +100,7 @@ def main() -> None:
 
     settings = trl.DPOConfig(
         output_dir=tempfile.mkdtemp(),
-        max_steps=o.steps + 1,
+        max_steps=WARM_UP + o.steps,
         per_device_train_batch_size=o.micro_batch,
         gradient_accumulation_steps=o.accumulate,
         learning_rate=1e-6,
@@ -101,8 +111,7 @@ def main() -> None:
         torch_compile=o.compile,
         precompute_ref_log_probs=not o.stock,
         precompute_ref_batch_size=o.micro_batch,
-        train_sampling_strategy="random" if o.stock else "group_by_length",
-        length_column_name="length",
+        train_sampling_strategy="sequential",
         remove_unused_columns=False,
         max_length=2048,
         logging_strategy="no",
@@ -115,17 +124,20 @@ def main() -> None:
         model=model,
         ref_model=reference,
         args=settings,
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=datasets.Dataset.from_list([row for batch in batches for row in batch]),
         processing_class=tokenizer,
         data_collator=Collator(pad_token_id=0, max_length=2048),
         callbacks=[Clock()],
     )
     trainer.train()
     seconds = marks[-1] - marks[0]
+    timed = [row for batch in batches[WARM_UP:] for row in batch]
+    tokens = sum(len(row[f"{part}_ids"]) for row in timed for part in ("prompt", "chosen", "rejected"))
     result = {
         "benchmark": "trl_steps",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
-        "pairs_per_second": round(o.micro_batch * o.accumulate * o.steps / seconds, 2),
+        "pairs_per_second": round(len(timed) / seconds, 2),
+        "unique_tokens_per_second": round(tokens / seconds),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
         "trl": trl.__version__,
         "torch": torch.__version__,

@@ -2,10 +2,10 @@
 
     python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock] [--trl-python PYTHON]
 
-A global batch of 128 pairs on both sides, clipping and metrics on. `learning`: float32 weights, bfloat16 computation, the
-reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours rounded stochastically.
-`stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to mean anything. Its last
-line is one JSON object.
+A global batch of 128 pairs, which every step shares on both sides; clipping and metrics on. `learning`: float32 weights,
+bfloat16 computation, the reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours
+rounded stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to
+mean anything. Its last line is one JSON object.
 """
 
 import json
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from made_model import SHAPES
+import trl_python
+from made_model import SHAPES, WARM_UP
 from options import options_of
 
 HERE = Path(__file__).parent
-NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
 # Near the end of the card's memory: without it TRL's 35.4 pairs/s (1.5B, bfloat16 weights) were 29.7.
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PAIRS = 128
@@ -64,15 +64,6 @@ def run(python: str, script: str, *arguments: str, memory: dict[str, str] | None
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def what_is_lacking(python: str) -> str | None:
-    """Why TRL cannot be run by it."""
-    try:
-        tried = subprocess.run([python, "-c", "import datasets, liger_kernel, trl"], capture_output=True, text=True)
-    except OSError as error:
-        return error.strerror
-    return (tried.stderr.strip().splitlines() or ["it fails"])[-1] if tried.returncode else None
-
-
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
@@ -86,16 +77,13 @@ def main() -> None:
     o = parser.parse_args()
     if o.pairs < 1 or o.steps < 1:
         parser.error("--pairs and --steps are at least 1")
-    if lacking := what_is_lacking(o.trl_python):
-        sys.exit(
-            f"{o.trl_python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON."
-        )
+    trl_python.check(o.trl_python, "datasets", "liger_kernel", "trl")
     micro = {one: min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
     if left := [one for one, pairs in micro.items() if o.pairs % pairs]:
         sys.exit(f"--pairs {o.pairs}: TRL's micro-batches of {micro[left[0]]} do not make it up.")
     o.folder.mkdir(parents=True, exist_ok=True)
     data = o.folder / "pairs.jsonl"
-    write_pairs(data, o.pairs * (o.steps + 2), SHAPES[o.shape].vocabulary)
+    write_pairs(data, o.pairs * (o.steps + WARM_UP), SHAPES[o.shape].vocabulary)
     common = ["--shape", o.shape, "--data", str(data), "--steps", str(o.steps)]
     found: dict[str, Any] = {}
     print(f"{'':<10} {'tandem':>16} {'TRL':>16} {'ratio':>7}")

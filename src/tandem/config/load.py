@@ -200,10 +200,10 @@ def _holds(tree: Any, path: list[str]) -> bool:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1]):
         under = tree.get(part)
-        # data.train may be a plain path; a key below it makes it a dataset again.
-        if isinstance(under, str) and part in ("train", "validation"):
+        # A dataset may be a plain path; a key below it makes it a dataset again.
+        if isinstance(under, str) and (part in ("train", "validation") or path[depth - 1] == "val_data_paths"):
             under = {"data_path": under}
         tree[part] = under = under if isinstance(under, dict) else {}
         tree = under
@@ -315,7 +315,7 @@ def _unknown(key: str) -> str:
     order = sorted(key_names(), key=lambda name: (not name.startswith("data.train."), name), reverse=True)
     known = {name.rsplit(".", 1)[-1]: name for name in order} | KNOWN_ELSEWHERE
     names_here = [name.rsplit(".", 1)[-1] for name in key_names() if name.rpartition(".")[0] == of_one]
-    here = {name: f"{section}.{name}" for name in names_here}
+    here = {name: f"{section}.{name}".lstrip(".") for name in names_here}
     nearest = known.get(leaf) or next(
         (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.6))), None
     )

@@ -640,3 +640,21 @@ def test_a_misspelt_key_of_one_of_several_training_sets_is_told_its_own():
     with pytest.raises(ConfigError) as error:
         load_config(None, ["data.train=[{data_path: a.jsonl, promt_key: x}]"])
     assert "unknown key data.train.0.promt_key. Did you mean data.train.0.prompt_key?" in str(error.value)
+
+
+def test_a_misspelt_section_is_told_its_own():
+    told = f"command line: unknown key polcy. Did you mean policy?{LISTS}"
+    assert refusal(None, "polcy.precision=float32") == told
+
+
+def test_a_misspelt_key_of_the_default_set_is_refused_once(write):
+    file = write("a.yaml", "data: {train: a.jsonl, val_data_paths: {hard: b.jsonl}}")
+    assert refusal(file, "data.default.promt_key=x") == (
+        f"command line: unknown key data.default.promt_key. Did you mean data.default.prompt_key?{LISTS}"
+    )
+
+
+@pytest.mark.parametrize("given", ["data.val_data_paths={hard: h.jsonl}", "data.val_data_paths.hard=h.jsonl"])
+def test_a_key_of_a_named_validation_set_keeps_its_path(given):
+    sets = load_config(None, [given, "data.val_data_paths.hard.prompt_key=q"]).config.data.val_data_paths
+    assert (sets["hard"].data_path, sets["hard"].prompt_key) == ("h.jsonl", "q")
