@@ -308,7 +308,10 @@ def _examples(store: TokenStore, counts: dict[str, int]) -> str:
     lines, are_all = [], True
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")
-        examples = [f"    {e['place']}: {e['message']}" for e in store.examples if e["reason"] == reason]
-        lines += examples
+        examples = [(e["place"], e["message"]) for e in store.examples if e["reason"] == reason]
+        for message in dict.fromkeys(message for _, message in examples):  # what is alike is said once
+            places = [place for place, same in examples if same == message]
+            lines.append(f"    {places[0]}: {message}")
+            lines += [f"    {', '.join(places[1:])}: the same."] if places[1:] else []
         are_all = are_all and len(examples) == count
     return "\n".join([*lines, *([] if are_all else [f"  All of them: {store.folder / 'rejects.jsonl'}"])])

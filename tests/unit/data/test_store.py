@@ -309,8 +309,7 @@ def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_rea
         f"    {source}:6: prompt is empty.\n"
         "  not an object: 4\n"
         f"    {source}:2: a list, not a JSON object with a prompt and completions.\n"
-        f"    {source}:3: a list, not a JSON object with a prompt and completions.\n"
-        f"    {source}:4: a list, not a JSON object with a prompt and completions.\n"
+        f"    {source}:3, {source}:4: the same.\n"
         f"  All of them: {rejects}\n"
         "Mend them."
     )
