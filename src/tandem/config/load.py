@@ -264,7 +264,18 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     except ValidationError as error:
         # A default that follows another key is not made when that key's section has errors: no error of its own.
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        raise ConfigError(_together([_explain(e, origins, hidden) for e in own])) from None
+        raise ConfigError(_together([_explain(e, origins, hidden) for e in _said_once(own)])) from None
+
+
+def _said_once(errors: list[Any]) -> list[Any]:
+    """What is wrong in data.default is wrong in every dataset that it fills: told of data.default alone."""
+
+    def what(error: Any) -> tuple[Any, str]:
+        return error["loc"][-1:], repr(error["input"])
+
+    of_default = [e for e in errors if e["loc"][:2] == ("data", "default")]
+    known = {what(e) for e in of_default}
+    return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or what(e) not in known]
 
 
 def _together(explained: list[tuple[str, str | None]]) -> str:

@@ -647,10 +647,17 @@ def test_a_misspelt_section_is_told_its_own():
     assert refusal(None, "polcy.precision=float32") == told
 
 
-def test_a_misspelt_key_of_the_default_set_is_refused_once(write):
-    file = write("a.yaml", "data: {train: a.jsonl, val_data_paths: {hard: b.jsonl}}")
+def test_a_mistake_in_the_default_set_is_told_once(write):
+    file = write("a.yaml", "data: {train: [a.jsonl, c.jsonl], validation: v.jsonl, val_data_paths: {hard: b.jsonl}}")
     assert refusal(file, "data.default.promt_key=x") == (
         f"command line: unknown key data.default.promt_key. Did you mean data.default.prompt_key?{LISTS}"
+    )
+    assert refusal(file, "data.default.weight=-1") == (
+        "command line: data.default.weight = -1: input should be greater than 0."
+    )
+    assert refusal(file, "data.default.weight=-1", "data.train=[{data_path: a.jsonl, weight: -2}]") == (
+        "command line: data.train.0.weight = -2: input should be greater than 0.\n"
+        "command line: data.default.weight = -1: input should be greater than 0."
     )
 
 
