@@ -10,16 +10,14 @@ BOTH_USE = ("torch", "transformers")
 
 def check(python: str, *modules: str) -> None:
     """Ends where it lacks a module; tells of versions that are not those of tandem's own interpreter."""
-    versions = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
+    tell = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
+    command = [python, "-c", f"import {', '.join(modules)}; {tell}"]
     try:
-        tried = subprocess.run(
-            [python, "-c", f"import {', '.join(modules)}; {versions}"], capture_output=True, text=True
-        )
-        lacking = (tried.stderr.strip().splitlines() or ["it fails"])[-1] if tried.returncode else None
-    except OSError as error:
-        tried, lacking = None, error.strerror
-    if tried is None or lacking:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-len(BOTH_USE) :]
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.strerror if isinstance(error, OSError) else error.stderr.strip()
+        lacking = (said or "it fails").splitlines()[-1]
         sys.exit(f"{python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
-    for name, theirs in zip(BOTH_USE, tried.stdout.split()[-len(BOTH_USE) :], strict=True):
+    for name, theirs in zip(BOTH_USE, found, strict=True):
         if theirs != version(name):
             print(f"{name} {version(name)} beside TRL's {theirs}: more than the two trainers differs.", file=sys.stderr)

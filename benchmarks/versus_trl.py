@@ -2,10 +2,10 @@
 
     python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock] [--trl-python PYTHON]
 
-A global batch of 128 pairs, which every step shares on both sides; clipping and metrics on. `learning`: float32 weights,
-bfloat16 computation, the reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours
-rounded stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to
-mean anything. Its last line is one JSON object.
+Every step has the same 128 pairs on both sides; clipping and metrics are on. `learning`: float32 weights, bfloat16
+computation, the reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours rounded
+stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to mean
+anything. Its last line is one JSON object.
 """
 
 import json

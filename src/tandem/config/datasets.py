@@ -128,12 +128,9 @@ class Data(Section):
         if not isinstance(given, dict) or not isinstance(given.get("default"), dict):
             return given
 
-        # An unknown key is refused where it stands, and not once more in every dataset.
-        default = {key: value for key, value in given["default"].items() if key in DatasetFields.model_fields}
-
         def fill(dataset: Any) -> Any:
             dataset = _path_as_dataset(dataset)
-            return {**default, **dataset} if isinstance(dataset, dict) else dataset
+            return {**given["default"], **dataset} if isinstance(dataset, dict) else dataset
 
         filled = {name: fill(given[name]) for name in ("train", "validation") if name in given}
         if isinstance(given.get("train"), list):

@@ -203,7 +203,8 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for depth, part in enumerate(path[:-1]):
         under = tree.get(part)
         # A dataset may be a plain path; a key below it makes it a dataset again.
-        if isinstance(under, str) and (part in ("train", "validation") or path[depth - 1] == "val_data_paths"):
+        is_dataset = part in ("train", "validation") or path[:depth] == ["data", "val_data_paths"]
+        if isinstance(under, str) and is_dataset:
             under = {"data_path": under}
         tree[part] = under = under if isinstance(under, dict) else {}
         tree = under
