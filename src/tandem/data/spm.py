@@ -178,9 +178,9 @@ class SentencePiece:
 
 def _without_normalizer(proto: Any) -> bytes:
     """The same model for texts that are normalised already."""
-    bare = type(proto)()
-    bare.CopyFrom(proto)
-    bare.ClearField("self_test_data")
+    # Of the parts that encoding needs: a file's samples of texts and pieces, which some releases of the library check when
+    # they load it, hold for its own normaliser only.
+    bare = type(proto)(pieces=proto.pieces, trainer_spec=proto.trainer_spec, normalizer_spec=proto.normalizer_spec)
     spec = bare.normalizer_spec
     spec.precompiled_charsmap = b""
     spec.add_dummy_prefix = spec.remove_extra_whitespaces = False
