@@ -33,17 +33,21 @@ class ChatTemplate:
         plain = not tools and all(len(message) == 2 for one in several for message in one)
         if plain and self._compiled is not None:
             return [self._compiled(one, add_generation_prompt) for one in several]
-        texts = self._tokenizer.apply_chat_template(
-            list(several),
-            tools=tools or None,
-            chat_template=self._source,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self._kwargs,
-        )
+        given = {"tools": tools or None, "chat_template": self._source, "add_generation_prompt": add_generation_prompt}
+        if any(message["content"] is None for one in several for message in one):
+            return self._with_nulls(several, given)
+        texts = self._tokenizer.apply_chat_template(list(several), tokenize=False, **given, **self._kwargs)
         if plain and not self._was_compared:
             self._compare(several, texts, add_generation_prompt)
         return texts
+
+    def _with_nulls(self, several: Sequence[Conversation], given: dict[str, Any]) -> list[str]:
+        """What `apply_chat_template` makes of them where it does not take the nulls out, as from transformers 5.23 on."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names = {**self._tokenizer.special_tokens_map, **self._kwargs}
+        texts, _ = render_jinja_template(list(several), **given, **names)
+        return list(texts)
 
     @cached_property
     def tail(self) -> str | None:
@@ -94,8 +98,6 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
         except ImportError:  # no public name: it may go
-            return None
-        if not hasattr(self._tokenizer, "special_tokens_map"):
             return None
         given = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map, **self._kwargs}
         return _writer(_compile_jinja_template(self._source), given)

@@ -64,6 +64,10 @@ class SentencePiece:
     def chat_template(self, template: Any) -> None:
         self._hub.chat_template = template
 
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        return self._hub.special_tokens_map
+
     def apply_chat_template(self, *conversation: Any, **options: Any) -> Any:
         return self._hub.apply_chat_template(*conversation, **options)
 

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from calling import CALLING, TOKENIZER, TOOLS, calls, read
 from rows import said
+from sentences import model
 
 from tandem.data.sources import RowError
+from tandem.data.spm import SentencePiece
 from tandem.data.template import Template
 
 # A call as most templates write it, {"name": "add", "arguments": {"c": "d"}}; as one that joins texts does; as one that takes
@@ -26,16 +28,20 @@ WHERE_NULL = AS_JSON.replace("m.content }}", "(m.content or '') }}").replace(
 WITHOUT = TOOLS[: TOOLS.index("{% for call in")] + TOOLS[TOOLS.index("{{ '<end>\n' }}{% endfor %}{% if add") :]
 
 
-def written(source: str, arguments: Any, content: str = "") -> str:
+def written(source: str, arguments: Any, content: str = "", tokenizer: Any = TOKENIZER) -> str:
     turn = calls(content)
     turn["tool_calls"][0]["function"]["arguments"] = arguments
-    return Template(TOKENIZER, source, {}).render(read(chosen=[turn])).completions[0][0].text
+    return Template(tokenizer, source, {}).render(read(chosen=[turn])).completions[0][0].text
 
 
 @pytest.mark.parametrize("source", [AS_JSON, AS_TEXT, AS_EITHER, WHERE_NULL], ids=["json", "text", "either", "null"])
 @pytest.mark.parametrize("arguments", [{"c": "d"}, '{"c": "d"}'], ids=["object", "text"])
 def test_arguments_are_written_as_json_once_whichever_way_the_data_has_them(source, arguments):
     assert written(source, arguments) == ' call add {"c": "d"}<end>'
+
+
+def test_a_template_that_wants_null_is_given_it_with_a_sentencepiece_model_too():
+    assert ' call add {"c": "d"}' in written(WHERE_NULL, {"c": "d"}, tokenizer=SentencePiece(model()))
 
 
 @pytest.mark.parametrize(
