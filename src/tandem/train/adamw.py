@@ -96,7 +96,7 @@ class RoundedAdamW(Optimizer):
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
         # Of each parameter, what its chances are drawn from.
         places = [[first_place(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
-        self._places = list(torch.tensor(places).to(torch.int32).to(count.device))
+        self._firsts, self._salts = torch.tensor(places).to(torch.int32).to(count.device).unbind(1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -104,11 +104,12 @@ class RoundedAdamW(Optimizer):
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
         scalars = _scalars(group["lr"], count, self.grad_scale, self.found_inf, self.rule)
-        for parameter, place in zip(group["params"], self._places, strict=True):
+        starts = self._firsts + mixed(self._salts + mixed(count.to(torch.int32)))
+        for parameter, start in zip(group["params"], starts, strict=True):
             if parameter.grad is not None and _local(parameter).numel():
-                self._update(parameter, scalars, place)
+                self._update(parameter, scalars, start)
 
-    def _update(self, parameter: nn.Parameter, scalars: Tensor, place: Tensor) -> None:
+    def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
         weight, grad = _local(parameter), _local(parameter.grad)
         moments = [_local(self.state[parameter][name]) for name in MOMENTS]
         scales = [_local(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
@@ -117,7 +118,7 @@ class RoundedAdamW(Optimizer):
         shape = (-1, block) if scales else (-1,)
         rows = [tensor.reshape(shape) for tensor in (weight, grad, *moments)]
         update: Any = _compiled() if weight.is_cuda else _update
-        update(*rows, [scale.reshape(-1, 1) for scale in scales], scalars, place, self.rule)
+        update(*rows, [scale.reshape(-1, 1) for scale in scales], scalars, start, self.rule.stochastic)
 
 
 def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
@@ -151,9 +152,13 @@ def _compiled() -> Any:
 
 
 def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule: Rule) -> Tensor:
-    """What every element of an update needs, on the device: nothing waits for it."""
-    rate = torch.full_like(count, lr)
-    return torch.stack([rate, 1 - rule.beta1**count, 1 - rule.beta2**count, grad_scale, skipped, count])
+    """What every element of an update needs, on the device: nothing waits for it.
+
+    The rule's numbers too. Given as Python's, a compiled call makes tensors of them, which takes as long as all else in it.
+    """
+    given = (lr, rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.eps)
+    same = [torch.full_like(count, number) for number in given]
+    return torch.stack([*same, 1 - rule.beta1**count, 1 - rule.beta2**count, grad_scale, skipped])
 
 
 def _update(
@@ -163,26 +168,25 @@ def _update(
     square: Tensor,
     scales: list[Tensor],
     scalars: Tensor,
-    place: Tensor,
-    rule: Rule,
+    start: Tensor,
+    stochastic: bool,
 ) -> None:
-    """One tensor's update, in place."""
-    rate, debias1, debias2, grad_scale, skipped, count = scalars.unbind()
+    """One tensor's update, in place. start: what the place of its first number is to the hash that makes its chances."""
+    rate, weight_decay, toward1, toward2, eps, debias1, debias2, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale
     old_mean = _decoded(mean, scales[0], MEAN) if scales else mean.float()
     old_square = _decoded(square, scales[1], SQUARE) if scales else square.float()
-    new_mean = old_mean + (slope - old_mean) * (1 - rule.beta1)
-    new_square = old_square + (slope * slope - old_square) * (1 - rule.beta2)
-    step = new_mean / debias1 / ((new_square / debias2).sqrt() + rule.eps)
-    moved = weight.float() * (1 - rate * rule.weight_decay) - rate * step
+    new_mean = old_mean + (slope - old_mean) * toward1
+    new_square = old_square + (slope * slope - old_square) * toward2
+    step = new_mean / debias1 / ((new_square / debias2).sqrt() + eps)
+    moved = weight.float() * (1 - rate * weight_decay) - rate * step
 
-    first, salt = place.unbind()
-    places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape) + first
-    chance = mixed(places + mixed(salt + mixed(count.to(torch.int32))))
+    places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape)
+    chance = mixed(places + start)
     # Three numbers are rounded: two take 16 bits of this chance each, the third more of its own.
     of_weight, of_mean, of_square = chance, chance >> 16, mixed(chance + 1)
     done = skipped == 0
-    _put(weight, _rounded(moved, weight.dtype, of_weight) if rule.stochastic else moved, done)
+    _put(weight, _rounded(moved, weight.dtype, of_weight) if stochastic else moved, done)
     if scales:
         for kept, value, scale, how, own in (
             (mean, new_mean, scales[0], MEAN, of_mean),

@@ -129,13 +129,14 @@ def test_chances_come_from_the_seed():
 
 def test_a_part_of_a_tensor_is_rounded_as_in_the_whole():
     weight, grad = (torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
-    scalars = torch.tensor([1e-3, 0.1, 0.02, 1.0, 0.0, 1.0])
+    count, one, zero = torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0)
+    scalars = adamw._scalars(1e-3, count, one, zero, rule("bfloat16"))
 
     def updated(rows, first):
         state = [torch.zeros(len(rows) * 64, dtype=torch.bfloat16) for _ in range(2)]
         new = weight[rows].flatten().clone()
-        place = torch.tensor([first, 5], dtype=torch.int32)
-        adamw._update(new, grad[rows].flatten(), *state, [], scalars, place, rule("bfloat16"))
+        start = torch.tensor(first + 5, dtype=torch.int32)
+        adamw._update(new, grad[rows].flatten(), *state, [], scalars, start, stochastic=True)
         return torch.cat([new, *state])
 
     whole, below, above = updated(range(8), 0), updated(range(3), 0), updated(range(3, 8), 3 * 64)
