@@ -1,10 +1,10 @@
 """A bare loop of packed, prompt-shared DPO: the first that one would write for speed alone, to time train.py beside.
 
-    python benchmarks/bare_loop.py --shape qwen2.5-1.5b --pack-length 32768 --pairs 128 [--micro-updates]
+    python benchmarks/bare_loop.py --shape qwen2.5-1.5b --pack-length 8192 --pairs 128 [--micro-updates]
 
 Plain bfloat16 weights and AdamW states, FlexAttention by transformers' AttentionInterface, layers compiled one by one, the
 head in chunks over scored positions alone, the reference zero. No clipping, no metrics, no loader beside it, no checkpoints:
-everything that is laid out is laid out before the clock starts. The pairs are those of train.py, or of `--data FILE` as there.
+everything is laid out before the clock starts, attention's masks too. The pairs are train.py's, or of `--data FILE` as there.
 Its last line is one JSON object. Without a GPU attention has a dense mask and nothing is compiled.
 """
 
@@ -90,10 +90,13 @@ class Masks:
 
         self.seen, self.made = seen, create_block_mask if device.type == "cuda" else create_mask
 
-    def of(self, pack: Pack) -> Any:
-        """Good until the next is asked for."""
+    def use(self, pack: Pack) -> None:
+        """Masks of a pack hold while it is the one in use."""
         self.owner.copy_(pack.owner)
         self.part.copy_(pack.part)
+
+    def of(self, pack: Pack) -> Any:
+        self.use(pack)
         return self.made(self.seen, None, None, len(pack.ids), len(pack.ids), device=str(pack.ids.device))
 
 
@@ -165,7 +168,8 @@ def main() -> None:
     masks = Masks(o.pack_length, device)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
     batches = [packed(pairs[at : at + o.pairs], o.pack_length) for at in range(0, num, o.pairs)]
-    rows = [[laid_out(row, o.pack_length, device) for row in batch] for batch in batches]
+    packs = [[laid_out(row, o.pack_length, device) for row in batch] for batch in batches]
+    rows = [[(pack, masks.of(pack)) for pack in batch] for batch in packs]
     tell(f"{WARM_UP} steps to warm up{', in which layers are compiled' if cuda else ''}, {o.steps} to time")
     started, losses = 0.0, []
     for number, batch in enumerate(rows):
@@ -175,8 +179,9 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
         total = torch.zeros((), device=device)
-        for at, pack in enumerate(batch):
-            loss = loss_of(model, pack, masks.of(pack), score, o.head_chunk)
+        for at, (pack, mask) in enumerate(batch):
+            masks.use(pack)
+            loss = loss_of(model, pack, mask, score, o.head_chunk)
             (loss / o.pairs).backward()
             total += loss.detach()
             if o.micro_updates or at + 1 == len(batch):
@@ -197,7 +202,7 @@ def main() -> None:
         "pairs_per_second": round(len(timed) / seconds, 2),
         "unique_tokens_per_second": round(tokens / seconds),
         "useful_tflops": round(useful / seconds / 1e12, 1),
-        "pack_fill": round(tokens / sum(len(pack.ids) for batch in rows[WARM_UP:] for pack in batch), 3),
+        "pack_fill": round(tokens / sum(len(pack.ids) for batch in packs[WARM_UP:] for pack in batch), 3),
         "losses": [round(one.item() / o.pairs, 6) for one in losses],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else "cpu",

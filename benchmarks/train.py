@@ -43,6 +43,7 @@ from tandem.train.optimizer import make_optimizer
 from tandem.train.step import PendingStep, StepReport, train_step
 from tandem.train.terms import Side
 
+PROFILED = 2  # steps
 # What a kernel is for, by a part of its name; the first that fits.
 KINDS = {
     "attention": ("flex_attention", "flash", "fmha", "sdpa"),
@@ -210,7 +211,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
     num_pairs = o.completions * (o.completions - 1) // 2
     vocabulary = SHAPES[o.shape].vocabulary
-    num = -(-o.pairs * (o.steps + WARM_UP) // num_pairs)
+    num = -(-o.pairs * (max(o.steps, PROFILED if o.profile else 1) + WARM_UP) // num_pairs)
     preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
     if o.data and len(preferences) < num:
         raise SystemExit(
@@ -245,11 +246,11 @@ def prepared(o: argparse.Namespace) -> Bench:
 
 
 def where_time_goes(bench: Bench) -> dict[str, float]:
-    """Shares of two steps by kind of kernel, and of nothing running."""
+    """Shares of PROFILED steps by kind of kernel, and of nothing running."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    steps = bench.steps(num=2)
+    steps = bench.steps(PROFILED)
     for _ in range(WARM_UP):
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

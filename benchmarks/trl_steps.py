@@ -133,11 +133,14 @@ def main() -> None:
     seconds = marks[-1] - marks[0]
     timed = [row for batch in batches[WARM_UP:] for row in batch]
     tokens = sum(len(row[f"{part}_ids"]) for row in timed for part in ("prompt", "chosen", "rejected"))
+    micro = [timed[at : at + o.micro_batch] for at in range(0, len(timed), o.micro_batch)]
+    computed = sum(2 * len(rows) * max(map(padded_length, rows)) for rows in micro)
     result = {
         "benchmark": "trl_steps",
         **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
         "pairs_per_second": round(len(timed) / seconds, 2),
         "unique_tokens_per_second": round(tokens / seconds),
+        "computed_per_unique_token": round(computed / tokens, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
         "trl": trl.__version__,
         "torch": torch.__version__,

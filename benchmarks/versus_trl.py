@@ -72,13 +72,14 @@ def main() -> None:
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--trl-compile", action="store_true", help="TRL with torch_compile in the place of Liger")
+    parser.add_argument("--trl-micro-batch", type=int, help="TRL's pairs at a time; without it, what was fastest here")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
-    if o.pairs < 1 or o.steps < 1:
-        parser.error("--pairs and --steps are at least 1")
+    if min(o.pairs, o.steps, 1 if o.trl_micro_batch is None else o.trl_micro_batch) < 1:
+        parser.error("--pairs, --steps and --trl-micro-batch are at least 1")
     trl_python.check(o.trl_python, "datasets", "liger_kernel", "trl")
-    micro = {one: min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
+    micro = {one: o.trl_micro_batch or min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
     if left := [one for one, pairs in micro.items() if o.pairs % pairs]:
         sys.exit(f"--pairs {o.pairs}: TRL's micro-batches of {micro[left[0]]} do not make it up.")
     o.folder.mkdir(parents=True, exist_ok=True)
