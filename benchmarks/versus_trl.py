@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 # Near the end of the card's memory: with bfloat16 weights at 1.5B TRL makes a fifth more pairs a second with it.
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PAIRS = 128
-# TRL's pairs in a micro-batch: the most that fit, or the fastest, on one H200.
+# TRL's pairs in a micro-batch: the most that fit on one H200.
 MICRO_BATCH = {("qwen2.5-1.5b", "learning"): 8, ("qwen2.5-1.5b", "bfloat16"): 16, ("llama3.1-8b", "bfloat16"): 4}
 OURS = {
     "learning": [],
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--trl-compile", action="store_true", help="TRL with torch_compile in the place of Liger")
-    parser.add_argument("--trl-micro-batch", type=int, help="TRL's pairs at a time; without it, what was fastest here")
+    parser.add_argument("--trl-micro-batch", type=int, help="TRL's pairs at a time; else the most that fit on one H200")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
