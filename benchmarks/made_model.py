@@ -48,7 +48,7 @@ def config_of(name: str, longest: int = 8192) -> Any:
 
 def make_model(name: str, tokenizer: str, folder: Path) -> Path:
     """A model of that shape in bfloat16, made once."""
-    if (folder / "config.json").is_file():
+    if (folder / "tokenizer_config.json").is_file():  # what is saved last
         return folder
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -2,8 +2,8 @@
 
     python benchmarks/plots.py RESULTS.jsonl [--lengths docs/pack-length.svg] [--step docs/step-time.svg]
 
-RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those that differ in nothing but --pack-length make a line of the
-first plot, those with --profile a bar of the second.
+RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those of one shape, one kind of weights or adapters and one
+checkpointing make a line of the first plot, those with --profile a bar of the second; no other option tells runs apart.
 """
 
 import json
@@ -34,7 +34,7 @@ def over_length(runs: list[dict[str, Any]]) -> str:
     lines = {name: of for name, of in lines.items() if len(of) > 1}
     lengths = sorted({run["pack_length"] for of in lines.values() for run in of})
     if len(lengths) < 2:
-        raise SystemExit("no two runs differ in --pack-length alone")
+        raise SystemExit("no two runs of one shape, weights and checkpointing differ in --pack-length")
 
     def x(length: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * lengths.index(length) / (len(lengths) - 1)

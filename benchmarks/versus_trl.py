@@ -4,8 +4,8 @@
 
 Every step has the same 128 pairs on both sides; clipping and metrics are on. `learning`: float32 weights, bfloat16
 computation, the reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours rounded
-stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU to mean
-anything. Its last line is one JSON object.
+stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU. Its last
+line is one JSON object.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import trl_python
 from made_model import SHAPES, WARM_UP
 from options import options_of
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 # Near the end of the card's memory: with bfloat16 weights at 1.5B TRL makes a fifth more pairs a second with it.
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PAIRS = 128
-# TRL's pairs in a micro-batch: the most that fit on one H200, which are its fastest; half as many are 15 to 34 % slower.
+# TRL's pairs in a micro-batch: the largest power of two that fits on one H200. Half as many are 15 to 34 % slower.
 MICRO_BATCH = {("qwen2.5-1.5b", "learning"): 8, ("qwen2.5-1.5b", "bfloat16"): 16, ("llama3.1-8b", "bfloat16"): 4}
 OURS = {
     "learning": [],
@@ -72,12 +73,16 @@ def main() -> None:
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--trl-compile", action="store_true", help="TRL with torch_compile in the place of Liger")
-    parser.add_argument("--trl-micro-batch", type=int, help="TRL's pairs at a time; else the most that fit on one H200")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, help="TRL's pairs at a time; else a power of two that fits on one H200"
+    )
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
     o = parser.parse_args()
     if min(o.pairs, o.steps, 1 if o.trl_micro_batch is None else o.trl_micro_batch) < 1:
         parser.error("--pairs, --steps and --trl-micro-batch are at least 1")
+    if not torch.cuda.is_available():
+        parser.error("TRL is timed with Liger's kernels, which need a GPU, and there is none")
     trl_python.check(o.trl_python, "datasets", "liger_kernel", "trl")
     micro = {one: o.trl_micro_batch or min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
     if left := [one for one, pairs in micro.items() if o.pairs % pairs]:
