@@ -23,7 +23,7 @@ from tandem.config.load import load_config
 from tandem.errors import TandemError
 from tandem.model.parallel import decoder_layers
 from tandem.model.workers import Workers, start_workers, stop_workers
-from tandem.train.build import load_sharded
+from tandem.train.references import load_sharded
 from tandem.train.setup import Setup, set_up
 
 # Inputs and weights need digits, gradients range.

@@ -27,7 +27,7 @@ from options import options_of
 from tandem.config.load import load_config
 from tandem.model.parallel import decoder_layers
 from tandem.model.policy import Policy
-from tandem.train import build
+from tandem.train import references
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
@@ -88,18 +88,18 @@ def ended(overrides: list[str], folder: Path, *, float8: bool) -> dict[str, floa
 
 @contextmanager
 def products_in_float8() -> Iterator[None]:
-    load = build.load_policy
+    load = references.load_policy
 
     def load_in_float8(*given: Any, **more: Any) -> Policy:
         policy = load(*given, **more)
         compute_in_float8(decoder_layers(policy))
         return policy
 
-    build.load_policy = load_in_float8
+    references.load_policy = load_in_float8
     try:
         yield
     finally:
-        build.load_policy = load
+        references.load_policy = load
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ POINTS = {
     "checkpoint.best": "before `best` is pointed at the best checkpoint",
     "checkpoint.prune": "before a checkpoint that is no longer kept is removed",
     "config.rename": "the run's config.yaml is written under another name",
+    "references.rename": "the run's references.json is written under another name",
     "verdicts.rename": "the run's verdicts.json is written under another name",
     "per_pair.rename": "the file of every pair is written under another name",
     "metrics.write": "before each half of a line of metrics.jsonl",

@@ -37,7 +37,7 @@ def test_the_output_tells_the_whole_story(default):
     for words in (
         "prompt overlap with training 0, 8-gram overlap of completions",
         "Choices that change what is learned",
-        "Audit: 8 completions, packed = plain forward to",
+        "Audit: 8 completions of up to",
         "Validation before training",
         "step 1/",
         "What was exported",

@@ -86,3 +86,27 @@ def test_no_gradient_flows_back_from_padding():
 def test_logps_are_float32_when_computing_in_bfloat16(chunk):
     hidden, weight = torch.randn(5, 4).bfloat16(), torch.randn(9, 4).bfloat16()
     assert chunked_logps(hidden, weight, None, torch.zeros(5, dtype=torch.long), chunk=chunk).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logits_of_bfloat16_states_are_never_rounded_to_bfloat16(bias, frozen):
+    """Between 16 and 32 the numbers of bfloat16 are 0.125 apart: so far off would a rounded logit be, and the probability."""
+    g = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(50, 64, generator=g)).bfloat16()
+    weight = torch.randn(97, 64, generator=g).bfloat16()
+    offset = torch.randn(97, generator=g).bfloat16() if bias else None
+    targets = torch.randint(97, (50,), generator=g)
+
+    def results(dtype):
+        states = hidden.to(dtype).requires_grad_()
+        head = weight.to(dtype).requires_grad_(not frozen), None if offset is None else offset.to(dtype)
+        logps = chunked_logps(states, *head, targets, chunk=16)
+        logps.sum().backward()
+        return logps.detach(), states.grad
+
+    (exact, slope), (got, got_slope) = results(torch.float64), results(torch.bfloat16)
+    assert 16 < (hidden.double() @ weight.double().T).abs().max() < 128
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-6)
+    # Gradients leave in bfloat16, rounded once as products and once as sums.
+    assert ((got_slope.double() - slope).norm() / slope.norm()).item() < 0.005

@@ -371,11 +371,11 @@ def test_the_base_model_can_be_the_reference_of_a_trained_adapter(adapter, tmp_p
 def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, monkeypatch):
     settings = [f"reference.model={other}", f"reference.cache_dir={tmp_path}/cache", "dpo.max_num_steps=1"]
     run_few(tmp_path / "one", *settings, "checkpointing.enabled=false")
-    from tandem.train import build
+    from tandem.train import references
 
-    loaded, load = [], build.load_policy
+    loaded, load = [], references.load_policy
     monkeypatch.setattr(
-        build, "load_policy", lambda *given, **how: loaded.append(given[0].folder) or load(*given, **how)
+        references, "load_policy", lambda *given, **how: loaded.append(given[0].folder) or load(*given, **how)
     )
     run_few(tmp_path / "two", *settings, "checkpointing.enabled=false")
     assert loaded == [MODEL]

@@ -46,8 +46,8 @@ def test_the_head_in_float32_equals_the_one_in_float64(vocabulary, rule):
 def test_the_head_in_bfloat16_equals_a_plain_one_to_its_rounding(rule):
     states, weight, targets, outer = made(50_257, torch.bfloat16)
     logps, of_states, of_weight = results(states, weight, targets, outer, rule, chunk=128)
-    # what a plain head makes of the same logits, rounded to bfloat16 as its product gives them
-    logits = (states @ weight.T).double().requires_grad_()
+    # what a plain head makes of the same logits, which are not rounded: only their gradient is, for the products that follow
+    logits = (states.double() @ weight.double().T).requires_grad_()
     ruled = logits * rule.scale
     if rule.softcap is not None:
         ruled = rule.softcap * torch.tanh(ruled / rule.softcap)

@@ -1,8 +1,13 @@
-"""Before the first update: is what is about to be trained what the plain model computes? Few preferences, exact answers."""
+"""Before a model computes anything that is kept: is what it computes in packs what its plain forward computes?
+
+A few preferences, exact answers. The policy is audited before its reference is computed, and so is a reference that is another
+model: a model that is refused leaves nothing in the cache.
+"""
 
 import math
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,129 +25,176 @@ from tandem.packing.packer import Packer
 
 # Mean absolute difference per token that rounding makes at least (docs/exactness.md).
 LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-# Some models round more. How much is seen where the plain forward differs from itself with filler behind the sequence, or
+# Some models round more. How much is seen where the plain forward differs from itself with filler after the sequence, or
 # with embeddings that are off by one rounding; packing differed by up to 1.5 times that where it was measured
 # (docs/exactness.md).
 TIMES_ROUNDING = 4
+# But filler changes what some models compute (RoPE scaled by the longest position), and then it does not measure rounding.
+MOST_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
 FILLER = 100
 NUM_PREFERENCES = 4
-# The eager forward keeps a matrix of length x length per head: longer preferences are left out.
-MAX_AUDIT_TOKENS = 4096
+# The eager forward keeps matrices of length x length per head: a preference is audited as far as they fit in free memory, and
+# no longer than this, which is past every sliding window and chunk in use.
+MAX_AUDIT_TOKENS = 16_384
+SHARE_OF_FREE_MEMORY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
-    """What the audit found: largest mean difference per token to the plain forward, and to the reference."""
-
-    plain_difference: float
-    reference_difference: float | None
-    num_completions: int
-    chosen_nats: float  # the start model's mean loss per token of the best completions looked at
-
-
-def audit(
-    policy: Policy, reference: Reference, packer: Packer, workers: Workers, *, precision: str, same_start: bool
-) -> Audit:
-    """Compare packed log-probabilities with the plain eager forward and with the reference; AuditError if they differ.
-
-    `same_start`: the reference is the model the policy starts from, so that their numbers must agree.
-    """
-    packer = packer.alone()  # every worker looks at the same, so that all find the same
-    _check_calls(policy, packer, workers.device)
-    compared = [
-        one
-        for pack in packer.micro_batches(_sample(packer.store))
-        for one in _compare(policy, reference, packer.store, pack, workers.device)
-    ]
-    tolerance = LEAST_TOLERANCE[precision]
-    differs = not all(one.plain <= tolerance and (one.reference <= tolerance or not same_start) for one in compared)
-    # Forwards are computed by all workers or by none, even where one finds what another just does not.
-    if workers.highest(differs):
-        tolerance = max(tolerance, TIMES_ROUNDING * float(np.mean([one.rounding() for one in compared])))
-    for one in compared:
-        _check_plain(one, tolerance)
-        if same_start:
-            _check_reference(one, tolerance)
-    best = [one for one in compared if one.is_best]
-    return Audit(
-        plain_difference=max(one.plain for one in compared),
-        reference_difference=max(one.reference for one in compared) if same_start else None,
-        num_completions=len(compared),
-        chosen_nats=sum(one.nats for one in best) / sum(one.num_tokens for one in best),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A completion's mean absolute differences per token, and its loss under the policy."""
+class AuditedCompletion:
+    """A completion's token log-probabilities in a pack, and how they compare with the plain forward."""
 
     place: str
-    plain: float  # of the pack to the plain forward
-    reference: float  # of the pack to the reference
-    rounding: Callable[[], float]  # of the plain forward to itself, rounded otherwise; two more forwards tell
-    nats: float
-    num_tokens: int
+    packed: Tensor
+    plain_difference: float  # mean absolute difference per token
+    rounding: Callable[[], float]  # of the plain forward to itself, rounded in another way; takes two more forwards
     is_best: bool
 
 
-def _compare(
-    policy: Policy, reference: Reference, store: Preferences, pack: Pack, device: torch.device
-) -> Iterator[_Compared]:
+@dataclass(slots=True)
+class Audit:
+    """What the audit of a model found."""
+
+    packs: list[Pack]
+    completions: list[AuditedCompletion]
+    precision: str
+    num_longer: int  # preferences too long to be audited
+    longest: int  # tokens of the longest that was
+    _tolerance: float | None = field(default=None, init=False)
+
+    @property
+    def plain_difference(self) -> float:
+        """The largest of any completion."""
+        return max(one.plain_difference for one in self.completions)
+
+    @property
+    def chosen_nats(self) -> float:
+        """The model's mean loss per token of the best completions that were looked at."""
+        best = torch.cat([one.packed for one in self.completions if one.is_best])
+        return -float(best.double().mean())
+
+    def tolerance(self, differences: list[float], workers: Workers) -> float:
+        """What rounding explains of a difference. It is measured only if some difference is above the least tolerance."""
+        least = LEAST_TOLERANCE[self.precision]
+        # Forwards are computed by all ranks or by none, even where one finds what another just does not.
+        if self._tolerance is None and workers.highest(not all(one <= least for one in differences)):
+            rounding = TIMES_ROUNDING * float(np.mean([one.rounding() for one in self.completions]))
+            self._tolerance = min(max(least, rounding), MOST_TOLERANCE[self.precision])
+        return least if self._tolerance is None else self._tolerance
+
+
+def audit(policy: Policy, packer: Packer, workers: Workers, *, precision: str, model: str) -> Audit:
+    """Compare packed log-probabilities with the plain eager forward; AuditError if they differ.
+
+    `model`: its key and name in the configuration.
+    """
+    packer = packer.alone()  # every rank looks at the same, so that all find the same
+    longest = -workers.highest(-_longest_that_fits(policy, workers.device))
+    sample = _sample(packer.store, longest)
+    packs = list(packer.micro_batches(sample))
+    _check_calls(policy, packs[0], workers.device, model)
+    completions = [one for pack in packs for one in _compare(policy, packer.store, pack, workers.device)]
+    lengths = packer.store.longest
+    found = Audit(
+        packs,
+        completions,
+        precision,
+        num_longer=int((lengths > max(longest, lengths[sample].max())).sum()),
+        longest=int(lengths[sample].max()),
+    )
+    tolerance = found.tolerance([one.plain_difference for one in completions], workers)
+    for one in completions:
+        _check_plain(one, tolerance, model, packed=policy.packed)
+    return found
+
+
+def audit_reference(policy: Policy, found: Audit, reference: Reference, workers: Workers) -> float:
+    """Compare a policy, as it was audited, with the reference made of it; the largest mean difference per token."""
+    against: list[Tensor] = []
+    for pack in found.packs:
+        inputs = policy.inputs(pack, workers.device)
+        values = reference.token_logps(pack, inputs)[: inputs.num_scored]
+        against += values.split(pack.completion_lengths.tolist())
+    pairs = list(zip(found.completions, against, strict=True))
+    differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
+    tolerance = found.tolerance(differences, workers)
+    for (one, _), difference in zip(pairs, differences, strict=True):
+        if not difference <= tolerance:
+            raise AuditError(
+                f"audit: {one.place}: the reference differs from the model it was made of by {difference:.2g} nats a token "
+                f"(rounding explains {tolerance:.2g}). Nothing was trained. Remove the cached reference "
+                "(reference.cache_dir) and start again."
+            )
+    return max(differences)
+
+
+def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.device) -> Iterator[AuditedCompletion]:
     """Every completion of a pack."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
         packed = policy(inputs)[: inputs.num_scored]
-    against = reference.token_logps(pack, inputs)[: inputs.num_scored].to(packed)
     lengths, best = pack.completion_lengths.tolist(), set(pack.best.tolist())
     sequences = [
         (index, number) for index in pack.preferences.tolist() for number in range(len(store[index].completions))
     ]
-    parts = zip(sequences, packed.split(lengths), against.split(lengths), strict=True)
-    for at, ((index, number), own, other) in enumerate(parts):
+    for at, ((index, number), own) in enumerate(zip(sequences, packed.split(lengths), strict=True)):
         preference = store[index]
         ids = _ids(preference.prompt, device), _ids(preference.completions[number], device)
         scored = _ids(preference.scored(number), device)
         plain = policy.plain_logps(*ids)[scored]
-        yield _Compared(
+        yield AuditedCompletion(
             f"{store.place(index)} (completion {number})",
-            plain=_mean_difference(own, plain),
-            reference=_mean_difference(own, other),
+            own,
+            plain_difference=_mean_difference(own, plain),
             rounding=partial(_rounding, policy, ids, scored, plain),
-            nats=-float(own.double().sum()),
-            num_tokens=len(own),
             is_best=at in best,
         )
 
 
 def _rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """How far the plain forward of a prompt and a completion is from itself where it is rounded otherwise."""
-    otherwise = policy.plain_logps(*ids, filler=FILLER), policy.plain_logps(*ids, nudged=True)
-    return max(_mean_difference(plain, one[scored]) for one in otherwise)
+    """How far the plain forward of a prompt and a completion is from itself where it is rounded in another way."""
+    others = policy.plain_logps(*ids, filler=FILLER), policy.plain_logps(*ids, nudged=True)
+    return max(_mean_difference(plain, one[scored]) for one in others)
 
 
-def _sample(store: Preferences) -> np.ndarray:
-    """The first few preferences, and the longest that fits the audit: it is the one that passes a window."""
-    fitting = np.flatnonzero(store.longest <= MAX_AUDIT_TOKENS)
+def _sample(store: Preferences, longest: int) -> np.ndarray:
+    """The first few preferences, and the longest up to so many tokens: it is the one that passes a window."""
+    fitting = np.flatnonzero(store.longest <= longest)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
-    longest = fitting[np.argmax(store.longest[fitting])]
-    return np.unique([*fitting[: NUM_PREFERENCES - 1].tolist(), int(longest)])
+    last = fitting[np.argmax(store.longest[fitting])]
+    return np.unique([*fitting[: NUM_PREFERENCES - 1].tolist(), int(last)])
 
 
-def _check_plain(one: _Compared, tolerance: float) -> None:
-    if not one.plain <= tolerance:
-        raise AuditError(
-            f"audit: {one.place}: packed log-probabilities differ from the model's plain forward by {one.plain:.2g} nats a "
-            f"token (rounding explains {tolerance:.2g}), so training would not be exact. Nothing was trained. "
-            "Train this model with policy.packing.mode=none, and report it."
+def _longest_that_fits(policy: Policy, device: torch.device) -> int:
+    """Tokens of a sequence whose eager forward surely fits in free memory, up to MAX_AUDIT_TOKENS."""
+    config = policy.model.config.get_text_config()
+    heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
+    heads = max(heads) if isinstance(heads, list) else heads
+    # Scores and the same masked in the model's dtype, their softmax in float32; logits, the same in float32, their softmax.
+    per_square, per_token = heads * (2 * size + 4), config.vocab_size * (size + 8)
+    room = SHARE_OF_FREE_MEMORY * _free_memory(device)
+    # per_square * n^2 + per_token * n = room
+    root = math.sqrt(per_token**2 + 4 * per_square * room)
+    return min(MAX_AUDIT_TOKENS, int((root - per_token) / (2 * per_square)))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed: bool) -> None:
+    if not one.plain_difference <= tolerance:
+        rows, advice = (
+            ("packed", "Train this model with policy.packing.mode=none, and report it.")
+            if packed
+            else ("padded", "This model cannot be trained exactly here: please report it.")
         )
-
-
-def _check_reference(one: _Compared, tolerance: float) -> None:
-    if not one.reference <= tolerance:
         raise AuditError(
-            f"audit: {one.place}: the reference differs from the model it was made of by {one.reference:.2g} nats a token "
-            f"(rounding explains {tolerance:.2g}). Nothing was trained. Remove the cached reference "
-            "(reference.cache_dir) and start again."
+            f"audit: {model}: {one.place}: {rows} log-probabilities differ from the model's plain forward by "
+            f"{one.plain_difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training would not be exact. "
+            f"Nothing was trained. {advice}"
         )
 
 
@@ -151,11 +203,10 @@ def _mean_difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().mean())
 
 
-def _check_calls(policy: Policy, packer: Packer, device: torch.device) -> None:
+def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -> None:
     """Every attention layer must ask for the pack's mask once; seen uncompiled, where calls can be counted."""
     if not policy.packed:
         return
-    pack = next(packer.micro_batches(_sample(packer.store)))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), counted_calls() as calls:
         policy(policy.inputs(pack, device))
     config = policy.model.config.get_text_config()
@@ -163,7 +214,7 @@ def _check_calls(policy: Policy, packer: Packer, device: torch.device) -> None:
     expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
     if len(calls) != expected:
         raise AuditError(
-            f"audit: {len(calls)} of {expected} attention layers asked for the pack's mask, so sequences would see each "
+            f"audit: {model}: {len(calls)} of {expected} attention layers asked for the pack's mask, so sequences would see each "
             "other. Nothing was trained. Train this model with policy.packing.mode=none."
         )
 

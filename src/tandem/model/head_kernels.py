@@ -53,19 +53,19 @@ def _score(
 
 @triton.jit
 def _slope(
-    logits, targets, normalisers, grads, vocabulary, scale, softcap,
+    logits, slopes, targets, normalisers, grads, vocabulary, scale, softcap,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    places = logits + row * vocabulary + columns
+    places = row * vocabulary + columns
     inside = columns < vocabulary
-    values, capped = _ruled(tl.load(places, mask=inside, other=0.0), scale, softcap, CAPPED)
+    values, capped = _ruled(tl.load(logits + places, mask=inside, other=0.0), scale, softcap, CAPPED)
     hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     slope = (hit - tl.exp(values - tl.load(normalisers + row))) * tl.load(grads + row) * scale
     if CAPPED:
         slope *= 1 - capped * capped
-    tl.store(places, slope.to(logits.dtype.element_ty), mask=inside)
+    tl.store(slopes + places, slope.to(slopes.dtype.element_ty), mask=inside)
 
 
 def score_rows(
@@ -82,11 +82,18 @@ def score_rows(
 
 
 def slope_rows(
-    logits: Tensor, targets: Tensor, normalisers: Tensor, grads: Tensor, scale: float, softcap: float | None
+    logits: Tensor,
+    targets: Tensor,
+    normalisers: Tensor,
+    grads: Tensor,
+    scale: float,
+    softcap: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Logits turned, in their own memory, into the gradient that reaches them from `grads` of the log-probabilities."""
+    """The gradient that reaches logits from `grads` of the log-probabilities. In their own dtype it takes their memory."""
+    slopes = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     _slope[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](  # type: ignore[index]
-        logits, targets, normalisers, grads.contiguous(), logits.shape[1], scale, softcap or 1.0,
+        logits, slopes, targets, normalisers, grads.contiguous(), logits.shape[1], scale, softcap or 1.0,
         CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return logits
+    return slopes

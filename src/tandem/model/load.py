@@ -17,6 +17,7 @@ RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     """Refuse packing where a mask cannot keep sequences apart, before any weights load."""
+    _refuse_row_dependent_positions(source, policy)
     if policy.packing.mode == "none":
         return
     config = source.config.get_text_config()
@@ -29,13 +30,18 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
             f"{source.key} = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
             "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
         )
+
+
+def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -> None:
+    """Some RoPE scalings are chosen by the longest position in a batch of rows, packed or not: one sequence changes another."""
+    config = source.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
     if rope.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
         raise ConfigError(
-            f"{source.key} = {source.name}: its {rope['rope_type']} position scaling depends on the longest "
-            f"sequence in a row beyond {original} tokens. Set policy.max_total_sequence_length={original} or less, or "
-            "policy.packing.mode=none."
+            f"{source.key} = {source.name}: beyond {original} tokens its {rope['rope_type']} position scaling depends on the "
+            "longest sequence computed at the same time, so training would not be exact. Set "
+            f"policy.max_total_sequence_length={original} or less."
         )
 
 

@@ -3,6 +3,7 @@
 The head works in chunks and keeps no logits: its backward computes them again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +48,16 @@ class _ChunkedLogps(torch.autograd.Function):
         # Under a frozen head the gradient of a token is its own grad times what is known here already.
         ctx.frozen = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         slopes = torch.empty_like(hidden) if ctx.frozen else None
+        logits_of = _float32_head(weight, bias)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits = logits_of(hidden[part])
             logps[part], normalisers[part], of_squares = _score(logits, targets[part], rule, squares=squares)
             if of_squares is not None:
                 log_squares[part] = of_squares
             if slopes is not None:
-                slopes[part] = (
-                    _slope(logits, targets[part], normalisers[part], torch.ones_like(logps[part]), rule) @ weight
-                )
+                ones = torch.ones_like(logps[part])
+                slopes[part] = _slope(logits, targets[part], normalisers[part], ones, rule, weight.dtype) @ weight
         if ctx.frozen:
             ctx.save_for_backward(slopes)
         else:
@@ -76,10 +77,11 @@ class _ChunkedLogps(torch.autograd.Function):
         # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if ctx.needs_input_grad[2] else None
+        logits_of = _float32_head(weight, bias)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            grad_logits = _slope(logits, targets[part], normalisers[part], grad[part], ctx.rule)
+            logits = logits_of(hidden[part])
+            grad_logits = _slope(logits, targets[part], normalisers[part], grad[part], ctx.rule, weight.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[part])
@@ -101,23 +103,41 @@ def _score(logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool) ->
     return logps, normalisers, ruled.mul(2).logsumexp(-1) - 2 * normalisers if squares else None
 
 
-def _slope(logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule) -> Tensor:
-    """The gradient that reaches logits from `grad` of the log-probabilities. It may take their memory."""
+def _slope(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule, dtype: torch.dtype
+) -> Tensor:
+    """The gradient that reaches logits from `grad` of the log-probabilities, in the dtype of the products that follow."""
     if _has_kernels(logits):
         from tandem.model.head_kernels import slope_rows
 
-        return slope_rows(logits, targets, normalisers, grad, rule.scale, rule.softcap)
+        return slope_rows(logits, targets, normalisers, grad, rule.scale, rule.softcap, dtype)
     ruled, capped = _ruled(logits, rule)
     # d logp / d logits = onehot(target) - softmax(logits)
     slope = (ruled - normalisers[:, None]).exp_().mul_(-grad[:, None])
     slope.scatter_add_(-1, targets[:, None], grad[:, None])
     if capped is not None:
         slope.mul_(1 - capped.square())
-    return slope.mul_(rule.scale).to(logits.dtype)
+    return slope.mul_(rule.scale).to(dtype)
 
 
 def _has_kernels(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype != torch.float64
+
+
+def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The head's product, whose logits are never rounded to bfloat16: between 16 and 32 its numbers are 0.125 apart."""
+    wide = _wide(weight)
+    if wide == weight.dtype:
+        return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
+    if not weight.is_cuda:  # has no product of bfloat16 numbers that ends in float32
+        wide_weight, wide_bias = weight.to(wide), None if bias is None else bias.to(wide)
+        return lambda hidden: torch.nn.functional.linear(hidden.to(wide), wide_weight, wide_bias)
+
+    def product(hidden: Tensor) -> Tensor:
+        logits = torch.mm(hidden, weight.T, out_dtype=wide)
+        return logits if bias is None else logits.add_(bias)
+
+    return product
 
 
 def _ruled(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     if workers.count == 1:
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy)
+        _sum_gradients_in_float32(policy)
         return policy
     precision = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,7 +43,24 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     for name, parameter in policy.named_parameters():
         if bfloat16 and parameter.dtype == torch.float32:
             cast_by_chance(parameter, salt_in_policy(name))
+    _sum_gradients_in_float32(policy)
     return policy
+
+
+def _sum_gradients_in_float32(policy: Policy) -> None:
+    """Let the gradients of bfloat16 weights add up over packs in float32: each sum in bfloat16 would round once more.
+
+    The first pack's gradient is widened as it arrives; what autograd or fully_shard adds to it stays as wide.
+    """
+    for _, parameter in policy.trained():
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = None  # any: by default a gradient must have its parameter's dtype
+            parameter.register_post_accumulate_grad_hook(_widen_gradient)
+
+
+def _widen_gradient(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        parameter.grad = parameter.grad.float()
 
 
 def frozen(policy: Policy) -> Policy:

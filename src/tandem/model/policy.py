@@ -133,13 +133,15 @@ class Policy(nn.Module):
     def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, nudged: bool = False) -> Tensor:
         """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick.
 
-        `filler` tokens behind the sequence change nothing but the rounding, since no position sees a later one. `nudged`:
-        with every number of the embeddings off by as much as one rounding.
+        The head's product is in float32 here too. `filler` tokens after the sequence change nothing but the rounding, since no
+        position sees a later one. `nudged`: with every number of the embeddings off by as much as one rounding.
         """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
-        embeddings = self.model.get_input_embeddings()
-        nudge = embeddings.register_forward_hook(lambda module, inputs, output: _nudged(output)) if nudged else None
+        hooks = [self.model.get_output_embeddings().register_forward_hook(_float32_logits)]
+        if nudged:
+            embeddings = self.model.get_input_embeddings()
+            hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: _nudged(output)))
         try:
             ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
             end = len(prompt) + len(completion) - 1
@@ -147,10 +149,18 @@ class Policy(nn.Module):
                 logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
         finally:
             self.model.set_attn_implementation(own)
-            if nudge is not None:
-                nudge.remove()
+            for hook in hooks:
+                hook.remove()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+
+
+def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """In place of a head's output: the same product, not rounded to bfloat16."""
+    if output.dtype.itemsize >= torch.float32.itemsize:
+        return output
+    bias = getattr(head, "bias", None)
+    return nn.functional.linear(inputs[0].float(), head.weight.float(), None if bias is None else bias.float())  # type: ignore[operator, union-attr]
 
 
 def _nudged(values: Tensor) -> Tensor:
@@ -179,6 +189,6 @@ def head_rule(model: Any) -> HeadRule:
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens per chunk, a power of two: logits of about 2 GiB in bfloat16 on a GPU, of 64 MiB in float32 on a CPU."""
-    logits = 2**30 if device.type == "cuda" else 2**24
+    """Tokens per chunk, a power of two: float32 logits of at most 2 GiB on a GPU, of 64 MiB on a CPU."""
+    logits = 2**29 if device.type == "cuda" else 2**24
     return max(64, min(4096, 2 ** ((logits // vocabulary).bit_length() - 1)))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
+from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
@@ -22,7 +23,7 @@ from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
 # Raised whenever the same weights and tokens would give other numbers.
-LOGPS_VERSION = 2
+LOGPS_VERSION = 3
 PREFERENCES_AT_ONCE = 256
 
 
@@ -69,39 +70,50 @@ class CachedReference:
         return self.values[start : self.ends[index]]
 
 
+def reference_name(weights: str, tokens: str, **computed: str) -> str:
+    """The folder of a reference in the cache, after all that decides its numbers: weights, tokens, and how it is computed.
+
+    Never the length of rows, which differs from card to card: it changes nothing but rounding.
+    """
+    return f"{tokens_prefix(tokens)}{fingerprint(LOGPS_VERSION, weights, tokens, computed)[:16]}"
+
+
+def tokens_prefix(tokens: str) -> str:
+    """With which the name of every reference of a set begins."""
+    return f"{tokens[:16]}-"
+
+
 def cached_reference(
     policy: Callable[[], Policy],
     packer: Packer,
     workers: Workers,
     *,
-    folder: Path,
-    weights: str,
-    precision: str,
+    place: Path,
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> CachedReference:
-    """The reference's numbers for a set: found under a name made of weights, tokens and precision, or computed now.
+    """The reference's numbers for a set: found in `place`, which is named after all that decides them, or computed now.
 
     `portions` of the set, in its order, are packed by themselves. A policy that starts as the reference, packed alike, then
     agrees with it to the bit, where the numbers were not found but computed; else up to rounding.
-    `policy` is called where they must be computed. `progress` is called behind every pack, with the preferences that are done
+    `policy` is called where they must be computed. `progress` is called after every pack, with the preferences that are done
     since (0 but at the end of a portion), and may end it by raising.
     """
     store = packer.store
-    place = folder / fingerprint(LOGPS_VERSION, weights, store.fingerprint, precision)
-    # One worker of each machine keeps what all of them compute.
-    lacking = workers.agreed(lambda: not _is_sound(place), by=workers.is_first_here) or False
-    if workers.highest(lacking):
+    # One rank of each machine keeps what all of them compute.
+    missing = workers.agreed(lambda: not _is_sound(place), by=workers.is_first_here) or False
+    if workers.highest(missing):
         with ExitStack() as stack:
-            aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=lacking)
-            compute_reference(policy(), packer, workers, aside / "logps.f32" if aside else None, progress, portions)
+            model = policy()
+            aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=missing)
+            compute_reference(model, packer, workers, aside / "logps.f32" if aside else None, progress, portions)
 
             def complete() -> None:
                 assert aside is not None
-                write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint, precision=precision)
+                write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint)
                 stack.close()
 
-            workers.agreed(complete, by=lacking)
+            workers.agreed(complete, by=missing)
     values = np.memmap(place / "logps.f32", np.float32, mode="r")
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
@@ -144,6 +156,7 @@ def compute_reference(
             values = np.zeros(int(ends[last]) - before, np.float32)
             for index, part in (one for of_worker in workers.gather(asked.read(store)) for one in of_worker):
                 values[ends[index] - before - len(part) : ends[index] - before] = part
+                _refuse_not_finite(part, store, index)
             if out is not None:
                 out.write(values.tobytes())
             fail_point("reference.chunk")
@@ -158,6 +171,16 @@ def compute_reference(
             unread = asked
         if unread is not None:
             keep(unread)
+
+
+def _refuse_not_finite(logps: NDArray[np.float32], store: Preferences, index: int) -> None:
+    """Cached, such numbers would end every later run. All ranks have the same, and meet this alike."""
+    if not np.isfinite(logps).all():
+        raise NonFiniteError(
+            f"{store.place(index)}: the reference gives this preference log-probabilities that are not finite, so no loss can "
+            "be computed from it. Nothing was cached or trained. Look at this row; if others fail too, the reference model "
+            "itself overflows: try policy.precision=float32."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

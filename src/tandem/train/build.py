@@ -3,25 +3,24 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tandem.cache import cache_dir, remove_leftovers
-from tandem.model.audit import audit, start_loss_verdict
-from tandem.model.load import load_policy
-from tandem.model.lora import LoraPlan, load_adapted, start_fingerprint
-from tandem.model.parallel import compile_layers, frozen, shard
+from tandem.cache import remove_leftovers
+from tandem.model.lora import start_fingerprint
+from tandem.model.parallel import frozen
 from tandem.model.policy import Policy
-from tandem.model.recompute import recompute
-from tandem.model.reference import CachedReference, LiveReference, NoReference, Reference, cached_reference
-from tandem.model.source import ModelSource, weights_fingerprint
+from tandem.model.reference import (
+    LiveReference,
+    Reference,
+)
+from tandem.model.source import weights_fingerprint
 from tandem.model.workers import Workers
 from tandem.packing.layout import join
-from tandem.packing.packer import Packer
 from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
     Progress,
@@ -35,6 +34,7 @@ from tandem.train.host_copy import HostCopier
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.ranking import Ranking
+from tandem.train.references import audit_model, audit_start, load_sharded, make_references
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
 from tandem.train.rundir import is_finished
 from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
@@ -42,7 +42,7 @@ from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
 from tandem.train.terms import Side
 from tandem.train.trackers.tracking import Tracking, start_tracking
-from tandem.train.validation import ValidationReport, ValidationSet, portions, validate
+from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 
 @dataclass(slots=True)
@@ -134,9 +134,10 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, workers, setup.lora)
     weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
-    references = _references(setup, policy, workers, weights, reporter, stopping.check)
+    found = audit_model(setup, policy, setup.source, workers, reporter)
+    references = make_references(setup, policy, run, workers, weights, reporter, stopping.check)
+    audit_start(setup, policy, found, references, workers, reporter)
     samples = _samples(setup, policy, references, workers)
-    _audit(setup, policy, references, workers, reporter)
     expected = _rehearse(setup, policy, reporter, stopping.check)
     dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
     optimizer = make_optimizer(
@@ -252,20 +253,6 @@ def _has_steps(metrics: Path) -> bool:
     return metrics.is_file() and '"split": "train"' in metrics.read_text(encoding="utf-8", errors="replace")
 
 
-def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:
-    policy = (
-        load_policy(source, setup.config.policy, workers.device, dtype=setup.weights_dtype)
-        if lora is None
-        else load_adapted(source, setup.config.policy, workers.device, lora)
-    )
-    if (how := setup.config.policy.activation_checkpointing) != "none":
-        recompute(policy, how)
-    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
-    if setup.compiles:
-        compile_layers(policy)
-    return policy
-
-
 def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
     """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
 
@@ -304,50 +291,6 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     return expected
 
 
-def _references(
-    setup: Setup,
-    policy: Policy,
-    workers: Workers,
-    weights: str,
-    reporter: Reporter,
-    check: Callable[[], None],
-) -> dict[str, Reference]:
-    """The reference for the training set and every validation set, by split."""
-    packers = setup.packers()
-    if not setup.compares:
-        return dict.fromkeys(packers, NoReference())
-    other = setup.reference_source
-    source, lora = (setup.source, setup.lora) if other is None else (other, None)
-    load = cache(lambda: frozen(load_sharded(setup, source, workers, lora)))
-    if setup.config.reference.mode == "live":
-        return dict.fromkeys(packers, LiveReference(load()))
-    if other is not None:
-        weights = workers.one_then_all(lambda: weights_fingerprint(other))
-    folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
-    references: dict[str, Reference] = {}
-    for name, packer in packers.items():
-        with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
-
-            def advance(count: int, done: Callable[..., None] = done) -> None:
-                done(count)
-                check()
-
-            references[name] = cached_reference(
-                # Before the first update the policy is the reference, unless that is another model.
-                load if other is not None else lambda: policy,
-                packer,
-                workers,
-                folder=folder,
-                weights=weights,
-                # Weights are rounded otherwise when they are loaded in bfloat16 than when they are cast to it.
-                precision=f"{setup.precision}, {setup.weights_dtype} weights",
-                progress=advance,
-                # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
-                portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
-            )
-    return references
-
-
 def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers) -> Samples | None:
     """The prompts to show answers to, and the reference's answers: before the first update they are the policy's own."""
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
@@ -362,44 +305,3 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], wor
     if other is not None and not isinstance(asked, LiveReference):
         model = frozen(load_sharded(setup, other, workers))
     return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))
-
-
-def _audit(
-    setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers, reporter: Reporter
-) -> None:
-    same = setup.compares and setup.reference_source is None
-    with policy.computing():
-        found = audit(policy, references["train"], setup.train, workers, precision=setup.precision, same_start=same)
-    rows = "packed" if policy.packed else "padded"
-    reporter.say(
-        f"Audit: {found.num_completions} completions, {rows} = plain forward to {found.plain_difference:.1e} nats a token"
-        + (f", policy = reference to {found.reference_difference:.1e}" if same else f"; {_why_not(setup)}")
-    )
-    reporter.say("Start model on the chosen completions")
-    packers = setup.packers()
-    for split, reference in references.items():
-        # Read from the start's cache over the whole set; without it there is only what the audit looked at.
-        if same and isinstance(reference, CachedReference):
-            nats = _chosen_nats(packers[split], reference)
-        elif split == "train":
-            nats = found.chosen_nats
-        else:
-            continue
-        reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
-
-
-def _why_not(setup: Setup) -> str:
-    return "the reference is another model" if setup.compares else "the loss has no reference"
-
-
-def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
-    """Mean loss per token of the best completions under the start model."""
-    total = tokens = 0.0
-    for index in range(min(len(packer.store), 10_000)):
-        preference = packer.store[index]
-        best = preference.pairs[0][0]
-        start = sum(len(preference.scored(number)) for number in range(best))
-        part = reference.of_preference(index)[start : start + len(preference.scored(best))]
-        total -= float(np.sum(part, dtype=np.float64))
-        tokens += len(part)
-    return total / tokens

@@ -15,10 +15,11 @@ from tandem.export import export_adapter, export_model
 from tandem.model.adapter_files import read_adapter
 from tandem.model.policy import Policy
 from tandem.model.source import find_model
-from tandem.train.build import Training, load_sharded
+from tandem.train.build import Training
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
 from tandem.train.per_pair import PerPairFile
+from tandem.train.references import load_sharded
 from tandem.train.validation import ValidationReport, measure, validate
 from tandem.train.verdicts import judge
 

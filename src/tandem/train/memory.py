@@ -49,7 +49,7 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> F
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
-    gradients = sum(_bytes(parameter) for parameter in trained)
+    gradients = sum(torch.float32.itemsize * _local(parameter).numel() for parameter in trained)
     states = int(sum(MOMENTS * state_bytes * _local(parameter).numel() for parameter in trained))
     return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
 

@@ -198,7 +198,7 @@ def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precisio
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
         trained = lora.num_trained * (8 + copy + states)
         return frozen + trained / num_workers if lora.quantization else (frozen + trained) / num_workers
-    weights = 8 if policy.weights == "float32" else 4
+    weights = (4 if policy.weights == "float32" else 2) + 4  # gradients add up in float32
     return num * (weights + copy + states) / num_workers
 
 

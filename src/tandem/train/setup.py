@@ -173,8 +173,8 @@ class Setup:
 
     def _weights(self) -> str:
         policy = self.config.policy
-        # Weights and gradients are of one dtype.
-        size = 2 * self.weights_dtype.itemsize + 2 * state_bytes(policy.optimizer.state_dtype)
+        # Gradients are float32.
+        size = self.weights_dtype.itemsize + 4 + 2 * state_bytes(policy.optimizer.state_dtype)
         states = f"{policy.optimizer.state_dtype} optimizer states, {size:.0f} bytes"
         if self.lora is None:
             rounded = "" if policy.weights == "float32" else f", rounded {policy.weights.removeprefix('bfloat16_')}"

@@ -119,7 +119,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    remove_leftovers(run, "config.yaml", "verdicts.json", "model")
+    remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "model")
     write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 

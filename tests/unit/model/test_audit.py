@@ -6,15 +6,17 @@ import re
 import numpy as np
 import pytest
 import torch
-from models import tiny_model
-from running import SHORT, few_pairs, short_run
+from models import model_folder, tiny_model
+from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
 from tandem.config.load import load_config
-from tandem.errors import AuditError
+from tandem.errors import AuditError, NonFiniteError
 from tandem.model import attention, audit, policy, reference
 from tandem.model.audit import start_loss_verdict
 from tandem.model.workers import start_workers
+from tandem.train.report import Reporter
 from tandem.train.setup import set_up
+from tandem.train.trainer import train
 
 
 def assert_nothing_was_trained(run):
@@ -27,9 +29,33 @@ def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
 
     monkeypatch.setattr(attention, "may_attend", leaking)
     # Both sides share the error, so policy and reference agree; only the plain forward tells.
-    with pytest.raises(AuditError, match=r"audit: .*few.jsonl:\d+ \(completion 1\): packed log-probabilities differ"):
+    with pytest.raises(AuditError) as caught:
         short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
+    assert re.fullmatch(
+        r"audit: policy\.model_name = .*: .*few\.jsonl:\d+ \(completion 1\): packed log-probabilities differ from the model's "
+        r"plain forward by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training would not be exact\. Nothing was "
+        r"trained\. Train this model with policy\.packing\.mode=none, and report it\.",
+        str(caught.value),
+    )
     assert_nothing_was_trained(tmp_path / "run")
+    assert not list((tmp_path / "cache").glob("*")), "a refused run caches nothing"
+
+
+def test_an_unpacked_run_that_is_refused_is_not_told_to_be_unpacked(tmp_path, monkeypatch):
+    inputs = policy.Policy.inputs
+
+    def shifted(self, pack, device):
+        import dataclasses
+
+        return inputs(self, dataclasses.replace(pack, predicting=pack.predicting + 1), device)
+
+    monkeypatch.setattr(policy.Policy, "inputs", shifted)
+    with pytest.raises(AuditError) as caught:
+        short_run(tmp_path / "run", "policy.packing.mode=none", few_pairs(tmp_path))
+    assert "padded log-probabilities differ" in str(caught.value)
+    assert str(caught.value).endswith(
+        "Nothing was trained. This model cannot be trained exactly here: please report it."
+    )
 
 
 def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
@@ -91,7 +117,7 @@ class _Nothing:
 
 def test_the_sample_holds_the_longest_preference():
     store = set_up(load_config(None, SHORT).config, torch.device("cpu")).train.store
-    sample = audit._sample(store)
+    sample = audit._sample(store, 512)
     assert sample.tolist()[:3] == [0, 1, 2]
     assert store.longest[sample].max() == store.longest.max()
 
@@ -123,7 +149,7 @@ def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
     told, workers = [], start_workers()
     setup = set_up(load_config(None, SHORT).config, workers.device)
     frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
-    given = {"folder": tmp_path, "weights": "w", "precision": "float32", "progress": end_behind_the_second}
+    given = {"place": tmp_path / "reference", "progress": end_behind_the_second}
     with pytest.raises(Ended):
         reference.cached_reference(lambda: frozen, setup.train, workers, **given)
     assert told == [0, 0]
@@ -142,9 +168,7 @@ def test_cached_reference_equals_the_live_one(tmp_path):
         lambda: frozen,
         setup.train,
         workers,
-        folder=tmp_path,
-        weights="w",
-        precision="float32",
+        place=tmp_path / "reference",
         progress=lambda n: None,
     )
     live = reference.LiveReference(frozen)
@@ -158,20 +182,25 @@ def test_cached_reference_equals_the_live_one(tmp_path):
         )
 
 
-def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
-    """A plain forward that differs from itself by 0.02, rounded otherwise, explains 0.08 to a pack; less explains 0.01."""
+@pytest.mark.parametrize(
+    ("plain", "rounding", "tolerance"),
+    [(0.079, 0.02, None), (0.009, 0.0001, None), (0.081, 0.02, "0.08"), (0.011, 0.0001, "0.01"), (0.32, 5.0, "0.1")],
+)
+def test_a_model_that_rounds_more_is_allowed_more_up_to_a_ceiling(monkeypatch, plain, rounding, tolerance):
+    """A plain forward that differs from itself by 0.02, rounded otherwise, explains 0.08 to a pack; less explains 0.01.
 
-    def found(plain, rounding):
-        one = audit._Compared(
-            "here", plain=plain, reference=0.0, rounding=lambda: rounding, nats=8.0, num_tokens=4, is_best=True
-        )
-        monkeypatch.setattr(audit, "_compare", lambda *_: [one])
-        monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
-        monkeypatch.setattr(audit, "_sample", lambda store: store)
-        return audit.audit(None, None, OnePack(), start_workers(), precision="bfloat16", same_start=True)
+    One that differs by 5 computes something else with filler after it, and explains no more than 0.1.
+    """
+    one = audit.AuditedCompletion(
+        "here", torch.full((4,), -2.0), plain_difference=plain, rounding=lambda: rounding, is_best=True
+    )
+    monkeypatch.setattr(audit, "_compare", lambda *_: [one])
+    monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
+    monkeypatch.setattr(audit, "_longest_that_fits", lambda *_: 100)
 
     class OnePack:
-        store = None
+        class store:
+            longest = np.array([10, 20, 500])
 
         def alone(self):
             return self
@@ -179,12 +208,19 @@ def test_a_model_that_rounds_more_is_allowed_more(monkeypatch):
         def micro_batches(self, _):
             return [None]
 
-    assert found(0.079, 0.02).plain_difference == 0.079
-    assert found(0.009, 0.0001).chosen_nats == 2.0
-    with pytest.raises(AuditError, match=r"by 0\.081 nats a token \(rounding explains 0\.08\)"):
-        found(0.081, 0.02)
-    with pytest.raises(AuditError, match=r"by 0\.011 nats a token \(rounding explains 0\.01\)"):
-        found(0.011, 0.0001)
+    class Packed:
+        packed = True
+
+    def found():
+        return audit.audit(Packed(), OnePack(), start_workers(), precision="bfloat16", model="policy.model_name = it")
+
+    if tolerance is None:
+        audited = found()
+        assert (audited.plain_difference, audited.chosen_nats) == (plain, 2.0)
+        assert (audited.longest, audited.num_longer) == (20, 1)
+        return
+    with pytest.raises(AuditError, match=rf"by {plain} nats a token \(rounding explains {tolerance}\)"):
+        found()
 
 
 @pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 1e-9, 1e-5), (torch.bfloat16, 1e-4, 0.1)])
@@ -206,3 +242,131 @@ def test_the_first_validation_finds_policy_and_reference_alike_to_the_bit(tmp_pa
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["split"] == "validation-default"
     assert first["rewards_margin_p10"] == first["rewards_margin_p90"] == 0
+
+
+def test_a_long_preference_is_audited_as_far_as_its_eager_forward_fits_in_memory(monkeypatch):
+    made = policy.Policy(tiny_model("llama"), packed=True, attention="trees", head_chunk=64)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(audit, "_free_memory", lambda _: 2**40)
+    assert audit._longest_that_fits(made, cpu) == 16_384
+    # 4 heads x (2 x 4 + 4) bytes x n^2 + 96 words x (4 + 8) bytes x n = half of what is free: n = 1000
+    monkeypatch.setattr(audit, "_free_memory", lambda _: 2 * (4 * 12 * 1000**2 + 96 * 12 * 1000))
+    assert audit._longest_that_fits(made, cpu) == 1000
+
+
+def test_what_was_too_long_to_audit_is_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(audit, "MAX_AUDIT_TOKENS", 40)
+    loaded = load_config(None, [*SHORT, f"run.dir={tmp_path}/run", few_pairs(tmp_path), "dpo.max_num_steps=1"])
+    train(loaded, Reporter("normal"))
+    printed = capsys.readouterr().out
+    assert re.search(r"^Audit: \d+ completions of up to \d\d tokens, packed = plain forward to", printed, re.M)
+    assert re.search(
+        r"^  not audited: \d+ longer preferences, whose eager forward may not fit in memory$", printed, re.M
+    )
+
+
+def leaking_reference(monkeypatch, folder):
+    """A reference that is another model, whose packed sequences leak into each other, while the policy's do not."""
+    model_folder(folder, "llama", num_hidden_layers=1, initializer_range=0.05)
+    forward = policy.Policy._trunk
+
+    def leaking(self, inputs):
+        hidden = forward(self, inputs)
+        is_reference = self.packed and self.model.config.num_hidden_layers == 1
+        return hidden + 0.1 * hidden.roll(1, dims=1) if is_reference else hidden
+
+    monkeypatch.setattr(policy.Policy, "_trunk", leaking)
+    return f"reference.model={folder}"
+
+
+@pytest.mark.parametrize("mode", ["cached", "live"])
+def test_a_reference_that_is_another_model_is_audited_before_its_pass(tmp_path, monkeypatch, mode):
+    other, few = leaking_reference(monkeypatch, tmp_path / "other"), few_pairs(tmp_path)
+    given = [other, few, f"reference.mode={mode}", f"reference.cache_dir={tmp_path}/cache"]
+    with pytest.raises(AuditError, match=r"audit: reference\.model = .*other: .*: packed log-probabilities differ"):
+        short_run(tmp_path / "run", *given)
+    assert_nothing_was_trained(tmp_path / "run")
+    assert not list((tmp_path / "cache").glob("*")), "a refused run caches nothing"
+    # What the refusal advises works, and with the right numbers.
+    run = short_run(tmp_path / "unpacked", *given, "policy.packing.mode=none")
+    assert metrics_of(run)[0]["loss"] > 0
+
+
+def test_a_cached_reference_is_not_shared_by_what_would_compute_other_numbers(tmp_path):
+    few, cache = few_pairs(tmp_path), tmp_path / "cache"
+    cuts = [
+        [],
+        ["policy.packing.share_prompts=false"],
+        ["policy.packing.mode=none"],
+        ["policy.packing.pack_length=1024"],
+    ]
+    counts = []
+    for number, cut in enumerate(cuts):
+        short_run(tmp_path / str(number), few, f"reference.cache_dir={cache}", "dpo.max_num_steps=1", *cut)
+        counts.append(len(list(cache.glob("*/logps.f32"))))
+    each = counts[0]
+    assert counts == [each, 2 * each, 3 * each, 3 * each], "the length of rows alone does not count"
+
+
+def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path, monkeypatch, capsys):
+    import transformers
+
+    few, cache = few_pairs(tmp_path), tmp_path / "cache"
+    given = [few, f"reference.cache_dir={cache}", "checkpointing.save_period=2"]
+    with killed_after(3):
+        short_run(tmp_path / "run", *given)
+    started = sorted(cache.iterdir())
+    monkeypatch.setattr(transformers, "__version__", "99.0")
+    short_run(tmp_path / "run", *given)
+    assert sorted(cache.iterdir()) == started
+    short_run(tmp_path / "new", *given)
+    assert len(list(cache.iterdir())) == 2 * len(started)
+
+
+def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tmp_path, monkeypatch, capsys):
+    import shutil
+
+    import transformers
+
+    given = [few_pairs(tmp_path), f"reference.cache_dir={tmp_path}/cache", "checkpointing.save_period=2"]
+    with killed_after(3):
+        short_run(tmp_path / "run", *given)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(transformers, "__version__", "99.0")
+    train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *given]), Reporter("normal"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is computed again, with "
+        "transformers 99.0, and may differ by rounding."
+    ) in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_reference_values_that_are_not_finite_are_refused_at_their_row_and_not_cached(tmp_path, monkeypatch, value):
+    few = few_pairs(tmp_path)
+    ask = reference._ask
+
+    def broken(policy, packer, device, indices, after_each):
+        asked = ask(policy, packer, device, indices, after_each)
+        read = type(asked).read
+
+        class Broken:
+            def __init__(self):
+                self.indices = asked.indices
+
+            def read(self, store):
+                return [
+                    (index, np.full_like(part, value) if index == 7 else part) for index, part in read(asked, store)
+                ]
+
+        return Broken()
+
+    monkeypatch.setattr(reference, "_ask", broken)
+    with pytest.raises(NonFiniteError) as caught:
+        short_run(tmp_path / "run", few, f"reference.cache_dir={tmp_path}/cache")
+    assert str(caught.value) == (
+        f"{tmp_path}/few.jsonl:8: the reference gives this preference log-probabilities that are not finite, so no loss can be "
+        "computed from it. Nothing was cached or trained. Look at this row; if others fail too, the reference model itself "
+        "overflows: try policy.precision=float32."
+    )
+    assert not list((tmp_path / "cache").glob("*"))

@@ -97,14 +97,14 @@ def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(f
     config = find_model(Policy(model_name=str(folder))).config
     config.rope_parameters = {"rope_type": kind, "original_max_position_embeddings": 100}
     source = ModelSource("it", folder, config)
-    check_packable(source, Policy(max_total_sequence_length=100))
-    check_packable(source, Policy(max_total_sequence_length=101, packing=Packing(mode="none")))
-    with pytest.raises(ConfigError) as refused:
-        check_packable(source, Policy(max_total_sequence_length=101))
-    assert str(refused.value) == (
-        f"policy.model_name = it: its {kind} position scaling depends on the longest sequence in a row beyond 100 tokens. "
-        "Set policy.max_total_sequence_length=100 or less, or policy.packing.mode=none."
-    )
+    for packing in (Packing(), Packing(mode="none")):
+        check_packable(source, Policy(max_total_sequence_length=100, packing=packing))
+        with pytest.raises(ConfigError) as refused:
+            check_packable(source, Policy(max_total_sequence_length=101, packing=packing))
+        assert str(refused.value) == (
+            f"policy.model_name = it: beyond 100 tokens its {kind} position scaling depends on the longest sequence computed at "
+            "the same time, so training would not be exact. Set policy.max_total_sequence_length=100 or less."
+        )
 
 
 @pytest.mark.parametrize(

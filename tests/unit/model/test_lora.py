@@ -20,7 +20,7 @@ from tandem.model.logps import chunked_logps
 from tandem.model.lora import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
 from tandem.model.source import ModelSource, find_source, weights_fingerprint
 from tandem.model.tiny import tiny_model
-from tandem.train import build
+from tandem.train import references
 from tandem.train.setup import set_up
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_names_that_peft_takes_for_experts_are_refused_with_the_way_out():
 
 
 def test_a_refusal_comes_before_any_weights_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "load_adapted", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(references, "load_adapted", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="query matches no linear layer"):
         short_run(tmp_path / "run", "policy.lora.enabled=true", "policy.lora.target_modules=[query]")
     assert not (tmp_path / "run").exists()

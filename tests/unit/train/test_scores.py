@@ -11,7 +11,7 @@ from tandem import cli
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
-from tandem.train import build, trainer
+from tandem.train import references, trainer
 from tandem.train.report import Reporter
 from tandem.train.setup import set_up
 
@@ -50,7 +50,7 @@ def no_weights(monkeypatch):
     def loaded(*arguments, **options):
         pytest.fail("weights were loaded")
 
-    monkeypatch.setattr(build, "load_policy", loaded)
+    monkeypatch.setattr(references, "load_policy", loaded)
 
 
 def config_of(*overrides):
@@ -188,10 +188,10 @@ def test_scores_reach_the_loss_pair_by_pair(write, tmp_path):
 @pytest.mark.parametrize("name", ["simpo", "orpo", "cpo", "{simpo: 1, orpo: 0.5}"])
 def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, monkeypatch):
     loaded = []
-    load = build.load_policy
-    monkeypatch.setattr(build, "load_policy", lambda *given, **how: loaded.append(given) or load(*given, **how))
-    monkeypatch.setattr(build, "cached_reference", lambda *_, **__: pytest.fail("a reference was computed"))
-    monkeypatch.setattr(build, "LiveReference", lambda *_: pytest.fail("a reference was made"))
+    load = references.load_policy
+    monkeypatch.setattr(references, "load_policy", lambda *given, **how: loaded.append(given) or load(*given, **how))
+    monkeypatch.setattr(references, "cached_reference", lambda *_, **__: pytest.fail("a reference was computed"))
+    monkeypatch.setattr(references, "LiveReference", lambda *_: pytest.fail("a reference was made"))
     cache = tmp_path / "reference"
     overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", f"dpo.preference_loss={name}"]
     overrides += [f"reference.mode={mode}", f"reference.cache_dir={cache}", "dpo.max_num_steps=1"]
@@ -211,7 +211,7 @@ def test_a_live_reference_is_refused_where_none_is_compared_with():
 
 def test_no_reference_finds_every_token_certain(write):
     setup = setup_of(write(SCORED))
-    policy = build.load_policy(setup.source, setup.config.policy, setup.device)
+    policy = references.load_policy(setup.source, setup.config.policy, setup.device)
     pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
     inputs = policy.inputs(pack, setup.device)
     logps = NoReference().token_logps(pack, inputs)
@@ -221,8 +221,8 @@ def test_no_reference_finds_every_token_certain(write):
 
 def test_a_reference_is_computed_where_one_of_several_losses_compares(write, tmp_path, monkeypatch):
     splits = []
-    compute = build.cached_reference
-    monkeypatch.setattr(build, "cached_reference", lambda *a, **b: splits.append(a) or compute(*a, **b))
+    compute = references.cached_reference
+    monkeypatch.setattr(references, "cached_reference", lambda *a, **b: splits.append(a) or compute(*a, **b))
     overrides = [*EMBEDDED, f"data.train.data_path={write(SCORED)}", "dpo.preference_loss={simpo: 1, dpo: 0.5}"]
     short_run(tmp_path / "run", *overrides, "dpo.max_num_steps=1")
     assert len(splits) == 1
@@ -247,9 +247,9 @@ def test_the_audit_says_that_there_is_no_reference(write, tmp_path, capsys):
     for name in ("simpo", "dpo"):
         loaded = load_config(None, [*overrides, f"dpo.preference_loss={name}", "dpo.max_num_steps=1"])
         trainer.train(loaded, Reporter("normal"), fresh=True)
-        said[name] = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Audit: "))
-    assert said["simpo"].endswith(" nats a token; the loss has no reference")
-    assert ", policy = reference to " in said["dpo"]
+        said[name] = capsys.readouterr().out
+    assert "\n  policy and reference are not compared: the loss has no reference\n" in said["simpo"]
+    assert "\n  policy = reference to " in said["dpo"]
 
 
 # What is said of the choice

@@ -141,7 +141,7 @@ def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
         ([], "float32 computation over float32 weights, float32 optimizer states, 16 bytes a parameter"),
         (
             ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"],
-            "bfloat16 computation over bfloat16 weights, rounded stochastic, int8 optimizer states, 6 bytes a parameter",
+            "bfloat16 computation over bfloat16 weights, rounded stochastic, int8 optimizer states, 8 bytes a parameter",
         ),
         (
             ["policy.optimizer.state_dtype=bfloat16"],
