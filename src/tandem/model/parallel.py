@@ -4,6 +4,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from tandem.model.attention import block_size
+from tandem.model.gradient_sums import GradientSums
 from tandem.model.policy import Policy
 from tandem.model.rounding import cast_by_chance, salt_in_policy
 from tandem.model.workers import Workers
@@ -48,19 +49,8 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
 
 
 def _sum_gradients_in_float32(policy: Policy) -> None:
-    """Let the gradients of bfloat16 weights add up over packs in float32: each sum in bfloat16 would round once more.
-
-    The first pack's gradient is widened as it arrives; what autograd or fully_shard adds to it stays as wide.
-    """
-    for _, parameter in policy.trained():
-        if parameter.dtype == torch.bfloat16:
-            parameter.grad_dtype = None  # any: by default a gradient must have its parameter's dtype
-            parameter.register_post_accumulate_grad_hook(_widen_gradient)
-
-
-def _widen_gradient(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
-        parameter.grad = parameter.grad.float()
+    rounded = [parameter for _, parameter in policy.trained() if parameter.dtype == torch.bfloat16]
+    policy.gradient_sums = GradientSums(rounded) if rounded else None
 
 
 def frozen(policy: Policy) -> Policy:

@@ -1,7 +1,7 @@
 """The one module that is trained: trunk and head of a causal language model. A pack in, token log-probabilities out."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_of
+from tandem.model.gradient_sums import GradientSums
 from tandem.model.logps import HeadRule, chunked_logps
 from tandem.model.transfer import to_device
 from tandem.model.working_copy import WorkingCopy
@@ -51,10 +52,19 @@ class Policy(nn.Module):
         self.windows = windows_of(model)
         self.block = BLOCK  # of FlexAttention
         self.working_copy: WorkingCopy | None = None  # computed with in place of the weights
+        self.gradient_sums: GradientSums | None = None  # of bfloat16 weights
 
-    def computing(self) -> AbstractContextManager[None]:
-        """While weights stay as they are: what is computed here is computed with one copy of them, if with a copy."""
-        return nullcontext() if self.working_copy is None else self.working_copy.held()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While weights stay as they are: what is computed here is computed with one copy of them, if with a copy.
+
+        Gradients are there when it ends.
+        """
+        with ExitStack() as stack:
+            for one in (self.working_copy, self.gradient_sums):
+                if one is not None:
+                    stack.enter_context(one.held())
+            yield
 
     def inputs(self, pack: Pack, device: torch.device) -> PackInputs:
         """Bring a pack to the device."""
@@ -87,7 +97,7 @@ class Policy(nn.Module):
 
         squares: [2, scored, padded], and beside them log sum_v pi(v)^2 at the same positions, without gradient.
         """
-        if self.working_copy is not None and not self.working_copy.is_held:
+        if any(one is not None and not one.is_held for one in (self.working_copy, self.gradient_sums)):
             if torch.is_grad_enabled():
                 raise RuntimeError("a backward needs the weights that the forward took: both belong under `computing`.")
             with self.computing():
