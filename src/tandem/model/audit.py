@@ -30,7 +30,7 @@ LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 # (docs/exactness.md).
 TIMES_ROUNDING = 4
 # But filler changes what some models compute (RoPE scaled by the longest position), and then it does not measure rounding.
-MOST_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
+MOST_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
 FILLER = 100
 NUM_PREFERENCES = 4
 # The eager forward keeps matrices of length x length per head: a preference is audited as far as they fit in free memory, and

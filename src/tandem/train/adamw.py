@@ -110,7 +110,8 @@ class RoundedAdamW(Optimizer):
                 self._update(parameter, scalars, start)
 
     def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
-        weight, grad = _local(parameter), _local(parameter.grad)
+        # Detached: a compiled update refuses a parameter whose own gradient has another dtype.
+        weight, grad = _local(parameter.detach()), _local(parameter.grad)
         moments = [_local(self.state[parameter][name]) for name in MOMENTS]
         scales = [_local(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
         block = weight.numel() // scales[0].numel() if scales else 1
