@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, reads, spelled
+from tandem.config.losses import BETA, LOSS_ARGUMENTS, needs_reference, reads, spelled
 from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
 from tandem.data.preflight import Preflight, preflights
@@ -116,7 +116,7 @@ class Setup:
             *([("beta", f"{dpo.reference_policy_kl_penalty:g}")] if reads(dpo.preference_loss, BETA) else []),
             (
                 "log-probabilities",
-                f"{averaging[dpo.preference_average_log_probs or averages(dpo.preference_loss)]} in the preference loss, "
+                f"{averaging[dpo.per_token]} in the preference loss, "
                 f"{averaging[dpo.sft_average_log_probs]} in the SFT loss",
             ),
             ("pairing", c.data.pairing),
