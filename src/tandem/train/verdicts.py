@@ -159,10 +159,11 @@ def _accuracy_flat(course: Course) -> str | None:
     far = last.get("kl_per_token", 0.0) if course.starts_at_reference else 0.0
     if far > FAR:
         way_out = f"The policy moved all the same, {far:.2f} nats a token from the reference: {SMALLER_RATE}."
-    elif _is_above(last["loss"], min(record["loss"] for record in course.records)):
-        way_out = f"The loss has risen: {SMALLER_RATE}; if it stays, read the pairs that --per-pair FILE writes."
     else:
-        way_out = "Train longer or with a greater policy.optimizer.kwargs.lr; if it stays, read the pairs that --per-pair FILE writes."
+        has_risen = _is_above(last["loss"], min(record["loss"] for record in course.records))
+        longer = "Train longer or with a greater policy.optimizer.kwargs.lr"
+        what = f"The loss has risen: {SMALLER_RATE}" if has_risen else longer
+        way_out = f"{what}; if it stays, read the pairs that --per-pair FILE writes."
     return (
         f"accuracy is flat: {last['accuracy']:.3f} over {last['num_pairs']:,} pairs, where {guess + error:.3f} would stand out "
         f"from {guess:.3f}. {way_out}"
