@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.losses import LossName, misnamed, misread
+from tandem.config.losses import LossName, averages, misnamed, misread
 from tandem.config.section import Positive, Section, Share
 
 
@@ -54,6 +54,11 @@ class Dpo(Section):
     def validates(self) -> bool:
         """Whether validation sets are measured at all."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end
+
+    @property
+    def per_token(self) -> bool:
+        """Whether rewards are averages over a completion's tokens, not sums."""
+        return self.preference_average_log_probs or averages(self.preference_loss)
 
     @field_validator("preference_loss", mode="before")
     @classmethod

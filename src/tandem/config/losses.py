@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -37,6 +37,36 @@ BETA = "reference_policy_kl_penalty"
 SHARED = ("preference_average_log_probs", "ld_alpha", "f_divergence", "wpo")
 
 
+ORDER_OF_MAGNITUDE = 10
+
+# What dpo.sft_average_log_probs makes of the SFT term.
+SFT_TERM = {
+    True: "an average over the tokens of the chosen completion",
+    False: "a sum over the tokens of the chosen completion (dpo.sft_average_log_probs=true: an average)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The settings that a paper, or its authors, used for one key."""
+
+    key: str
+    least: float
+    most: float
+    source: str
+
+    def times_off(self, value: float) -> float:
+        """How many times less than the least, or more than the most; 1 in between."""
+        return max(self.least / value, value / self.most, 1.0)
+
+    def spelled(self) -> str:
+        return f"{self.least:g}" if self.least == self.most else f"{self.least:g} to {self.most:g}"
+
+
+def _beta(least: float, source: str, most: float | None = None) -> Published:
+    return Published(BETA, least, least if most is None else most, source)
+
+
 @dataclass(frozen=True, slots=True)
 class LossFacts:
     """Which keys of section dpo a loss reads, and what it needs besides the policy."""
@@ -48,34 +78,61 @@ class LossFacts:
     averages: bool = False  # divides by completion length itself
     lowers_chosen: bool = False  # on purpose
     scope: Scope = "pair"  # batch: one pair's loss depends on all others of the global batch
+    published: tuple[
+        Published, ...
+    ] = ()  # of log-probabilities as the loss itself takes them; none where nothing is known
 
 
 LOSS_FACTS: dict[LossName, LossFacts] = {
-    "dpo": LossFacts((BETA, "label_smoothing")),
-    "sigmoid": LossFacts((BETA, "label_smoothing")),
-    "ipo": LossFacts((BETA,)),
+    # The paper has 0.1 and 0.5; 0.01 is usual since Zephyr.
+    "dpo": LossFacts((BETA, "label_smoothing"), published=(_beta(0.01, "arXiv:2305.18290", 0.5),)),
+    "sigmoid": LossFacts((BETA, "label_smoothing"), published=(_beta(0.01, "arXiv:2305.18290", 0.5),)),
+    "ipo": LossFacts((BETA,), published=(_beta(0.1, "arXiv:2310.12036", 1.0),)),
     "rpo_sq": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
     "rpo_bwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
     "rpo_fwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
     "hinge": LossFacts((BETA,)),
-    "robust": LossFacts((BETA, "label_smoothing")),
-    "exo_pair": LossFacts((BETA, "label_smoothing")),
-    "nca_pair": LossFacts((BETA,)),
-    "bco_pair": LossFacts((BETA,)),
-    "sppo_hard": LossFacts((BETA,)),
+    "robust": LossFacts((BETA, "label_smoothing"), published=(_beta(0.01, "arXiv:2403.00409"),)),
+    "exo_pair": LossFacts(
+        (BETA, "label_smoothing"),
+        published=(_beta(0.1, "arXiv:2402.00856"), Published("label_smoothing", 0.001, 0.001, "arXiv:2402.00856")),
+    ),
+    "nca_pair": LossFacts((BETA,), published=(_beta(0.01, "arXiv:2402.05369"),)),
+    "bco_pair": LossFacts((BETA,), published=(_beta(0.01, "arXiv:2404.04656"),)),
+    "sppo_hard": LossFacts((BETA,), published=(_beta(0.001, "arXiv:2405.00675, whose eta is 1 / beta"),)),
     # Sorted over the batch, a loss belongs to no pair: there is nothing for a pair's WPO weight to multiply.
     # aot compares log-probabilities before any ratio is made of them, so no divergence has a say in it.
     "aot": LossFacts((BETA, "label_smoothing"), ("preference_average_log_probs", "ld_alpha"), scope="batch"),
     "aot_unpaired": LossFacts(
         (BETA, "label_smoothing"), ("preference_average_log_probs", "ld_alpha", "f_divergence"), scope="batch"
     ),
-    "apo_zero": LossFacts((BETA,)),
-    "apo_down": LossFacts((BETA,), lowers_chosen=True),
-    "discopop": LossFacts((BETA, "discopop_tau")),
-    "sigmoid_norm": LossFacts((BETA,), ("ld_alpha", "wpo"), averages=True),
-    "simpo": LossFacts((BETA, "simpo_gamma"), ("wpo",), needs_reference=False, averages=True),
-    "orpo": LossFacts(("orpo_lambda",), ("wpo",), needs_reference=False, averages=True),
-    "cpo": LossFacts((BETA, "cpo_alpha"), ("wpo",), needs_reference=False),
+    "apo_zero": LossFacts((BETA,), published=(_beta(0.1, "arXiv:2408.06266"),)),
+    "apo_down": LossFacts((BETA,), lowers_chosen=True, published=(_beta(0.1, "arXiv:2408.06266"),)),
+    "discopop": LossFacts(
+        (BETA, "discopop_tau"),
+        published=(_beta(0.05, "arXiv:2406.08414"), Published("discopop_tau", 0.05, 0.05, "arXiv:2406.08414")),
+    ),
+    "sigmoid_norm": LossFacts((BETA,), ("ld_alpha", "wpo"), averages=True, published=(_beta(5.0, "arXiv:2411.15124"),)),
+    "simpo": LossFacts(
+        (BETA, "simpo_gamma"),
+        ("wpo",),
+        needs_reference=False,
+        averages=True,
+        published=(_beta(2.0, "arXiv:2405.14734", 10.0), Published("simpo_gamma", 0.3, 5.0, "arXiv:2405.14734")),
+    ),
+    "orpo": LossFacts(
+        ("orpo_lambda",),
+        ("wpo",),
+        needs_reference=False,
+        averages=True,
+        published=(Published("orpo_lambda", 0.1, 0.25, "arXiv:2403.07691"),),
+    ),
+    "cpo": LossFacts(
+        (BETA, "cpo_alpha"),
+        ("wpo",),
+        needs_reference=False,
+        published=(_beta(0.1, "arXiv:2401.08417"), Published("cpo_alpha", 1.0, 1.0, "arXiv:2401.08417")),
+    ),
 }
 
 
@@ -116,6 +173,30 @@ def needs_scores(chosen: PreferenceLoss) -> bool:
 
 def scope_of(chosen: PreferenceLoss) -> Scope:
     return "batch" if any(LOSS_FACTS[name].scope == "batch" for name in weights_of(chosen)) else "pair"
+
+
+def far_from_published(chosen: PreferenceLoss, values: Mapping[str, Any]) -> list[str]:
+    """Settings an order of magnitude away from those the chosen losses were published with: a sentence each.
+
+    `values` are those of section dpo. A setting of 0 is switched off.
+    """
+    reasons = []
+    for name in weights_of(chosen):
+        found, known = name, LOSS_FACTS[name].published
+        if values["preference_average_log_probs"]:
+            # Log-probabilities are summed in the papers; averaged, dpo is sigmoid_norm, and of the others nothing is known.
+            found, known = "dpo per token", LOSS_FACTS["sigmoid_norm"].published if name in ("dpo", "sigmoid") else ()
+        for one in known:
+            value = values[one.key]
+            # a hair less, so that 0.1 / 0.01 is ten times
+            if value and (off := one.times_off(value)) > ORDER_OF_MAGNITUDE * (1 - 1e-9):
+                nearest = one.least if value < one.least else one.most
+                reasons.append(
+                    f"dpo.{one.key} = {value:g} is {off:.3g} times {'less' if value < one.least else 'more'} than {found} was "
+                    f"published with ({one.spelled()}, {one.source}): it then learns something else, or hardly anything. "
+                    f"Set dpo.{one.key}={nearest:g}, unless {value:g} is meant."
+                )
+    return reasons
 
 
 def misnamed(chosen: Any) -> str | None:

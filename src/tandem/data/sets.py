@@ -50,6 +50,9 @@ class Sets:
     spans: tuple[Span, ...]
     validation: dict[str, Preferences]
 
+    def by_split(self) -> dict[str, Preferences]:
+        return {"train": self.train, **{f"validation-{name}": store for name, store in self.validation.items()}}
+
 
 def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
     return nullcontext(lambda advance=1, words="": None)

@@ -23,6 +23,16 @@ def diverged(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     return _expm1((order - 1) * ratio) / (order - 1)
 
 
+def divergence_slope(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """The derivative of `diverged` with respect to the log-ratio."""
+    if divergence == "js":
+        return torch.sigmoid(-ratio)
+    order = {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence]
+    if order == 1.0:
+        return torch.ones_like(ratio)
+    return ((order - 1) * ratio).clamp(max=LARGEST_EXPONENT).exp()
+
+
 def _expm1(exponent: Tensor) -> Tensor:
     beyond = F.relu(exponent - LARGEST_EXPONENT)
     return torch.expm1(exponent.clamp(max=LARGEST_EXPONENT)) + math.exp(LARGEST_EXPONENT) * beyond

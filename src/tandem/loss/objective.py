@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.config.dpo import Dpo
 from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
-from tandem.loss.divergence import diverged
+from tandem.loss.divergence import diverged, divergence_slope
 from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.preference import PREFERENCE_LOSSES
 from tandem.loss.sft import sft
@@ -22,6 +22,7 @@ class PairLoss:
     sft: Tensor  # [preferences], of the best completion
     rewards_chosen: Tensor  # [pairs]
     rewards_rejected: Tensor  # [pairs]
+    reward_slopes: Sides  # how much the rewards change per nat of a completion's log-probability
     logps_chosen: Tensor  # [pairs]
     logps_rejected: Tensor  # [pairs]
 
@@ -58,6 +59,18 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
     return values.map(lambda value: dpo.reference_policy_kl_penalty * value.detach())
 
 
+def reward_slopes(pairs: Pairs, dpo: Dpo) -> Sides:
+    """The derivative of each implicit reward with respect to its completion's summed log-probability.
+
+    Rounding of the sums appears in the rewards times this factor: beta, divided by the length where rewards are per token,
+    and times the slope of the f-divergence.
+    """
+    beta = dpo.reference_policy_kl_penalty
+    ratios = (pairs.policy - pairs.reference).map(lambda ratio: ratio.detach())
+    slopes = ratios.map(lambda ratio: beta * divergence_slope(ratio, dpo.f_divergence, dpo.f_alpha))
+    return slopes / pairs.num_tokens if dpo.per_token else slopes
+
+
 def pair_loss(
     policy: CompletionLogps,
     pairs: Pairs,
@@ -79,6 +92,7 @@ def pair_loss(
         sft=sft(policy.total[pairing.best], policy.num_tokens[pairing.best], average=dpo.sft_average_log_probs),
         rewards_chosen=rewards.chosen,
         rewards_rejected=rewards.rejected,
+        reward_slopes=reward_slopes(pairs, dpo),
         logps_chosen=logps.chosen,
         logps_rejected=logps.rejected,
     )

@@ -28,7 +28,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
     _tell_memory(t)
     after = _validated_and_saved(t)
-    verdicts = judge(t.metrics.records(), t.setup.config.dpo.preference_loss)
+    verdicts = judge(t.metrics.records(), t.setup.config)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
     if per_pair is not None:

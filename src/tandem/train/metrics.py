@@ -22,7 +22,8 @@ from tandem.train.terms import PackOutcome
 
 FloatArray = NDArray[np.float64]
 
-# Differences of log-probability that rounding alone makes between two cuts of the same batch: a tie counts one half.
+# Differences of summed log-probabilities that rounding alone makes between two cuts of the same batch: a tie counts one
+# half. Rewards are compared within the same band, scaled as the loss scales them (PairTable.rounding).
 TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
 MARGIN_PERCENTILES = (10, 50, 90)
 
@@ -48,6 +49,8 @@ class PairTable:
     tokens_rejected: FloatArray
     score_chosen: FloatArray  # NaN where the data gives none
     score_rejected: FloatArray
+    slope_chosen: FloatArray  # how much the reward changes per nat of the completion's log-probability
+    slope_rejected: FloatArray
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -55,6 +58,14 @@ class PairTable:
     @property
     def margin(self) -> FloatArray:
         return self.reward_chosen - self.reward_rejected
+
+    def rounding(self, band: float) -> FloatArray:
+        """What rounding may make of each margin, where it makes `band` nats of a difference of summed log-probabilities.
+
+        Half of the band is of the chosen completion and half of the rejected one. With beta 0.1 and sums: 0.1 * band. Per token,
+        for lengths 10 and 40: 0.1 * (band / 20 + band / 80).
+        """
+        return band * (self.slope_chosen + self.slope_rejected) / 2
 
     @property
     def length_difference(self) -> FloatArray:
@@ -113,7 +124,7 @@ class _Sent:
 def _columns(outcome: PackOutcome) -> Tensor:
     """What PairTable holds of each pair from `loss` on, in its order: [columns, pairs]."""
     loss, terms = outcome.loss, outcome.terms
-    sides = (terms.plain_reference, terms.drift, terms.num_tokens, terms.scores)
+    sides = (terms.plain_reference, terms.drift, terms.num_tokens, terms.scores, loss.reward_slopes)
     columns = [
         loss.preference.detach(),
         loss.rewards_chosen,
@@ -142,8 +153,8 @@ def _joined(tables: Sequence[PairTable]) -> PairTable:
 def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) -> dict[str, float]:
     """All metrics of a step or a set. One that has no meaning for these pairs is left out."""
     band = TIE_BAND[precision]
-    rounding = band * dpo.reference_policy_kl_penalty  # of a reward
-    accuracy = _above(table.margin / dpo.reference_policy_kl_penalty, band)
+    rounding = table.rounding(band)
+    accuracy = _above(table.margin, rounding)
     preference, sft = table.loss.mean(), table.sft.mean()
     metrics = {
         "loss": dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft,
@@ -167,8 +178,8 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _above(difference: FloatArray, band: float) -> FloatArray:
-    """1 above zero, 0 below, one half within the band."""
+def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
+    """1 above zero, 0 below, one half within the band, which may be each pair's own."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
 
@@ -177,11 +188,13 @@ def _percentiles(margin: FloatArray) -> dict[str, float]:
     return {f"rewards_margin_p{p}": value for p, value in zip(MARGIN_PERCENTILES, values, strict=True)}
 
 
-def _by_length(table: PairTable, accuracy: FloatArray, rounding: float) -> dict[str, float]:
+def _by_length(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> dict[str, float]:
     """Whether it is length that is learnt; nothing correlates while margins are rounding alone."""
     longer = table.length_difference
     metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
-    if np.ptp(longer) > 0 and np.ptp(table.margin) > rounding:
+    # Two margins differ by more than rounding when their bands, half of them on either side, do not meet.
+    differ = (table.margin - rounding / 2).max() > (table.margin + rounding / 2).min()
+    if np.ptp(longer) > 0 and differ:
         metrics["margin_length_correlation"] = np.corrcoef(table.margin, longer)[0, 1]
     return metrics
 
@@ -195,7 +208,7 @@ def _from_reference(table: PairTable, band: float) -> dict[str, float]:
     }
 
 
-def _by_scores(table: PairTable, rounding: float) -> dict[str, float]:
+def _by_scores(table: PairTable, rounding: FloatArray) -> dict[str, float]:
     """Whether the implicit reward orders pairs as the scores in the data do; pairs without two scores are left out."""
     given = np.isfinite(table.score_chosen) & np.isfinite(table.score_rejected)
     difference = np.sign(table.score_chosen - table.score_rejected)

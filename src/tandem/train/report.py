@@ -108,6 +108,7 @@ class Reporter:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
         self.as_json = as_json
+        self.shows_parts = False  # of the loss: preference and SFT, where both are trained on
 
     def say(self, text: str = "") -> None:
         if self.verbosity in ("normal", "verbose"):
@@ -195,7 +196,7 @@ class Reporter:
         if self.console.is_terminal and self.verbosity != "verbose":
             return
         self.say(
-            f"step {record['step']}/{total}  loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  "
+            f"step {record['step']}/{total}  {self._loss(record, '  ')}  accuracy {record['accuracy']:.3f}  "
             f"margin {_margin(record)}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
             f"{record['pairs_per_second']:.1f} pairs/s"
         )
@@ -203,13 +204,23 @@ class Reporter:
     def numbers(self, record: dict[str, Any]) -> str:
         """A step's numbers beside the bar."""
         return (
-            f"loss {record['loss']:.4f} accuracy {record['accuracy']:.3f} margin {_margin(record)} "
+            f"{self._loss(record, ' ')} accuracy {record['accuracy']:.3f} margin {_margin(record)} "
             f"{record['pairs_per_second']:.1f} pairs/s"
         )
 
+    def _loss(self, record: dict[str, Any], gap: str) -> str:
+        """The loss, and its parts before they are weighted."""
+        names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
+        return gap.join(f"{shown} {record[name]:.4f}" for shown, name in names.items())
+
+    def _validated(self) -> list[str]:
+        """The metrics that tables of validations show."""
+        parts = ["preference_loss", "sft_loss"] if self.shows_parts else []
+        return ["loss", *parts, "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+
     def validations(self, title: str, reports: Sequence["ValidationReport"]) -> None:
         """A table of validation metrics, a row per set."""
-        names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+        names = self._validated()
         rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
         self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
 
@@ -230,7 +241,7 @@ class Reporter:
         after: Sequence["ValidationReport"],
     ) -> None:
         """A table of the same metrics at two times, a row per set and metric."""
-        names = ["loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+        names = self._validated()
         start = {report.split: report.metrics for report in before}
         rows = [
             [report.split, _short(name), _number(start[report.split][name]), _number(report.metrics[name])]

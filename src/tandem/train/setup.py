@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.cache import check_cache_dir
-from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, reads, spelled
+from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, needs_reference, reads, spelled
 from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
 from tandem.data.preflight import Preflight, preflights
@@ -19,6 +19,7 @@ from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import attention_in_words, attention_kind, check_packable, check_varlen, dropouts, has_experts
 from tandem.model.lora import LoraPlan, plan_lora
+from tandem.model.positions import check_positions
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
@@ -116,9 +117,10 @@ class Setup:
             *([("beta", f"{dpo.reference_policy_kl_penalty:g}")] if reads(dpo.preference_loss, BETA) else []),
             (
                 "log-probabilities",
-                f"{averaging[dpo.preference_average_log_probs or averages(dpo.preference_loss)]} in the preference loss, "
+                f"{averaging[dpo.per_token]} in the preference loss, "
                 f"{averaging[dpo.sft_average_log_probs]} in the SFT loss",
             ),
+            *([("SFT term", SFT_TERM[dpo.sft_average_log_probs])] if dpo.sft_loss_weight else []),
             ("pairing", c.data.pairing),
             *([("weights of sets", weights)] if weights else []),
             ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
@@ -230,6 +232,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     reference_source = _other_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
+    check_positions(sets, source, reference_source)
     need = expected_need(source, config.policy, lora, precision, share.num_workers, device)
     usual = usual_row(need, config.policy, device)
     train, validation = _packers(sets, config, source, usual, share)

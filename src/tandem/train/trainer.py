@@ -12,8 +12,10 @@ import torch
 from tandem.cache import remove_leftovers, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
+from tandem.config.losses import far_from_published
 from tandem.data.sets import of_set
 from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
+from tandem.model.positions import long_sequences
 from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
@@ -74,6 +76,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
         reporter.choices(setup.choices())
+        reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
         reporter.say(f"Rows: {setup.rows}")
         reporter.say(f"Computed: {setup.computation()}")
         if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
@@ -83,6 +86,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         _warn_of_lost_updates(setup, reporter)
         _warn_of_slow_arithmetic(setup, reporter)
         _warn_of_short_run(setup, reporter)
+        _warn_of_settings(setup, reporter)
         saves = loaded.config.checkpointing.enabled
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
@@ -179,6 +183,15 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
             f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
             f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
+
+
+def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
+    """Of settings far from those a loss was published with, and of sequences longer than a model was made for."""
+    dpo = setup.config.dpo
+    for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
+        reporter.warn(text)
+    for text in long_sequences(setup.sets, setup.source, setup.reference_source):
+        reporter.warn(text)
 
 
 def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:

@@ -5,7 +5,15 @@ import yaml
 
 from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.config.losses import LOSS_FACTS, SHARED, needs_reference, needs_scores, scope_of, weights_of
+from tandem.config.losses import (
+    LOSS_FACTS,
+    SHARED,
+    far_from_published,
+    needs_reference,
+    needs_scores,
+    scope_of,
+    weights_of,
+)
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
@@ -244,3 +252,57 @@ def test_several_losses_need_what_any_of_them_needs():
     assert needs_scores({"dpo": 1.0, "rpo_sq": 0.1})
     assert scope_of({"dpo": 1.0, "aot": 0.1}) == "batch"
     assert scope_of(Config().dpo.preference_loss) == "pair"
+
+
+# Published settings
+
+
+def far(**settings) -> list[str]:
+    chosen = Dpo(**settings)
+    return far_from_published(chosen.preference_loss, chosen.model_dump())
+
+
+def test_a_setting_an_order_of_magnitude_from_the_paper_is_told_with_the_nearest_of_the_paper():
+    assert far(preference_loss="simpo") == [
+        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv:2405.14734): it "
+        "then learns something else, or hardly anything. Set dpo.reference_policy_kl_penalty=2, unless 0.1 is meant."
+    ]
+    assert far(preference_loss="discopop", discopop_tau=0.9) == [
+        "dpo.discopop_tau = 0.9 is 18 times more than discopop was published with (0.05, arXiv:2406.08414): it then learns "
+        "something else, or hardly anything. Set dpo.discopop_tau=0.05, unless 0.9 is meant."
+    ]
+
+
+def test_by_default_the_losses_made_for_another_beta_are_told():
+    smoothing = {"exo_pair": {"label_smoothing": 0.001}}
+    told = [name for name in LOSS_FACTS if far(preference_loss=name, **smoothing.get(name, {}))]
+    assert told == ["robust", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm", "simpo"]
+
+
+def test_the_published_settings_themselves_are_not_told():
+    for name, facts in LOSS_FACTS.items():
+        for end in ("least", "most"):
+            settings = {"label_smoothing": 0.001} if name == "exo_pair" else {}
+            assert far(preference_loss=name, **settings | {one.key: getattr(one, end) for one in facts.published}) == []
+
+
+def test_less_than_an_order_of_magnitude_is_not_told():
+    assert far(preference_loss="simpo", reference_policy_kl_penalty=0.21) == []
+    assert far(preference_loss="simpo", reference_policy_kl_penalty=0.2) != []
+    assert far(preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.0) == []  # switched off
+
+
+def test_every_loss_of_several_is_looked_at():
+    (told,) = far(preference_loss={"dpo": 1.0, "simpo": 0.5})
+    assert "than simpo was published" in told
+
+
+def test_averaged_log_probabilities_need_the_beta_of_a_loss_per_token():
+    (told,) = far(preference_average_log_probs=True)
+    assert "0.1 is 50 times less than dpo per token was published with (5, arXiv:2411.15124)" in told
+    assert far(preference_average_log_probs=True, reference_policy_kl_penalty=5.0) == []
+    assert far(preference_loss="bco_pair", preference_average_log_probs=True) == []
+
+
+def test_every_published_setting_is_one_that_the_loss_reads():
+    assert all(one.key in facts.arguments for facts in LOSS_FACTS.values() for one in facts.published)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.loss.divergence import LARGEST_EXPONENT, diverged
+from tandem.loss.divergence import LARGEST_EXPONENT, diverged, divergence_slope
 
 RATIOS = torch.tensor([-1.0, 0.0, 2.0])
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 1.0), ("js", 1.0), ("alpha", 0.5), ("alpha", 1.0), ("alpha", 2.0)]
@@ -65,3 +65,11 @@ def test_beyond_the_largest_exponent_the_tangent_goes_on():
     slope = math.exp(LARGEST_EXPONENT)
     assert value.item() == pytest.approx(1 - slope - 2 * slope)
     assert steep.grad.item() == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(("divergence", "alpha"), KINDS)
+def test_the_slope_is_the_derivative(divergence, alpha):
+    beyond = LARGEST_EXPONENT + 10
+    ratios = torch.tensor([-beyond, -3.0, 0.0, 0.4, beyond], dtype=torch.float64, requires_grad=True)
+    diverged(ratios, divergence, alpha).sum().backward()
+    assert divergence_slope(ratios.detach(), divergence, alpha).tolist() == pytest.approx(ratios.grad.tolist())

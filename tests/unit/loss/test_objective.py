@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tandem.config.dpo import Dpo
-from tandem.loss.objective import PairLoss, compare, pair_loss, preference_loss
+from tandem.config.losses import LOSS_FACTS
+from tandem.loss.objective import PairLoss, compare, implicit_rewards, pair_loss, preference_loss, reward_slopes
 from tandem.loss.pairs import Pairing
 from tandem.loss.sft import sft
 from tandem.model.logps import CompletionLogps
@@ -33,6 +34,37 @@ def test_rewards_are_scaled_by_beta():
     assert loss.rewards_chosen.item() == pytest.approx(0.1)
     assert loss.rewards_rejected.item() == pytest.approx(-0.1)
     assert (loss.logps_chosen.item(), loss.logps_rejected.item()) == (-3.0, -5.0)
+
+
+def _settings():
+    """Every loss, alone and with each setting that changes what its rewards are."""
+    for name, facts in LOSS_FACTS.items():
+        needed = {"label_smoothing": 0.1} if name == "exo_pair" else {}
+        yield {"preference_loss": name, **needed}
+        if "preference_average_log_probs" in facts.shared:
+            yield {"preference_loss": name, "preference_average_log_probs": True, **needed}
+        if "f_divergence" in facts.shared:
+            for divergence in ({"f_divergence": "js"}, {"f_divergence": "forward_kl"}):
+                yield {"preference_loss": name, "preference_average_log_probs": True, **divergence, **needed}
+    yield {"f_divergence": "alpha", "f_alpha": 0.5}
+    yield {"preference_loss": {"dpo": 1.0, "sigmoid_norm": 0.5}}
+    yield {"preference_loss": {"sigmoid_norm": 1.0, "simpo": 0.5}}
+    yield {"preference_loss": {"simpo": 1.0, "cpo": 0.5}}
+
+
+@pytest.mark.parametrize("settings", list(_settings()), ids=str)
+def test_slopes_are_those_of_the_rewards(settings):
+    beta = {} if settings.get("preference_loss") == "orpo" else {"reference_policy_kl_penalty": 0.7}
+    dpo = Dpo(**settings, **beta)
+
+    def pairs(nats: float):
+        return compare(*(ONE_PAIR.sides(v.double()) for v in (POLICY + nats, REFERENCE, LENGTHS)), dpo)
+
+    more, less, h = implicit_rewards(pairs(1e-3), dpo), implicit_rewards(pairs(-1e-3), dpo), 2e-3
+    slopes = reward_slopes(pairs(0.0), dpo)
+    assert slopes.chosen.item() == pytest.approx((more.chosen - less.chosen).item() / h, rel=1e-4)
+    assert slopes.rejected.item() == pytest.approx((more.rejected - less.rejected).item() / h, rel=1e-4)
+    assert loss_of(Dpo(), policy=POLICY.clone().requires_grad_()).reward_slopes.chosen.requires_grad is False
 
 
 def test_averaging_divides_each_ratio_by_its_own_completion_length():

@@ -18,14 +18,15 @@ from tandem.train.metrics import PairTable, summarise
 NOWHERE = Selection({}, np.arange(0))
 
 
-def table(num_pairs=4, **columns):
-    """Pairs without news: all zeros but completions of two tokens, and no scores."""
+def table(num_pairs=4, slope=0.1, **columns):
+    """Pairs without news: all zeros but completions of two tokens, rewards of beta times sums, and no scores."""
     values = {
         "preference": np.arange(num_pairs),
         "winner": np.zeros(num_pairs, int),
         "loser": np.ones(num_pairs, int),
         **dict.fromkeys(("tokens_chosen", "tokens_rejected"), np.full(num_pairs, 2.0)),
         **dict.fromkeys(("score_chosen", "score_rejected"), np.full(num_pairs, np.nan)),
+        **dict.fromkeys(("slope_chosen", "slope_rejected"), np.full(num_pairs, slope)),
     }
     names = PairTable.__dataclass_fields__
     values = {name: values.get(name, np.zeros(num_pairs)) for name in names}
@@ -43,6 +44,39 @@ def test_ties_within_rounding_count_one_half(precision):
     metrics = summary(precision=precision, reward_chosen=[0.0, 0.00005, 0.5, -0.5])
     assert metrics["accuracy"] == (0.5 + 0.5 + 1 + 0) / 4
     assert metrics["logps_accuracy"] == 0.5
+
+
+def test_the_band_of_ties_is_scaled_as_the_rewards_are():
+    # Per token at beta 0.1, lengths 10 and 40: slopes 0.01 and 0.0025, so that 0.1 nats of rounding are 0.000625.
+    slopes = {"slope_chosen": [0.01] * 4, "slope_rejected": [0.0025] * 4}
+    metrics = summary(
+        precision="bfloat16",
+        reward_chosen=[0.0006, 0.00065, -0.00065, 0.0],
+        **slopes,
+        tokens_chosen=[1.0, 2.0, 3.0, 5.0],
+    )
+    assert metrics["accuracy"] == (0.5 + 1 + 0 + 0.5) / 4
+    assert (metrics["accuracy_chosen_longer"], metrics["accuracy_chosen_shorter"]) == ((0 + 0.5) / 2, 0.5)
+    assert "margin_length_correlation" in metrics  # margins differ by 0.0013
+
+
+def test_what_the_scores_agree_with_is_scaled_too():
+    slopes = {"slope_chosen": [0.01] * 2, "slope_rejected": [0.0025] * 2}
+    scores = {"score_chosen": [2.0, 2.0], "score_rejected": [1.0, 1.0]}
+    assert (
+        summary(precision="bfloat16", reward_chosen=[0.0006, 0.00065], **slopes, **scores)["scores_agreement"] == 0.75
+    )
+
+
+def test_every_pair_has_a_band_of_its_own():
+    # the same margin is a tie of one-token completions and a preference of hundred-token ones
+    slopes = {"slope_chosen": [0.1, 0.001], "slope_rejected": [0.1, 0.001]}
+    lengths = {"tokens_chosen": [1.0, 101.0], "tokens_rejected": [1.0, 100.0]}
+    assert summary(precision="bfloat16", reward_chosen=[0.005, 0.005], **slopes)["accuracy"] == (0.5 + 1) / 2
+    # bands of 0.01 and 0.0001: half of each on either side meet up to a difference of 0.00505
+    for difference, told in ((0.0050, False), (0.0051, True)):
+        metrics = summary(precision="bfloat16", reward_chosen=[0.0, difference], **slopes, **lengths)
+        assert ("margin_length_correlation" in metrics) is told
 
 
 def test_sft_is_averaged_over_preferences_and_the_rest_over_pairs():

@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
+from tandem.data.selection import Selection
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard
 from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
-from tandem.train.metrics import PairLedger, PairTable, places_of_pairs
+from tandem.train.metrics import PairLedger, PairTable, places_of_pairs, summarise
 from tandem.train.setup import set_up
 from tandem.train.terms import Side, pack_outcome
 
@@ -97,6 +98,31 @@ def test_the_table_holds_the_numbers_of_each_pair(started):
         assert reference.tolist() == [0.0] * len(order), side
         assert lengths.tolist() == [len(one) for one in logps], side
     assert table.sft == pytest.approx([-one.mean().item() for one in chosen], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dpo", "per_token"),
+    [
+        (Dpo(), False),
+        (Dpo(preference_loss="cpo"), False),
+        (Dpo(preference_loss={"dpo": 1.0, "sigmoid_norm": 1.0}), False),
+        (Dpo(preference_average_log_probs=True), True),
+        (Dpo(preference_loss="sigmoid_norm"), True),
+        (Dpo(preference_loss="sigmoid_norm", ld_alpha=1.0), True),
+        (Dpo(preference_loss="simpo", wpo=True), True),
+        (Dpo(preference_loss="orpo"), True),
+    ],
+)
+def test_ties_of_rewards_per_token_are_a_length_narrower(started, dpo, per_token):
+    pair_table, tokens, _ = started
+    by_hand = []
+    for chosen, rejected in tokens:
+        sizes = (len(chosen), len(rejected)) if per_token else (1, 1)
+        margin = chosen.sum().item() / sizes[0] - rejected.sum().item() / sizes[1]
+        is_tie = abs(margin) <= 0.05 / sizes[0] + 0.05 / sizes[1]
+        by_hand.append(0.5 if is_tie else float(margin > 0))
+    found = summarise(pair_table(dpo), dpo, "bfloat16", Selection({}, np.arange(0)))
+    assert found["accuracy"] == np.mean(by_hand)
 
 
 def test_a_pair_names_its_completions_within_its_preference():

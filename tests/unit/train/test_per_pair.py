@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from running import metrics_of, short_run
 
+from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train.verdicts import judge
 
@@ -137,4 +138,4 @@ def test_the_verdicts_of_a_run_are_kept(run):
     _, folder = run()
     verdicts = json.loads((folder / "verdicts.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert verdicts == [asdict(verdict) for verdict in judge(records, "dpo")] != []
+    assert verdicts == [asdict(verdict) for verdict in judge(records, Config())] != []

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from tandem.train.report import Reporter
 from tandem.train.samples import Sample
+from tandem.train.validation import ValidationReport
 
 RECORD = {
     "step": 3,
@@ -40,6 +41,26 @@ def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_no_line_a_s
 def test_elsewhere_there_is_a_line_a_step_and_no_bar(capsys):
     a_step(Reporter())
     assert capsys.readouterr().out == LINE
+
+
+def test_with_an_sft_term_the_parts_of_the_loss_stand_next_to_it(capsys):
+    parts = {"preference_loss": 0.6931, "sft_loss": 431.5}
+    reporter = Reporter()
+    reporter.shows_parts = True
+    reporter.step(RECORD | parts | {"loss": 43.8431}, 9)
+    assert capsys.readouterr().out.startswith(
+        "step 3/9  loss 43.8431  preference 0.6931  sft 431.5000  accuracy 0.750  margin"
+    )
+    assert reporter.numbers(RECORD | parts).startswith("loss 0.6123 preference 0.6931 sft 431.5000 accuracy 0.750")
+    metrics = dict.fromkeys(("accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"), 0.5)
+    report = ValidationReport("validation-default", {"loss": 43.8431, **parts, **metrics}, 9, "")
+    reporter.validations("", [report])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown[0][:8] == ["set", "pairs", "loss", "preference", "loss", "sft", "loss", "accuracy"]
+    assert shown[1][:6] == ["validation-default", "9", "43.8431", "0.6931", "431.5000", "0.5000"]
+    reporter.change("", ("before", "after"), [report], [report])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["validation-default", "sft", "loss", "431.5000", "431.5000"] in shown
 
 
 @pytest.mark.parametrize(("ci", "is_terminal"), [("true", False), ("1", False), ("", True), ("false", True)])

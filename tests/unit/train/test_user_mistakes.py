@@ -152,3 +152,22 @@ def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
 def test_the_precision_in_force_is_said(overrides, said):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
     assert dict(setup.choices())["precision"] == said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (
+            ["dpo.sft_loss_weight=0.1"],
+            "a sum over the tokens of the chosen completion (dpo.sft_average_log_probs=true: an average)",
+        ),
+        (
+            ["dpo.sft_loss_weight=0.1", "dpo.sft_average_log_probs=true"],
+            "an average over the tokens of the chosen completion",
+        ),
+    ],
+)
+def test_whether_the_sft_term_is_a_sum_is_said(overrides, said):
+    setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
+    assert dict(setup.choices()).get("SFT term") == said

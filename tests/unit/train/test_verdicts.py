@@ -2,6 +2,8 @@
 
 import pytest
 
+from tandem.config.dpo import Dpo
+from tandem.config.schema import Config, Reference
 from tandem.train.verdicts import judge
 
 SOUND = {
@@ -10,6 +12,7 @@ SOUND = {
     "rewards_chosen_mean": 0.1,
     "rewards_margin_mean": 0.4,
     "logps_chosen_mean": -50.0,
+    "tokens_chosen_mean": 20.0,
     "kl_per_token": 0.02,
     "chosen_below_reference": 0.3,
     "margin_length_correlation": 0.1,
@@ -25,8 +28,10 @@ def course(*changes, split="validation-default", without=()):
     return [{name: value for name, value in record.items() if name not in without} for record in records]
 
 
-def found(records, loss="dpo"):
-    return {verdict.name: verdict.text for verdict in judge(records, loss)}
+def found(records, loss="dpo", **changes):
+    """changes: of section dpo."""
+    config = Config(dpo=Dpo(preference_loss=loss, **changes))
+    return {verdict.name: verdict.text for verdict in judge(records, config)}
 
 
 def test_a_sound_run_is_called_so():
@@ -65,7 +70,7 @@ def test_an_accuracy_worse_than_guessing_is_not_called_flat():
     assert "accuracy_reversed" not in found(course({}, {"accuracy": 0.41}))
     reference = ("kl_per_token", "chosen_below_reference")
     fallen = course({"accuracy": 0.7}, {"accuracy": 0.55}, without=reference)
-    assert "where knowing nothing gives 0.700" in found(fallen, "simpo")["accuracy_reversed"]
+    assert "0.550 over 100 pairs, where it began at 0.700. Are chosen" in found(fallen, "simpo")["accuracy_reversed"]
 
 
 def test_what_is_advised_is_what_the_loss_reads():
@@ -94,8 +99,8 @@ def test_a_fall_that_is_noise_is_not_told():
 def test_without_a_reference_accuracy_is_flat_where_it_has_not_left_its_start():
     reference = ("kl_per_token", "chosen_below_reference")
     flat = course({"accuracy": 0.7}, {"accuracy": 0.75}, without=reference)
-    assert "would stand out from 0.700" in found(flat)["accuracy_flat"]
-    assert "accuracy_flat" not in found(course({"accuracy": 0.7}, {"accuracy": 0.81}, without=reference))
+    assert "would stand out from 0.700" in found(flat, "simpo")["accuracy_flat"]
+    assert "accuracy_flat" not in found(course({"accuracy": 0.7}, {"accuracy": 0.81}, without=reference), "simpo")
 
 
 def test_the_chosen_are_falling_when_most_are_below_the_reference():
@@ -141,8 +146,137 @@ def test_the_best_was_long_ago():
     text = found(course(*rising))["best_long_ago"]
     assert text.startswith("the best was long ago: the loss was 0.4000 at step 10 and is 0.5000 at step 20.")
     assert "best_long_ago" not in found(course({"loss": 0.69}, {"loss": 0.495}, {"loss": 0.5}))
-    # before the first step nothing was learnt: that is no best
-    assert "best_long_ago" not in found(course({"loss": 0.1}, {"loss": 0.6}, {"loss": 0.5}))
+    # a loss of 0, or below it, is no worse than itself
+    for lowest in (0.0, -0.5):
+        assert "best_long_ago" not in found(course({"loss": 0.69}, {"loss": lowest}, {"loss": lowest}))
+    assert "best_long_ago" in found(course({"loss": 0.69}, {"loss": -0.5}, {"loss": -0.4}))
+
+
+def test_a_loss_that_was_never_below_its_start_is_no_best_of_long_ago():
+    texts = found(course({"loss": 0.6931}, {"loss": 0.7}, {"loss": 0.9}))
+    assert texts == {
+        "only_hurt": "training only hurt: the loss was 0.6931 before the first step, 0.7000 at best since (step 10), and is "
+        "0.9000 at step 20. Try a smaller policy.optimizer.kwargs.lr; if it stays, does this set rank as the training set does?"
+    }
+    assert found(course({"loss": 0.6931}, {"loss": 0.9}))["only_hurt"].startswith(
+        "training only hurt: the loss was 0.6931 before the first step and is 0.9000 at step 10. Try"
+    )
+    # within 2 % of where it began
+    assert "only_hurt" not in found(course({"loss": 0.6931}, {"loss": 0.70}))
+    # without a measurement of the start nothing is said of it
+    assert "only_hurt" not in found(course({"loss": 0.6931}, {"loss": 0.7}, {"loss": 0.9})[1:])
+
+
+def test_what_is_advised_is_not_already_in_force():
+    down = course({}, {"accuracy": 0.3})
+    exchanged = (
+        "Are chosen and rejected exchanged (of ranks the lower is better, of scores the higher)? Does validation rank as "
+        "training does? If so, try a smaller policy.optimizer.kwargs.lr"
+    )
+    for loss in ("dpo", "sigmoid", {"sigmoid": 2.0}):
+        assert found(down, loss)["accuracy_reversed"].endswith(f"{exchanged}.")
+    for loss in ("discopop", {"dpo": 1.0, "hinge": 0.5}):
+        assert found(down, loss)["accuracy_reversed"].endswith(f"{exchanged} or dpo.preference_loss=dpo.")
+    long = course({}, {"margin_length_correlation": 0.8})
+    ways = [
+        ({"ld_alpha": 0.5}, "a dpo.ld_alpha below 0.5, or dpo.preference_average_log_probs=true, or a loss per token"),
+        (
+            {"ld_alpha": 0.0},
+            "dpo.preference_average_log_probs=true, or a loss per token (sigmoid_norm, simpo); or pairs",
+        ),
+        ({"preference_average_log_probs": True}, "dpo.ld_alpha; or pairs of more equal lengths."),
+        ({"loss": "sigmoid_norm"}, "dpo.ld_alpha; or pairs of more equal lengths."),
+        ({"loss": "simpo"}, "pairs of more equal lengths."),
+    ]
+    for settings, advice in ways:
+        assert f"To weigh length less: {advice}" in found(long, **settings)["length_learnt"]
+    falling = course({}, {"chosen_below_reference": 0.9, "rewards_chosen_mean": -0.25})
+    assert found(falling, sft_loss_weight=0.1)["chosen_falling"].endswith(
+        "in no pair. A dpo.sft_loss_weight above 0.1, a smaller learning rate or a greater dpo.reference_policy_kl_penalty "
+        "hold them."
+    )
+
+
+def test_a_rising_loss_is_not_advised_to_train_longer():
+    text = found(course({"loss": 0.69}, {"loss": 0.6, "accuracy": 0.55}, {"loss": 0.66, "accuracy": 0.55}))
+    assert text["accuracy_flat"].endswith(
+        "The loss has risen: try a smaller policy.optimizer.kwargs.lr; if it stays, read the pairs that --per-pair FILE writes."
+    )
+
+
+def test_exchanged_labels_are_not_asked_about_where_training_did_no_better():
+    steps = [{**SOUND, "split": "train", "step": i + 1, "num_pairs": 10} for i in range(16)]
+    reversed_set = course({}, {"accuracy": 0.3})
+    assert "Are chosen and rejected exchanged" in found([*steps, *reversed_set])["accuracy_reversed"]
+    bad = [step | {"accuracy": 0.45} for step in steps]
+    assert found([*bad, *reversed_set])["accuracy_reversed"].endswith(
+        "On the training pairs it is 0.450, so exchanged labels are not the cause: try a smaller policy.optimizer.kwargs.lr."
+    )
+    worse = [step | {"accuracy": 0.1} for step in steps]
+    assert found(worse)["accuracy_reversed"].endswith(
+        "These are the pairs it was trained on, so exchanged labels are not the cause: try a smaller "
+        "policy.optimizer.kwargs.lr."
+    )
+
+
+def test_another_model_as_the_reference_is_compared_with_the_start():
+    config = Config(reference=Reference(model="other"))
+    begins = {"accuracy": 0.8, "kl_per_token": 1.5, "chosen_below_reference": 0.9, "rewards_chosen_mean": -0.3}
+    names = {verdict.name for verdict in judge(course(begins, begins | {"accuracy": 0.82}), config)}
+    assert names == {"accuracy_flat"}
+    names = {verdict.name for verdict in judge(course(begins, begins | {"accuracy": 0.6}), config)}
+    assert names == {"accuracy_reversed"}
+    names = {
+        verdict.name
+        for verdict in judge(course(begins, begins | {"accuracy": 0.95, "rewards_chosen_mean": -0.4}), config)
+    }
+    assert names == {"chosen_falling"}
+
+
+def test_the_fall_of_rewards_per_token_is_measured_per_token():
+    # -0.004 a token of completions of 50 tokens: as much as -0.2 of sums
+    falling = course({}, {"chosen_below_reference": 0.9, "rewards_chosen_mean": -0.004, "tokens_chosen_mean": 50.0})
+    assert "chosen_falling" not in found(falling)
+    for settings in ({"loss": "sigmoid_norm"}, {"preference_average_log_probs": True}):
+        assert "chosen_falling" in found(falling, **settings)
+
+
+def test_a_run_that_diverged_is_called_so_and_nothing_else():
+    absurd = {"accuracy": 0.2, "rewards_margin_p50": -3.6e6, "rewards_margin_mean": -4e6}
+    absurd |= {"logps_chosen_mean": -6e7, "tokens_chosen_mean": 50.0, "loss": 3.6e6}
+    steps = [{**SOUND, "split": "train", "step": i + 1, "accuracy": 0.4, "grad_norm": 0.0} for i in range(2)]
+    assert found([*steps, *course({}, absurd)]) == {
+        "diverged": "training diverged: half of the margins are below -3.6e+06; the chosen completions cost 1.2e+06 nats a "
+        "token, where guessing costs 12 at most; the gradient of the last step is 0, with an accuracy of 0.400 on its pairs. The "
+        "model is unusable: try a smaller policy.optimizer.kwargs.lr (now 5e-06)."
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        ({"loss": float("nan")}, "the loss is nan"),
+        ({"rewards_margin_p50": 1001.0}, "half of the margins are above 1e+03"),
+        ({"logps_chosen_mean": -1300.0, "tokens_chosen_mean": 50.0}, "the chosen completions cost 26 nats a token"),
+    ],
+)
+def test_each_sign_of_divergence_is_enough(change, sign):
+    texts = found(course({}, change))
+    assert list(texts) == ["diverged"]
+    assert sign in texts["diverged"]
+
+
+def test_what_is_large_by_its_nature_did_not_diverge():
+    large = course({}, {"rewards_margin_p50": 5000.0})
+    assert "diverged" not in found(large, "rpo_sq")  # a target of the data's scores
+    assert "diverged" not in found(large, f_divergence="forward_kl")  # exponential
+    # a start model that finds the text as unlikely
+    nats = {"logps_chosen_mean": -1300.0, "tokens_chosen_mean": 50.0}
+    assert "diverged" not in found(course(nats, nats))
+    # a hinge whose pairs are all done
+    done = {**SOUND, "split": "train", "step": 20, "accuracy": 1.0, "grad_norm": 0.0}
+    assert "diverged" not in found([done, *course({}, {})], "hinge")
+    assert "diverged" in found([done | {"accuracy": 0.9}, *course({}, {})], "hinge")
 
 
 def test_training_is_judged_by_quarters_where_nothing_was_validated():
@@ -150,7 +284,7 @@ def test_training_is_judged_by_quarters_where_nothing_was_validated():
         {**SOUND, "split": "train", "step": i + 1, "num_pairs": 10, "accuracy": 0.5 if i < 12 else 0.9}
         for i in range(16)
     ]
-    (verdict,) = judge(steps, "dpo")
+    (verdict,) = judge(steps, Config())
     assert (verdict.split, verdict.name) == ("train", "sound")
     assert "accuracy 0.50 -> 0.90" in verdict.text
     # one good step among the last four is noise
@@ -165,7 +299,7 @@ def test_every_validation_set_is_judged_and_the_export_is_not():
         *course({}, {"accuracy": 0.5}, split="exported-b"),
         *course({}, {"accuracy": 0.5}, split="train"),
     ]
-    assert [(verdict.split, verdict.name) for verdict in judge(records, "dpo")] == [
+    assert [(verdict.split, verdict.name) for verdict in judge(records, Config())] == [
         ("validation-a", "sound"),
         ("validation-b", "accuracy_flat"),
     ]
