@@ -54,9 +54,9 @@ def tokenizer_for_padding() -> Any:
 
 def main() -> None:
     o = parsed()
-    import datasets
-    import trl
-    from trl.trainer.dpo_trainer import DataCollatorForPreference
+    import datasets  # pyright: ignore[reportMissingImports]
+    import trl  # pyright: ignore[reportMissingImports]
+    from trl.trainer.dpo_trainer import DataCollatorForPreference  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
