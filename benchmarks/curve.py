@@ -105,8 +105,11 @@ def theirs(
         "longest": LONGEST,
         "period": PERIOD,
     }
-    arguments = [o.model, *map(str, tokens), str(seed), str(o.micro_batch), json.dumps(shared)]
-    command = [o.trl_python, str(HERE / "trl_curve.py"), str(time.time()), *arguments]
+    command = [
+        *(o.trl_python, str(HERE / "trl_curve.py"), "--began", str(time.time()), "--model", o.model),
+        *("--train", str(tokens[0]), "--held-out", str(tokens[1]), "--settings", json.dumps(shared)),
+        *("--seed", str(seed), "--micro-batch", str(o.micro_batch)),
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -114,7 +114,9 @@ def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPre
 def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     packed = o.mode == "batch"
     config = config_of(o.shape, max(8192, o.longest))
-    dtype = torch.bfloat16 if o.weights != "float32" or o.lora else torch.float32
+    # Frozen weights are in bfloat16 where products are: float32 adapters on a CPU need float32 weights beside them.
+    frozen = o.lora and device.type == "cuda"
+    dtype = torch.bfloat16 if o.weights != "float32" or frozen else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(

@@ -1,13 +1,13 @@
 """Trains with TRL's DPO trainer on pairs given as token ids, and validates as curve.py asks. Run by curve.py, with a python
 that has TRL.
 
-    python benchmarks/trl_curve.py BEGAN MODEL TRAIN.jsonl HELD_OUT.jsonl SEED MICRO_BATCH SETTINGS
+    python benchmarks/trl_curve.py --began SECONDS --model FOLDER --train FILE --held-out FILE --settings JSON ...
 
-BEGAN is when the command was given, in seconds since the epoch; SETTINGS is a JSON object. Its last line is one JSON object.
+Its last line is one JSON object.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,17 +15,35 @@ from typing import Any
 
 import torch
 import transformers
+import trl_python
+from options import options_of
 
 
-def main(began: float, model: str, train: Path, held_out: Path, seed: int, micro: int, s: dict[str, Any]) -> None:
+def parsed() -> argparse.Namespace:
+    parser = options_of(__doc__)
+    parser.add_argument(
+        "--began", type=float, required=True, help="when the command was given, in seconds of time.time()"
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--train", type=Path, required=True, help="pairs as token ids, a JSON object a line")
+    parser.add_argument("--held-out", type=Path, required=True, help="the same, to validate on")
+    parser.add_argument("--settings", type=json.loads, required=True, help="as curve.py writes them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--micro-batch", type=int, default=16, help="pairs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    o = parsed()
+    trl_python.require("datasets", "trl")
     import datasets  # pyright: ignore[reportMissingImports]
     import trl  # pyright: ignore[reportMissingImports]
     from trl.trainer.dpo_trainer import DataCollatorForPreference  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
-    cuda = torch.cuda.is_available()
-    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    s, cuda = o.settings, torch.cuda.is_available()
+    policy = transformers.AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.float32, attn_implementation="sdpa")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(o.model)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def read(place: Path) -> Any:
@@ -45,7 +63,7 @@ def main(began: float, model: str, train: Path, held_out: Path, seed: int, micro
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             now, metrics = time.time(), more["metrics"]
-            seconds = {"command": now - began, "first_step": now - first[0] if first else 0.0}
+            seconds = {"command": now - o.began, "first_step": now - first[0] if first else 0.0}
             found = {"accuracy": metrics["eval_rewards/accuracies"], "loss": metrics["eval_loss"]}
             points.append({"step": state.global_step, **seconds, **found})
 
@@ -53,9 +71,9 @@ def main(began: float, model: str, train: Path, held_out: Path, seed: int, micro
         output_dir=tempfile.mkdtemp(),
         num_train_epochs=s["epochs"],
         max_steps=s["steps"],
-        per_device_train_batch_size=micro,
-        per_device_eval_batch_size=micro,
-        gradient_accumulation_steps=s["pairs"] // micro,
+        per_device_train_batch_size=o.micro_batch,
+        per_device_eval_batch_size=o.micro_batch,
+        gradient_accumulation_steps=s["pairs"] // o.micro_batch,
         learning_rate=s["rate"],
         beta=s["beta"],
         lr_scheduler_type="constant",
@@ -77,13 +95,13 @@ def main(began: float, model: str, train: Path, held_out: Path, seed: int, micro
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        seed=seed,
+        seed=o.seed,
     )
     trainer = Trainer(
         model=policy,
         args=settings,
-        train_dataset=read(train),
-        eval_dataset=read(held_out),
+        train_dataset=read(o.train),
+        eval_dataset=read(o.held_out),
         processing_class=tokenizer,
         callbacks=[Clock()],
         data_collator=DataCollatorForPreference(pad_token_id=pad, max_length=s["longest"]),
@@ -94,5 +112,4 @@ def main(began: float, model: str, train: Path, held_out: Path, seed: int, micro
 
 
 if __name__ == "__main__":
-    _, began, model, train, held_out, seed, micro, settings = sys.argv
-    main(float(began), model, Path(train), Path(held_out), int(seed), int(micro), json.loads(settings))
+    main()
