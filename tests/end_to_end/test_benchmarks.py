@@ -144,8 +144,11 @@ def test_packing(bench):
 
 @pytest.mark.slow
 def test_packing_of_a_file(bench, pairs):
-    found = last_line(bench("packing", "--counts", 5000, "--capacity", 2048, "--data", pairs, "--tokenizer", MODEL))
+    # First fit in random order leaves 2 % of such rows empty, over what a set of the usual lengths does.
+    given = ("--counts", 5000, "--capacity", 2048, "--data", pairs, "--tokenizer", MODEL)
+    found = last_line(bench("packing", *given), 0, 1)
     assert [row["algorithm"] for row in found["rows"]] == ALGORITHMS
+    assert all(row["fill"] > 0.95 for row in found["rows"])
 
 
 def test_scale(bench, tmp_path):
@@ -184,8 +187,8 @@ def test_start(bench, pairs, tmp_path):
 @pytest.mark.slow
 def test_precision(bench, pairs, tmp_path):
     chosen = ("--precisions", "float32", "float32, products in float8", "--seeds", 1)
-    more = ("--more", *FEW, "dpo.max_num_epochs=1", "dpo.max_num_steps=1", "policy.precision=float32")
-    ended = bench("precision", "--model", MODEL, "--data", pairs, *chosen, "--folder", tmp_path, *more)
+    more = ("--more", *FEW, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
+    ended = bench("precision", "--model", MODEL, "--data", pairs, *chosen, "--folder", tmp_path / "runs", *more)
     found = last_line(ended)["pairs.jsonl"]
     assert {name: [run["pairs"] for run in runs] for name, runs in found.items()} == {
         "float32": [11],
