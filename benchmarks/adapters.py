@@ -71,8 +71,9 @@ def timed(way: Layer, given: list[Tensor], scale: float, repeats: int) -> tuple[
         if x.is_cuda:
             torch.cuda.synchronize()
 
-    for _ in range(3):
-        results = once()
+    for _ in range(2):
+        once()
+    results = once()
     wait()
     started = time.perf_counter()
     for _ in range(repeats):

@@ -101,11 +101,12 @@ class Masks:
 
 
 def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any) -> Any:
+    found: Any
     if query.device.type == "cuda":
         found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, scale=more["scaling"])
     else:
         found = F.scaled_dot_product_attention(query, key, value, mask, scale=more["scaling"], enable_gqa=True)
-    return found.transpose(1, 2), None  # type: ignore[union-attr]
+    return found.transpose(1, 2), None
 
 
 def chunk_logps(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -22,70 +22,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl_python
 from drawing import COLOURS, key, line, rule, svg, text
 from options import options_of
 from precision import split
 
+from tandem.config.load import load_config
+from tandem.errors import TandemError
+from tandem.train.setup import set_up
+
 HERE = Path(__file__).parent
 PERIOD, PAIRS, EPOCHS, RATE, BETA, LONGEST = 20, 32, 2, 5e-6, 0.1, 1024
-
-TOKENS = """
-import json, sys
-from pathlib import Path
-import torch
-from tandem.config.load import load_config
-from tandem.train.setup import set_up
-setup = set_up(load_config(None, json.loads(sys.argv[1])).config, torch.device("cpu"))
-for packer, place in ((setup.train, sys.argv[2]), (setup.validation["default"], sys.argv[3])):
-    with open(place, "w") as file:
-        for index in range(len(packer.store)):
-            one = packer.store[index]
-            best, worst = one.pairs[0]
-            ids = {"prompt_ids": one.prompt, "chosen_ids": one.completions[best], "rejected_ids": one.completions[worst]}
-            file.write(json.dumps({name: part.tolist() for name, part in ids.items()}) + "\\n")
-"""
-
-TRL = """
-import json, sys, tempfile, time
-began = float(sys.argv[1])
-import datasets, torch, transformers, trl
-from trl.trainer.dpo_trainer import DataCollatorForPreference
-model, train, held_out, seed, micro, s = *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6]), json.loads(sys.argv[7])
-datasets.disable_progress_bars()
-read = lambda place: datasets.Dataset.from_list([json.loads(line) for line in open(place)])
-cuda = torch.cuda.is_available()
-policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
-tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-class Trainer(trl.DPOTrainer):
-    def _prepare_dataset(self, dataset, *_, **__):
-        return dataset
-points, first = [], []
-class Clock(transformers.TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        if not first:
-            first.append(time.time())
-    def on_evaluate(self, args, state, control, metrics=None, **_):
-        now = time.time()
-        points.append({"step": state.global_step, "command": now - began, "first_step": now - first[0] if first else 0.0,
-                       "accuracy": metrics["eval_rewards/accuracies"], "loss": metrics["eval_loss"]})
-settings = trl.DPOConfig(
-    output_dir=tempfile.mkdtemp(), num_train_epochs=s["epochs"], max_steps=s["steps"], per_device_train_batch_size=micro,
-    per_device_eval_batch_size=micro, gradient_accumulation_steps=s["pairs"] // micro, learning_rate=s["rate"], beta=s["beta"],
-    lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.98, adam_epsilon=1e-5, max_grad_norm=1.0,
-    bf16=cuda and s["bfloat16"], use_cpu=not cuda, gradient_checkpointing=False, precompute_ref_log_probs=True,
-    max_length=s["longest"],
-    eval_strategy="steps", eval_steps=s["period"], eval_on_start=True, remove_unused_columns=False, logging_strategy="no",
-    save_strategy="no", report_to="none", disable_tqdm=True, seed=seed,
-)
-trainer = Trainer(model=policy, args=settings, train_dataset=read(train), eval_dataset=read(held_out),
-                  processing_class=tokenizer, callbacks=[Clock()],
-                  data_collator=DataCollatorForPreference(pad_token_id=pad, max_length=s["longest"]))
-trainer.train()
-trainer.evaluate()
-print(json.dumps({"points": points, "trl": trl.__version__}))
-"""
 
 
 def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
@@ -108,6 +56,18 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
         "checkpointing.enabled=false",
         *o.more,
     ]
+
+
+def write_tokens(given: list[str], train: Path, held_out: Path) -> None:
+    """The first pair of every preference as token ids, a JSON object a line."""
+    setup = set_up(load_config(None, given).config, torch.device("cpu"))
+    for packer, place in ((setup.train, train), (setup.validation["default"], held_out)):
+        with place.open("w") as file:
+            for index in range(len(packer.store)):
+                one = packer.store[index]
+                best, worst = one.pairs[0]
+                parts = {"prompt": one.prompt, "chosen": one.completions[best], "rejected": one.completions[worst]}
+                file.write(json.dumps({f"{name}_ids": part.tolist() for name, part in parts.items()}) + "\n")
 
 
 def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> list[dict[str, float]]:
@@ -145,8 +105,11 @@ def theirs(
         "longest": LONGEST,
         "period": PERIOD,
     }
-    arguments = [o.model, *map(str, tokens), str(seed), str(o.micro_batch), json.dumps(shared)]
-    command = [o.trl_python, "-c", TRL, str(time.time()), *arguments]
+    command = [
+        *(o.trl_python, str(HERE / "trl_curve.py"), "--began", str(time.time()), "--model", o.model),
+        *("--train", str(tokens[0]), "--held-out", str(tokens[1]), "--settings", json.dumps(shared)),
+        *("--seed", str(seed), "--micro-batch", str(o.micro_batch)),
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -203,11 +166,10 @@ def main() -> None:
     kept, held_out = split(o.data, o.folder)
     given = settings_of(o, kept, held_out)
     tokens = o.folder / "train.ids.jsonl", o.folder / "held-out.ids.jsonl"
-    made = subprocess.run(
-        [sys.executable, "-c", TOKENS, json.dumps(given), *map(str, tokens)], stderr=subprocess.PIPE, text=True
-    )
-    if made.returncode:
-        raise SystemExit(made.stderr.strip().splitlines()[-1])
+    try:
+        write_tokens(given, *tokens)
+    except TandemError as error:
+        raise SystemExit(f"curve.py: {error}") from None
     systems: dict[str, Callable[[int], list[dict[str, float]]]] = {
         "tandem": lambda seed: ours(o, given, seed, o.folder / f"run-{seed}-{time.time():.0f}"),
         "TRL": lambda seed: theirs(o, tokens, seed),

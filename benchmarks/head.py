@@ -32,10 +32,10 @@ def heads(device: torch.device, vocabulary: int) -> Iterator[tuple[str, Head]]:
 
     yield "full logits", plain
     try:
-        from trl.trainer import utils as of_trl
+        from trl.trainer import utils as of_trl  # pyright: ignore[reportMissingImports]
 
-        made: Any = of_trl._ChunkedLogProbFunction.apply  # type: ignore[attr-defined]
-        size = of_trl._CHUNKED_LOGPROB_CHUNK_SIZE  # type: ignore[attr-defined]
+        made: Any = of_trl._ChunkedLogProbFunction.apply
+        size = of_trl._CHUNKED_LOGPROB_CHUNK_SIZE
         yield (
             "TRL",
             lambda hidden, weight, targets: made(hidden, weight, None, targets, 1.0, size, None, 1.0, ("log_probs",))[
@@ -45,7 +45,7 @@ def heads(device: torch.device, vocabulary: int) -> Iterator[tuple[str, Head]]:
     except (ImportError, AttributeError) as error:
         print(f"TRL: {error}")
     try:
-        from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
+        from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
         yield (
             "cut-cross-entropy",
@@ -54,9 +54,9 @@ def heads(device: torch.device, vocabulary: int) -> Iterator[tuple[str, Head]]:
     except ImportError as error:
         print(f"cut-cross-entropy: {error}")
     try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+        from liger_kernel import transformers as of_liger  # pyright: ignore[reportMissingImports]
 
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        loss = of_liger.LigerFusedLinearCrossEntropyLoss(reduction="sum")
         yield "Liger (a sum)", lambda hidden, weight, targets: -loss(weight, hidden, targets)
     except ImportError as error:
         print(f"Liger: {error}")
@@ -116,8 +116,8 @@ def timed(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    for _ in range(2):
-        values = once()
+    once()
+    values = once()
     wait()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -52,9 +52,9 @@ def plain_first_fit_loop(sizes: np.ndarray, capacity: int) -> int:
 
 def trl_packing(sizes: np.ndarray, *, at_once: bool) -> Callable[[int], int]:
     """A dataset of such sequences, made before the clock starts; a call packs it."""
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
     import pyarrow as pa
-    from trl import pack_dataset
+    from trl import pack_dataset  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     datasets.disable_caching()  # or the second call would read what the first has left

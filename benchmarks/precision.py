@@ -78,6 +78,8 @@ def split(file: Path, folder: Path) -> tuple[Path, Path]:
 
 def ended(overrides: list[str], folder: Path, *, float8: bool) -> dict[str, float]:
     """The last validation of a run."""
+    if float8:  # the cache does not know of it, and would give it the reference of other products
+        overrides = [*overrides, f"reference.cache_dir={folder}-reference"]
     with products_in_float8() if float8 else nullcontext():
         run = train(load_config(None, [*overrides, f"run.dir={folder}"]), Reporter("quiet"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

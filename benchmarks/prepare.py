@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import trl_python
 from options import options_of
@@ -29,74 +31,81 @@ from options import options_of
 TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
 NUM_CORES = len(os.sched_getaffinity(0))
 
-TANDEM = """
-import json, sys, time
-from pathlib import Path
-from tandem.config.datasets import Data, DatasetFields
-from tandem.config.policy import Tokenizer
-from tandem.data.opening import open_store
-from tandem.data.processes import Processes
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
-tokenizer = load_tokenizer(Path(sys.argv[2]))
-cores = int(sys.argv[3])
-lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
-start = time.perf_counter()
-template = make_template(tokenizer, Tokenizer())
-with Processes(template) as kept:
-    files = json.loads(sys.argv[1])
-    stores = [open_store(file, DatasetFields(), template, lenient, 4096, processes=kept) for file in files]
-seconds = time.perf_counter() - start
-print(seconds, int(sum(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum() for store in stores)))
-"""
 
-TRL = """
-import json, sys, time
-from types import SimpleNamespace
-from datasets import disable_caching, disable_progress_bars, load_dataset
-from transformers import AutoTokenizer
-from trl import DPOTrainer
-disable_caching(); disable_progress_bars()
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-start = time.perf_counter()
-this = SimpleNamespace(_tokenizer=tokenizer)
-args = SimpleNamespace(dataset_num_proc=int(sys.argv[3]), max_length=None)
-sets = []
-for file in json.loads(sys.argv[1]):
-    rows = load_dataset("json", data_files=file, split="train", cache_dir=sys.argv[4])
-    sets.append(DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train"))
-seconds = time.perf_counter() - start
-names = "prompt_ids", "chosen_ids", "rejected_ids"
-print(seconds, sum(len(ids) for rows in sets for name in names for ids in rows[name]))
-"""
+# Each of the three runs in a child process, TRL's in its own interpreter: what it imports is imported inside.
 
-BARE = """
-import json, sys, time
-from pathlib import Path
-from tandem.config.datasets import DatasetFields
-from tandem.config.policy import Tokenizer
-from tandem.data.formats import detect_format, read_preference
-from tandem.data.sources import read_rows
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.data.wording import Wording
-tokenizer = load_tokenizer(Path(sys.argv[2]))
-template = make_template(tokenizer, Tokenizer())
-sets = []
-for file in json.loads(sys.argv[1]):
-    texts = []
-    for row in read_rows(Path(file)):
-        try:
-            name, _ = detect_format(row, DatasetFields())
-            rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
-        except Exception:
-            continue
-        texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
-    sets.append(texts)
-start = time.perf_counter()
-sets = [tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) for texts in sets]
-print(time.perf_counter() - start, sum(len(one.ids) for encoded in sets for one in encoded))
-"""
+
+def with_tandem(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
+    """Seconds and tokens of tandem's tokenisation, its store written to disk."""
+    from tandem.config.datasets import Data, DatasetFields
+    from tandem.config.policy import Tokenizer
+    from tandem.data.opening import open_store
+    from tandem.data.processes import Processes
+    from tandem.data.template import make_template
+    from tandem.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(tokenizer_folder))
+    lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
+    start = time.perf_counter()
+    template = make_template(tokenizer, Tokenizer())
+    with Processes(template) as kept:
+        stores = [open_store(file, DatasetFields(), template, lenient, 4096, processes=kept) for file in files]
+    seconds = time.perf_counter() - start
+    return seconds, int(sum(store.num_prompt_tokens.sum() + store.num_completion_tokens.sum() for store in stores))
+
+
+def with_trl(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
+    """Seconds and tokens of TRL's dataset preparation."""
+    import datasets  # pyright: ignore[reportMissingImports]
+    from transformers import AutoTokenizer
+    from trl import DPOTrainer  # pyright: ignore[reportMissingImports]
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    start = time.perf_counter()
+    this = SimpleNamespace(_tokenizer=tokenizer)
+    args = SimpleNamespace(dataset_num_proc=cores, max_length=None)
+    sets = []
+    for file in files:
+        rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
+        sets.append(DPOTrainer._prepare_dataset(this, rows, tokenizer, args, "train"))
+    seconds = time.perf_counter() - start
+    names = "prompt_ids", "chosen_ids", "rejected_ids"
+    return seconds, sum(len(ids) for rows in sets for name in names for ids in rows[name])
+
+
+def with_bare_tokenizers(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
+    """Seconds and tokens of encoding alone: the texts are rendered before the clock starts."""
+    from tandem.config.datasets import DatasetFields
+    from tandem.config.policy import Tokenizer
+    from tandem.data.formats import detect_format, read_preference
+    from tandem.data.sources import RowError, read_rows
+    from tandem.data.template import make_template
+    from tandem.data.tokenizer import load_tokenizer
+    from tandem.data.wording import Wording
+
+    tokenizer = load_tokenizer(Path(tokenizer_folder))
+    template = make_template(tokenizer, Tokenizer())
+    sets: list[list[str]] = []
+    for file in files:
+        texts: list[str] = []
+        for row in read_rows(Path(file)):
+            if isinstance(row, RowError):
+                continue
+            try:
+                name, _ = detect_format(row, DatasetFields())
+                rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
+            except RowError:  # which tandem skips as well
+                continue
+            texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
+        sets.append(texts)
+    start = time.perf_counter()
+    encoded = [tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) for texts in sets]
+    return time.perf_counter() - start, sum(len(one.ids) for of_set in encoded for one in of_set)
+
+
+PROGRAMS = {"tandem": with_tandem, "trl": with_trl, "bare": with_bare_tokenizers}
 
 
 def main() -> None:
@@ -116,16 +125,15 @@ def main() -> None:
     sys.exit(0 if all(results["met"].values()) else 1)
 
 
-def run(given: argparse.Namespace, scratch: Path) -> dict[str, object]:
+def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     data = given.data or [generate(scratch / "pairs.jsonl", given.rows, words=90)]
-    programs = {"tandem": (sys.executable, TANDEM), "trl": (given.trl_python, TRL), "bare": (sys.executable, BARE)}
-    timed: dict[str, list[tuple[float, int]]] = {name: [] for name, (python, _) in programs.items() if python}
+    pythons = {"tandem": sys.executable, "trl": given.trl_python, "bare": sys.executable}
+    timed: dict[str, list[tuple[float, int]]] = {name: [] for name, python in pythons.items() if python}
     unread = []
     for _ in range(given.repeat):  # in turn: a machine is not equally fast all the time
         for name in [name for name in timed if name not in unread]:
             try:
-                python, program = programs[name]
-                timed[name].append(measure(python, program, data, given.tokenizer, scratch))
+                timed[name].append(measure(pythons[name], name, data, given.tokenizer, scratch))
             except CannotRead:
                 unread.append(name)
     seconds = {name: min(times)[0] for name, times in timed.items() if times}
@@ -183,7 +191,7 @@ def measure(python: str, program: str, data: list[Path], tokenizer: str, scratch
     """Seconds and tokens, as the program says."""
     with started(python, program, data, tokenizer, scratch) as process:
         printed, complaints = process.communicate()
-    if process.returncode and program is TRL and "\nKeyError: " in complaints:
+    if process.returncode and program == "trl" and "\nKeyError: " in complaints:
         raise CannotRead  # of its keys it knows prompt, chosen and rejected only
     if process.returncode:
         sys.exit(f"{complaints}\n{python} failed")
@@ -194,7 +202,7 @@ def measure(python: str, program: str, data: list[Path], tokenizer: str, scratch
 def peak_memory(data: Path, tokenizer: str, scratch: Path) -> int:
     """Of tandem's processes together. Looking takes time from them, so that this is not timed as well."""
     peak = 0
-    with started(sys.executable, TANDEM, [data], tokenizer, scratch) as process:
+    with started(sys.executable, "tandem", [data], tokenizer, scratch) as process:
         while process.poll() is None:
             peak = max(peak, sum(map(proportional_bytes, family(process.pid))))
             time.sleep(0.2)
@@ -206,12 +214,13 @@ def peak_memory(data: Path, tokenizer: str, scratch: Path) -> int:
 @contextmanager
 def started(
     python: str, program: str, data: list[Path], tokenizer: str, scratch: Path
-) -> "Iterator[subprocess.Popen[str]]":
+) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory(dir=scratch) as cache:
         environment = {**os.environ, "TANDEM_CACHE": f"{cache}/tandem", "HF_HOME": f"{cache}/hf", "HF_HUB_OFFLINE": "1"}
         arguments = [json.dumps([str(file) for file in data]), tokenizer, str(NUM_CORES), f"{cache}/datasets"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen([python, "-c", program, *arguments], **pipes, env=environment) as process:
+        command = [python, __file__, "measure", program, *arguments]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
             yield process
 
 
@@ -235,4 +244,8 @@ def proportional_bytes(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["measure"]:
+        _, _, program, files, tokenizer, cores, cache = sys.argv
+        print(*PROGRAMS[program](json.loads(files), tokenizer, int(cores), cache))
+    else:
+        main()

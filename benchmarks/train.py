@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,15 +27,16 @@ from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 
 from tandem.config.schema import Config
+from tandem.data.store import TokenStore
 from tandem.data.tokens import TokenizedPreference
 from tandem.model.attention import IMPLEMENTATION
 from tandem.model.joined_lora import join_adapters
 from tandem.model.parallel import compile_layers, decoder_layers, shard
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.recompute import recompute
-from tandem.model.reference import compute_reference
+from tandem.model.reference import NoReference, compute_reference
 from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
-from tandem.packing.layout import join, lay_out
+from tandem.packing.layout import Arrangement, join, lay_out
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
 from tandem.packing.schedule import Batches, GlobalBatch
@@ -56,7 +57,7 @@ KINDS = {
 
 
 class PairsInMemory:
-    """The face of a TokenStore over preferences that are nowhere on disk."""
+    """Preferences that are not on disk, with the part of a TokenStore's interface that packing and reports read."""
 
     def __init__(self, preferences: list[TokenizedPreference]):
         self.preferences = preferences
@@ -69,12 +70,8 @@ class PairsInMemory:
     def __len__(self) -> int:
         return len(self.preferences)
 
-
-class ZeroReference:
-    """Reference numbers cost nothing while training (they are read from a cache): zeros stand for them."""
-
-    def token_logps(self, pack: Any, inputs: Any) -> torch.Tensor:
-        return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
+    def as_store(self) -> TokenStore:
+        return cast(TokenStore, self)
 
 
 def made_preferences(o: argparse.Namespace, num: int, vocabulary: int) -> list[TokenizedPreference]:
@@ -117,7 +114,9 @@ def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPre
 def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     packed = o.mode == "batch"
     config = config_of(o.shape, max(8192, o.longest))
-    dtype = torch.bfloat16 if o.weights != "float32" or o.lora else torch.float32
+    # Frozen weights are in bfloat16 where products are: float32 adapters on a CPU need float32 weights beside them.
+    frozen = o.lora and device.type == "cuda"
+    dtype = torch.bfloat16 if o.weights != "float32" or frozen else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -179,7 +178,8 @@ class Bench:
     def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
-        side = Side(ZeroReference(), self.config.dpo, self.workers, precision)  # type: ignore[arg-type]
+        # Reference numbers cost nothing while training (they are read from a cache): zeros replace them.
+        side = Side(NoReference(), self.config.dpo, self.workers, precision)
         batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
@@ -189,7 +189,7 @@ class Bench:
         yield from map(self._read, unread)
 
     def _read(self, pending: PendingStep) -> tuple[float, StepReport]:
-        report = pending.read(self.store)  # type: ignore[arg-type]
+        report = pending.read(self.store.as_store())
         return time.perf_counter(), report
 
     def num_scored(self) -> int:
@@ -199,10 +199,14 @@ class Bench:
 
     def reference_pairs_per_second(self) -> float:
         """Of the pass that computes the reference once, over all pairs there are."""
-        for _ in range(2):  # at first without gradients, layers are compiled anew
+
+        def seconds() -> float:
             started = time.perf_counter()
             compute_reference(self.policy, self.packer, self.workers, None, lambda done: None)
-        return int(self.store.num_pairs.sum()) / (time.perf_counter() - started)
+            return time.perf_counter() - started
+
+        seconds()  # the first pass without gradients compiles the layers again
+        return int(self.store.num_pairs.sum()) / seconds()
 
 
 def prepared(o: argparse.Namespace) -> Bench:
@@ -228,8 +232,8 @@ def prepared(o: argparse.Namespace) -> Bench:
     longest = max(len(p.prompt) + max(map(len, p.completions)) for p in store.preferences)
     if longest > lengths[-1]:
         raise SystemExit(f"rows of {lengths[-1]} tokens do not hold the longest sequence, of {longest}")
-    arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
-    packer = Packer(store, sizes, lengths, arrangement, o.packs, "first_fit_decreasing")  # type: ignore[arg-type]
+    arrangement: Arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
+    packer = Packer(store.as_store(), sizes, lengths, arrangement, o.packs, "first_fit_decreasing")
     tell("making the model")
     policy = made_policy(o, workers.device)
     num_trunk = sum(
@@ -256,7 +260,8 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         num = len(list(steps))
     # Straight from the profiler: its own list of events takes half a minute to make.
-    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    profiler: Any = seen.profiler
+    events = profiler.kineto_results.events()
     found = [one for one in events if one.device_type() == DeviceType.CUDA and not one.is_user_annotation()]
     kinds: dict[str, float] = defaultdict(float)
     names: dict[str, list[int]] = defaultdict(list)

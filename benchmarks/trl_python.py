@@ -3,9 +3,19 @@
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 
 NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
 BOTH_USE = ("torch", "transformers")
+
+
+def require(*modules: str) -> None:
+    """End with one message where they are missing in the current interpreter, which is the one to run TRL."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        names = ", ".join(missing)
+        sys.exit(
+            f"{sys.executable}: not installed: {names}. Run this with a Python that has them: pip install {NEEDED}."
+        )
 
 
 def check(python: str, *modules: str) -> None:

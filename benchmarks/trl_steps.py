@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+import trl_python
 from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 
@@ -54,9 +55,10 @@ def tokenizer_for_padding() -> Any:
 
 def main() -> None:
     o = parsed()
-    import datasets
-    import trl
-    from trl.trainer.dpo_trainer import DataCollatorForPreference
+    trl_python.require("datasets", "trl", *(["liger_kernel"] if o.liger else []))
+    import datasets  # pyright: ignore[reportMissingImports]
+    import trl  # pyright: ignore[reportMissingImports]
+    from trl.trainer.dpo_trainer import DataCollatorForPreference  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()

@@ -8,6 +8,7 @@ Changes to the configuration go behind the command: `python examples/demo.py dpo
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +50,7 @@ def answers(folder: Path, prompts: list[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     said = []
     for prompt in prompts:
         messages = [{"role": "user", "content": prompt}]

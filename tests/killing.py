@@ -80,10 +80,15 @@ def _live(said: Path, arguments: list[str], environment: dict[str, str]) -> None
     from tandem import cli
 
     os.environ.update(environment)
-    for descriptor, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(said / f"{os.getpid()}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+    redirect_output(said)
     sys.argv = ["tandem", *arguments]
     cli.main()
+
+
+def redirect_output(folder: Path) -> None:
+    """What this process prints goes to the files that `Child` reads."""
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{os.getpid()}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
 
 
 class Small:

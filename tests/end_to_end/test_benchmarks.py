@@ -1,0 +1,283 @@
+"""Every benchmark starts, runs at a tiny size where a CPU can, and says in one message what it needs where it cannot."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from killing import Ended
+from models import MODEL
+from scripts import ROOT, run_script
+
+from tandem.embedded.files import TRAIN
+
+# Imported by the others; the rest are commands.
+MODULES = {"drawing", "made_model", "options", "trl_python"}
+COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in MODULES)
+NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
+
+
+@pytest.fixture
+def bench(tmp_path):
+    def run(name: str, *arguments: object, **environment: str) -> Ended:
+        return run_script(f"benchmarks/{name}.py", *map(str, arguments), folder=tmp_path, **environment)
+
+    return run
+
+
+def last_line(ended: Ended, *codes: int) -> dict:
+    """The JSON object at the end; by default of a benchmark that met its targets."""
+    assert ended.code in (codes or (0,)), ended
+    return json.loads(ended.out.splitlines()[-1])
+
+
+@pytest.fixture
+def token_pairs(tmp_path) -> Path:
+    """48 pairs as token ids: prompts of 6 to 8 tokens, completions of 3 to 7."""
+    rows = [
+        {
+            "prompt_ids": list(range(10, 16 + n % 3)),
+            "chosen_ids": list(range(20, 23 + n % 5)),
+            "rejected_ids": list(range(30, 34 + n % 4)),
+        }
+        for n in range(48)
+    ]
+    return written(tmp_path / "ids.jsonl", rows)
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    """Some of the embedded pairs."""
+    return written(tmp_path / "pairs.jsonl", [json.loads(line) for line in TRAIN.read_text().splitlines()[:80]])
+
+
+def written(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_the_benchmark(bench, name):
+    ended = bench(name, "--help")
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.startswith(f"usage: {name}.py [-h]")
+    assert f"python benchmarks/{name}.py" in ended.out
+
+
+# Tiny runs
+
+
+def test_adapters(bench):
+    found = last_line(bench("adapters", "--shape", "tiny", "--tokens", 8, "--rank", 2, "--repeats", 1))["found"]
+    assert set(found) == {"q, o", "k, v", "gate, up", "down"}
+    assert max(row["difference"] for row in found.values()) < 1e-5
+
+
+def test_head(bench):
+    sizes = ("--tokens", 16, "--hidden", 8, "--vocabulary", 64, "--repeats", 1)
+    found = last_line(bench("head", *sizes))["found"]
+    assert {"tandem", "full logits"} <= set(found)
+    assert found["full logits"]["largest_difference"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pack-length", 128, "--reference"),
+        pytest.param(
+            ("--pack-length", 128, "--weights", "bfloat16_stochastic", "--state-dtype", "int8", "--float8"),
+            marks=pytest.mark.slow,  # bfloat16 products on a CPU
+        ),
+        ("--pack-length", 128, "--lora", 2, "--no-sharing", "--checkpointing", "selective", "--deterministic"),
+        ("--mode", "none", "--longest", 64),
+    ],
+)
+def test_train(bench, token_pairs, options):
+    result = last_line(bench("train", "--data", token_pairs, "--pairs", 4, "--steps", 2, *options))
+    assert result["pairs_per_second"] > 0
+    assert 0.1 < result["pack_fill"] <= 1
+    assert (result["reference_pairs_per_second"] is None) == ("--reference" not in options)
+
+
+def test_train_makes_its_pairs(bench):
+    lengths = ("--prompt-mean", 6, "--completion-mean", 5, "--longest", 64, "--completions", 3)
+    result = last_line(bench("train", "--pairs", 6, "--steps", 1, "--pack-length", 256, *lengths, "--single-pairs"))
+    assert result["pairs_per_second"] > 0
+
+
+def test_bare_loop(bench, token_pairs):
+    given = ("--data", token_pairs, "--pairs", 4, "--steps", 2, "--pack-length", 128)
+    result = last_line(bench("bare_loop", *given))
+    # The reference is zero, and the random model likes both completions about as well.
+    assert len(result["losses"]) == 4
+    assert all(0 < loss < 20 for loss in result["losses"])
+
+
+def test_float8(bench, pairs):
+    result = last_line(bench("float8", "--model", MODEL, "--data", pairs, "--preferences", 4))
+    # Two cuts of a batch differ by rounding alone.
+    assert set(result["differences"]) == {"bfloat16", "products in float8"}
+    assert all(0 <= difference < 1 for values in result["differences"].values() for difference in values)
+
+
+def test_plots(bench, tmp_path):
+    common = {"benchmark": "train", "shape": "tiny", "weights": "float32", "lora": 0, "checkpointing": "none"}
+    time = {"attention": 0.25, "matrix products": 0.5, "idle": 0.25, "seconds": 1.0}
+    runs = [{**common, "pack_length": n, "pairs_per_second": n / 100, "peak_gib": n / 1000} for n in (1024, 2048)]
+    results = written(tmp_path / "results.jsonl", [*runs, {**runs[0], "where_time_goes": time}])
+    assert bench("plots", results, "--lengths", "lengths.svg", "--step", "step.svg") == Ended(0, "", "")
+    for name in ("lengths.svg", "step.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing", "plain_first_fit_loop"]
+
+
+def test_packing(bench):
+    found = last_line(bench("packing", "--counts", 5000))
+    assert [row["algorithm"] for row in found["rows"]] == ALGORITHMS
+    # First fit, the largest first, gives the same bins however it is computed.
+    assert found["rows"][0]["bins"] == found["rows"][3]["bins"]
+
+
+@pytest.mark.slow
+def test_packing_of_a_file(bench, pairs):
+    # First fit in random order leaves 2 % of such rows empty, over what a set of the usual lengths does.
+    given = ("--counts", 5000, "--capacity", 2048, "--data", pairs, "--tokenizer", MODEL)
+    found = last_line(bench("packing", *given), 0, 1)
+    assert [row["algorithm"] for row in found["rows"]] == ALGORITHMS
+    assert all(row["fill"] > 0.95 for row in found["rows"])
+
+
+def test_scale(bench, tmp_path):
+    result = last_line(bench("scale", "--workers", 8, "--plot", "scale.svg"))
+    assert {row["method"] for row in result["rows"]} >= {"batch", "padded"}
+    assert ElementTree.parse(tmp_path / "scale.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+# These start processes that import torch, which takes longer than all of the above.
+
+FEW = ("policy.train_global_batch_size=4", "policy.max_total_sequence_length=512")
+
+
+@pytest.mark.slow
+def test_prepare(bench):
+    # Of so few rows most of the time is the start of processes, and the targets are missed.
+    result = last_line(bench("prepare", "--tokenizer", MODEL, "--rows", 300), 0, 1)
+    assert result["tokens"]["tandem"] > 300 * 10
+    assert set(result["ratios"]) == {"versus_bare"}
+
+
+@pytest.mark.slow
+def test_saving(bench, pairs, tmp_path):
+    own = ("--tokenizer", MODEL, "--data", pairs, "--folder", tmp_path, "--steps", 2)
+    result = last_line(bench("saving", *own, "--shape", "tiny", "--more", *FEW), 0, 1)
+    assert {name: len(steps) for name, steps in result["times"].items()} == {"before": 2, "beside": 2}
+
+
+@pytest.mark.slow
+def test_start(bench, pairs, tmp_path):
+    own = ("--tokenizer", MODEL, "--data", pairs, "--folder", tmp_path, "--times", 2)
+    result = last_line(bench("start", *own, "--shape", "tiny", "--more", *FEW))
+    assert len(result["seconds"]) == 2
+
+
+@pytest.mark.slow
+def test_precision(bench, pairs, tmp_path):
+    chosen = ("--precisions", "float32", "float32, products in float8", "--seeds", 1)
+    more = ("--more", *FEW, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
+    ended = bench("precision", "--model", MODEL, "--data", pairs, *chosen, "--folder", tmp_path / "runs", *more)
+    found = last_line(ended)["pairs.jsonl"]
+    assert {name: [run["pairs"] for run in runs] for name, runs in found.items()} == {
+        "float32": [11],
+        "float32, products in float8": [11],
+    }
+
+
+@pytest.mark.slow
+def test_curve_of_tandem(bench, pairs, tmp_path):
+    own = ("--model", MODEL, "--data", pairs, "--systems", "tandem", "--seeds", 1, "--steps", 2)
+    ended = bench("curve", *own, "--folder", tmp_path, "--plot", "curve.svg")
+    (points,) = last_line(ended)["curves"]["tandem"]
+    assert [point["step"] for point in points] == [0, 2]
+    assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+# What cannot run here says why
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("attention", [], "attention.py times kernels of a GPU, and there is none.\n"),
+        (
+            "memory",
+            ["--tokenizer", "none", "--data", "none"],
+            "memory.py: error: the memory is a GPU's, and there is none\n",
+        ),
+        (
+            "versus_trl",
+            [],
+            "versus_trl.py: error: TRL is timed with Liger's kernels, which need a GPU, and there is none\n",
+        ),
+        ("train", ["--profile"], "train.py: error: --profile is of a GPU, and there is none\n"),
+    ],
+)
+def test_without_a_gpu_the_message_says_so(bench, name, arguments, message):
+    ended = bench(name, *arguments)
+    assert ended.code in (1, 2)
+    assert ended.out == ""
+    assert ended.err.endswith(message)
+    assert "Traceback" not in ended.err
+
+
+@pytest.fixture
+def python_without_trl(tmp_path) -> Path:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'datasets'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("parity_trl", []),
+        ("packing", []),
+        ("prepare", ["--tokenizer", MODEL]),
+        ("curve", ["--model", MODEL, "--data", TRAIN]),
+    ],
+)
+def test_an_interpreter_without_trl_is_named(bench, python_without_trl, name, arguments):
+    ended = bench(name, *arguments, "--trl-python", python_without_trl)
+    assert ended == Ended(
+        1,
+        "",
+        f"{python_without_trl}: ModuleNotFoundError: No module named 'datasets'. In an environment of its own: "
+        f"pip install {NEEDED}; then --trl-python PYTHON.\n",
+    )
+
+
+@pytest.mark.skipif(find_spec("trl") is not None or find_spec("datasets") is not None, reason="TRL is installed here")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("trl_steps", ["--shape", "tiny", "--data", "none"]),
+        (
+            "trl_curve",
+            [*("--began", 0, "--model", "none", "--train", "none", "--held-out", "none"), "--settings", "{}"],
+        ),
+    ],
+)
+def test_a_script_of_trl_says_that_its_own_interpreter_has_none(bench, name, arguments):
+    message = (
+        f"{sys.executable}: not installed: datasets, trl. Run this with a Python that has them: pip install {NEEDED}.\n"
+    )
+    assert bench(name, *arguments) == Ended(1, "", message)
+
+
+def test_a_file_that_is_not_there_is_named(bench):
+    ended = bench("plots", "none.jsonl", "--step", "step.svg")
+    assert (ended.code, ended.err.splitlines()[-1]) == (2, "plots.py: error: none.jsonl: there is no such file")

