@@ -26,6 +26,7 @@ PUBLISHED = {
     "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
 }
 BAR_STEPS = 1000
+LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
 IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
 # Opens a bar for a piece of work in so many steps; the function it yields is told how many were done.
@@ -163,6 +164,14 @@ def _check_scores(store: Preferences, config: Config) -> None:
             f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
             "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
             "data.default_rejected_reward."
+        )
+    margins = store.score_spread * config.dpo.gt_reward_scale
+    if (margins > LARGEST_MARGIN).any():
+        first = int(np.argmax(margins > LARGEST_MARGIN))
+        raise DataError(
+            f"{store.place(first)}: scores {store.score_spread[first]:.3g} apart, times dpo.gt_reward_scale="
+            f"{config.dpo.gt_reward_scale:g}, ask for a margin over {LARGEST_MARGIN:.0e}, whose loss and gradient float32 cannot "
+            "hold. Rescale the scores, or lower dpo.gt_reward_scale."
         )
 
 

@@ -14,7 +14,7 @@ from tandem.data.store_writer import SCHEMA
 from tandem.data.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,12 @@ class TokenStore:
         """Whether some completion of each preference has no score."""
         missing = self._columns.reduce("scores", np.add)  # NaN adds up to NaN
         return np.isnan(missing)
+
+    @cached_property
+    def score_spread(self) -> NDArray[np.float64]:
+        """How far apart the highest and the lowest score of each preference are; NaN where one is missing."""
+        highest, lowest = (self._columns.reduce("scores", ufunc) for ufunc in (np.maximum, np.minimum))
+        return highest.astype(np.float64) - lowest.astype(np.float64)
 
     @cached_property
     def highest_token_id(self) -> int:

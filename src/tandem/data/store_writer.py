@@ -328,8 +328,9 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
     """Fill in the scores that the data does not give, if there are defaults."""
     if best is None and other is None:
         return row
-    winner = row.pairs[0][0]
-    defaults = [best if i == winner else other for i in range(len(row.scores))]
+    losers = {loser for _, loser in row.pairs}
+    winners = {winner for winner, _ in row.pairs} - losers  # several where the best rank is shared
+    defaults = [best if i in winners else other for i in range(len(row.scores))]
     filled = [
         default if isnan(score) and default is not None else score
         for score, default in zip(row.scores, defaults, strict=True)
