@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.data.duplicates import DUPLICATE, without_duplicates
 from tandem.data.opening import judge
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.selection import Preferences, Selection
@@ -117,10 +118,14 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
     try:
         judge(store, str(file), config.data)
+        kept = without_duplicates({"train": store}, config.data)["train"]
     except DataError:
         shutil.rmtree(folder)
         raise
-    return preflight("train", store)
+    if kept is not store:
+        shutil.rmtree(folder)
+        _write(kept, [], folder)
+    return preflight("train", kept)
 
 
 def _check_output(folder: Path | None, option: str) -> None:
@@ -261,7 +266,7 @@ def _show_histogram(lengths: Lengths, reporter: Reporter) -> None:
 
 
 def _show_limits(found: Preflight, max_length: int, reporter: Reporter) -> None:
-    total = found.counts.accepted + found.counts.filtered.get("over-long", 0)
+    total = found.counts.accepted + sum(found.counts.filtered.get(reason, 0) for reason in ("over-long", DUPLICATE))
     shares = [f"{count / total:.1%} over {limit:,}" for limit, count in found.longer_than.items() if count]
     over = found.counts.filtered.get("over-long", 0)
     reporter.say(

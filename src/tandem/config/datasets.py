@@ -107,6 +107,11 @@ class Data(Section):
     overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
         default="drop", description="preferences over policy.max_total_sequence_length: drop and count, cut, or stop"
     )
+    duplicates: Literal["keep", "drop", "error"] = Field(
+        default="keep",
+        description="preferences with the same prompt and completions, as tokens, as an earlier one of the set or of a training "
+        "set before it: keep and count, drop and count, or stop",
+    )
     default_chosen_reward: float | None = Field(
         default=None, description="score of the best completion where the data gives none"
     )

@@ -13,10 +13,11 @@ from tandem.cache import cache_dir, content_of, fingerprint, published, read_man
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_writer import NO_SYSTEM, Recipe, format_of, write_store
+from tandem.data.store_writer import Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
 from tandem.data.wording import Wording, wording_of
@@ -85,7 +86,7 @@ def _open(
     }
     if is_prepared(Path(source)):
         _refuse_settings(source, keys)
-        return _open_prepared(Path(source), processes, limits)
+        return _open_prepared(Path(source), processes, {**limits, "data.duplicates": data.duplicates})
     return _find_or_make(source, keys, processes, data, limits, progress)
 
 

@@ -12,6 +12,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.config.losses import needs_scores, spelled
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.data.duplicates import without_duplicates
 from tandem.data.opening import TooFewUsableError, open_store
 from tandem.data.processes import Processes
 from tandem.data.selection import Preferences, Selection, hold_out
@@ -92,8 +93,12 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
     if problems:
         raise _together(problems, _hints(problems, shares, config))
-    stores = {name: read[name] for name in names}
-    validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
+    stores = without_duplicates({name: read[name] for name in names}, config.data)
+    validation = {
+        name: without_duplicates({name: read[f"validation-{name}"]}, config.data)[name]
+        for name in config.data.validation_sets
+    }
+    read = stores | {f"validation-{name}": store for name, store in validation.items()}
     sets = _joined(stores, [one.weight for one in given], read, validation, config)
     for store in (sets.train, *sets.validation.values()):
         _check_scores(store, config)

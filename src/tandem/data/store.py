@@ -80,6 +80,11 @@ class TokenStore:
         return self._columns.text("place", index)
 
     @cached_property
+    def digests(self) -> NDArray[np.uint64]:
+        """Of the tokens of each preference (`store_writer.digest_of`)."""
+        return self._columns.numbers("digest")
+
+    @cached_property
     def num_pairs(self) -> NDArray[np.int64]:
         """Pairs of each preference."""
         return self._columns.sizes("winners")
@@ -145,7 +150,7 @@ class _Columns:
                     batch.column(name).values.to_numpy(zero_copy_only=False),
                 )
                 for name in SCHEMA.names
-                if name != "place"
+                if name not in ("digest", "place")
             }
             for batch in self._batches
         ]
@@ -162,6 +167,10 @@ class _Columns:
     def text(self, name: str, index: int) -> str:
         batch, i = self._find(index)
         return self._batches[batch].column(name)[i].as_py()
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """A column of one number a row."""
+        return np.concatenate([np.zeros(0, np.uint64), *(batch.column(name).to_numpy() for batch in self._batches)])
 
     def sizes(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(arrays[name][0]) for arrays in self._arrays)])

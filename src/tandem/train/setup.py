@@ -121,6 +121,7 @@ class Setup:
             ),
             ("pairing", c.data.pairing),
             *([("weights of sets", weights)] if weights else []),
+            *([("duplicates", c.data.duplicates)] if c.data.duplicates != "keep" else []),
             ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
             ("batch", f"{c.policy.train_global_batch_size} pairs{self._in_packs()}"),
             (
