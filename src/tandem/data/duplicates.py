@@ -105,7 +105,8 @@ def _dropped(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
         with published(folder, "tokens") as aside:
             _copy_rows(store.folder / "tokens.arrow", aside / "tokens.arrow", kept)
             _copy_rejects(store.folder / "rejects.jsonl", aside / "rejects.jsonl", rejects)
-            write_manifest(aside, **_facts(store, kept, rejects, aside) | {"fingerprint": own})
+            facts: dict[str, Any] = {**_facts(store, kept, rejects, aside), "fingerprint": own}
+            write_manifest(aside, **facts)
     return TokenStore(folder, read_manifest(folder))
 
 

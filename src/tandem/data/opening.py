@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
+from tandem.data.duplicates import DUPLICATE
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
 from tandem.data.notes import NO_SYSTEM
@@ -234,7 +236,9 @@ def _num_workers(data: Data, files: list[SourceFile]) -> int:
 
 def judge(store: TokenStore, source: str, data: Data) -> None:
     """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
-    counts = store.counts
+    # Duplicates are left out because that was asked for: of a prepared set they are no surprise.
+    kept = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
+    counts = replace(store.counts, filtered=kept)
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
     all_bad, all_filtered = _examples(store, counts.bad), _examples(store, counts.filtered)
     if counts.rows == 0:
