@@ -57,6 +57,7 @@ class DatasetFields(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
+        le=1000,
         description="of a training set: passes over it in an epoch; 2: twice, 0.5: another half each time",
     )
 

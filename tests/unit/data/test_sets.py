@@ -214,6 +214,12 @@ def test_a_share_is_of_something_and_leaves_something(share, reason):
     assert refusal(f"data.validation_share={share}") == f"command line: data.validation_share = {share}: {reason}."
 
 
+def test_a_weight_is_no_more_than_memory_can_hold():
+    assert "data.train.weight = 1e+30: input should be less than or equal to 1000" in refusal(
+        "data.train={data_path:a.jsonl,weight:1e30}"
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
