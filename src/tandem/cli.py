@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,8 +207,8 @@ def prepare(
             raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
         reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
-        limit = loaded.config.policy.max_total_sequence_length
-        reporter.say(f"\nTrain on it: tandem train data.train={output}/train policy.max_total_sequence_length={limit}")
+        arguments = preparing.training_arguments(changes, config, found, Path(str(output)))
+        reporter.say(f"\nTrain on it: tandem train {shlex.join(arguments)}")
         return
     nemo = Path(to_nemo) if to_nemo else None
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)

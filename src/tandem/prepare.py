@@ -1,6 +1,7 @@
 """A configuration in; its sets tokenised ahead of training, and what is in them, out."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
+from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.data.duplicates import DUPLICATE, without_duplicates
 from tandem.data.opening import judge
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.selection import Preferences, Selection
@@ -28,6 +31,7 @@ from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
 from tandem.train.report import Reporter
 
 SHOWN_TOKENS = 12
+LEAST_STEPS = 20  # of an epoch, where a batch has to be proposed
 BAR = 40
 
 
@@ -113,14 +117,45 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
     if output is None:
         raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
     _check_output(output, "--output-dir")
-    folder = output / "train"
+    folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
     try:
         judge(store, str(file), config.data)
+        if (highest := store.highest_token_id) >= source.vocabulary:
+            raise DataError(
+                f"{file}: token id {highest}, but the model ({config.policy.model_name}) knows only {source.vocabulary} tokens. "
+                "Name the model that the packs were made for: policy.model_name=MODEL."
+            )
+        kept = without_duplicates({"train": store}, config.data)["train"]
     except DataError:
         shutil.rmtree(folder)
         raise
-    return preflight("train", store)
+    if kept is not store:
+        shutil.rmtree(folder)
+        _write(kept, [], folder)
+    return preflight("train", kept)
+
+
+def training_arguments(overrides: Sequence[str], config_file: str | None, found: Preflight, output: Path) -> list[str]:
+    """What `tandem train` needs to train on packs that were imported under these settings."""
+    config = load_config(config_file, overrides).config.policy
+    given = {one.lstrip("+").partition("=")[0] for one in overrides}
+    asked = {
+        "data.train": str(output / found.name),
+        "policy.model_name": config.model_name,
+        "policy.max_total_sequence_length": str(config.max_total_sequence_length),
+    }
+    arguments = [_override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
+    # The usual batch is another with data of one's own than in the embedded default.
+    if found.num_pairs < load_config(config_file, arguments).config.policy.train_global_batch_size:
+        arguments = [one for one in arguments if not one.startswith("policy.train_global_batch_size=")]
+        arguments.append(f"policy.train_global_batch_size={max(1, found.num_pairs // LEAST_STEPS)}")
+    return [*(["--config", config_file] if config_file else []), *arguments]
+
+
+def _override(key: str, value: str) -> str:
+    """A setting as the command line spells it; quoted where its grammar would read more into it."""
+    return f"{key}={value}" if re.fullmatch(r"[\w./-]+", value) else f'{key}="{value}"'
 
 
 def _check_output(folder: Path | None, option: str) -> None:
@@ -261,7 +296,7 @@ def _show_histogram(lengths: Lengths, reporter: Reporter) -> None:
 
 
 def _show_limits(found: Preflight, max_length: int, reporter: Reporter) -> None:
-    total = found.counts.accepted + found.counts.filtered.get("over-long", 0)
+    total = found.counts.accepted + sum(found.counts.filtered.get(reason, 0) for reason in ("over-long", DUPLICATE))
     shares = [f"{count / total:.1%} over {limit:,}" for limit, count in found.longer_than.items() if count]
     over = found.counts.filtered.get("over-long", 0)
     reporter.say(

@@ -1,6 +1,8 @@
 """`tandem prepare`: sets tokenised ahead of training, and their numbers, checked by hand."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -312,3 +314,94 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
 def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
     code, _, err = prepare(option, value, given)
     assert (code, err) == (2, f"tandem: error: {option} {value} and {given} are the same setting. Leave out one.\n")
+
+
+# Packs of NeMo Aligner
+
+
+@pytest.fixture
+def packs(prepare, here) -> str:
+    """Five pairs in the embedded model's tokens, as a packed file."""
+    write("pairs.jsonl", *(pair("p" * length) for length in range(1, 6)))
+    prepare("policy.model_name=embedded", "data.train=pairs.jsonl", "--to-nemo", "nemo")
+    (file,) = (here / "nemo" / "train").iterdir()
+    return str(file.relative_to(here))
+
+
+def command_in(said: str) -> list[str]:
+    (line,) = [line for line in said.splitlines() if line.startswith("Train on it: ")]
+    return shlex.split(line.removeprefix("Train on it: "))
+
+
+def test_the_command_for_imported_packs_names_model_limit_and_the_settings_given(prepare, packs):
+    given = [LIMIT.replace("24", "300"), "dpo.max_num_steps=2", "--seed", "7"]
+    code, out, _ = prepare("policy.model_name=embedded", "--from-nemo", packs, "--output-dir", "my packs", *given)
+    assert code == 0
+    assert command_in(out) == [
+        "tandem",
+        "train",
+        'data.train="my packs/train"',
+        "policy.model_name=model",
+        "policy.model_name=embedded",
+        "policy.max_total_sequence_length=300",
+        "dpo.max_num_steps=2",
+        "run.seed=7",
+        "policy.train_global_batch_size=1",
+    ]
+
+
+def test_the_command_for_imported_packs_runs_as_printed(prepare, packs, monkeypatch):
+    given = ["policy.model_name=embedded", "dpo.max_num_steps=1", "dpo.val_period=0", "checkpointing.enabled=false"]
+    _, out, _ = prepare("--from-nemo", packs, "--output-dir", "my packs", *given)
+    monkeypatch.setattr(sys, "argv", command_in(out))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (None, 0)
+    assert list(Path("runs").glob("*/metrics.jsonl"))
+
+
+def test_packs_of_another_vocabulary_are_refused_with_what_to_name(prepare, packs, here):
+    config = {"model_type": "llama", "vocab_size": 36}
+    Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, _, err = prepare("--from-nemo", packs, "--output-dir", "out")
+    assert code == 3
+    assert re.fullmatch(
+        rf"tandem: error: {packs}: token id \d+, but the model \(model\) knows only 36 tokens\. Name the model that the packs "
+        r"were made for: policy\.model_name=MODEL\.\n",
+        err,
+    )
+    assert list(Path("out").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["drop", "error"])
+def test_duplicates_in_imported_packs_are_treated_as_asked(prepare, how):
+    write("pairs.jsonl", pair("a"), pair("b"), pair("a"))
+    prepare("data.train=pairs.jsonl", "--to-nemo", "nemo")
+    (file,) = Path("nemo/train").iterdir()
+    code, out, err = prepare("--from-nemo", str(file), "--output-dir", "out", f"data.duplicates={how}")
+    if how == "drop":
+        assert (code, err) == (0, "")
+        assert "  train: skipped 1: duplicate\n" in out
+        assert json.loads(Path("out/train/manifest.json").read_text())["counts"]["accepted"] == 2
+    else:
+        assert code == 3
+        assert "which data.duplicates=error refuses" in err
+
+
+def test_duplicates_that_are_dropped_are_told_and_left_out_of_what_is_written(prepare):
+    write("pairs.jsonl", pair("a"), pair("b"), pair("a"))
+    code, out, err = prepare("data.train=pairs.jsonl", "data.duplicates=drop", "--output-dir", "out")
+    assert (code, err) == (0, "")
+    assert "train     3         2    0         1      2 " in out
+    assert "  train: skipped 1: duplicate\n  train: the rows that were skipped are in out/train/rejects.jsonl\n" in out
+    (reject,) = map(json.loads, Path("out/train/rejects.jsonl").read_text().splitlines())
+    assert (reject["place"], reject["message"]) == (
+        "pairs.jsonl:3",
+        "the same prompt and completions as pairs.jsonl:1.",
+    )
+    assert prepare("data.train=out/train", "data.duplicates=drop")[0] == 0
+    _, _, err = prepare("data.train=out/train")
+    assert err == (
+        "tandem: error: out/train: prepared with data.duplicates = drop, now keep. Set data.duplicates=drop, or prepare it "
+        "again.\n"
+    )

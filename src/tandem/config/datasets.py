@@ -3,9 +3,9 @@
 from itertools import combinations
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from tandem.config.section import EMBEDDED, Section, Share
+from tandem.config.section import EMBEDDED, MAX_SCORE, Section, Share
 
 
 def _path_as_dataset(value: Any) -> Any:
@@ -57,6 +57,7 @@ class DatasetFields(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
+        le=1000,
         description="of a training set: passes over it in an epoch; 2: twice, 0.5: another half each time",
     )
 
@@ -107,6 +108,11 @@ class Data(Section):
     overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
         default="drop", description="preferences over policy.max_total_sequence_length: drop and count, cut, or stop"
     )
+    duplicates: Literal["keep", "drop", "error"] = Field(
+        default="keep",
+        description="preferences with the same prompt and completions, as tokens, as an earlier one of the set or of a training "
+        "set before it: keep and count, drop and count, or stop",
+    )
     default_chosen_reward: float | None = Field(
         default=None, description="score of the best completion where the data gives none"
     )
@@ -138,6 +144,15 @@ class Data(Section):
         if isinstance(given.get("val_data_paths"), dict):
             filled["val_data_paths"] = {name: fill(dataset) for name, dataset in given["val_data_paths"].items()}
         return {**given, **filled}
+
+    @field_validator("default_chosen_reward", "default_rejected_reward")
+    @classmethod
+    def _within_float32(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and abs(value) > MAX_SCORE:
+            raise ValueError(
+                f"data.{info.field_name} = {value:g} is too large: scores are stored as float32, up to {MAX_SCORE:.1e}"
+            )
+        return value
 
     @field_validator("val_data_paths")
     @classmethod

@@ -37,7 +37,11 @@ class Dpo(Section):
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         default="reverse_kl", description="what holds the policy to the reference"
     )
-    f_alpha: float = Field(default=1.0, ge=0, description="order of the alpha divergence; 1: reverse KL, 0: forward KL")
+    f_alpha: float = Field(
+        default=1.0,
+        ge=0,
+        description="order of the alpha divergence; 1: reverse KL, 0: forward KL; 1 - alpha of arXiv:2309.16240",
+    )
     max_num_epochs: Positive = Field(default=1, description="passes over the training pairs; whichever ends first")
     max_num_steps: Positive | None = Field(
         default=None, description="optimizer steps; null: as many as the epochs hold"

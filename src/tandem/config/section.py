@@ -8,6 +8,7 @@ EMBEDDED = "embedded"
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+MAX_SCORE = 3.4028234663852886e38  # the largest float32, as which scores are stored
 
 
 class Section(BaseModel):

@@ -1,6 +1,7 @@
 """Conversations in; their texts by a chat template out, as transformers writes them, with less of its overhead."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -10,7 +11,33 @@ from tandem.data.tool_calls import Arguments, Calling
 
 MARK = "tandem6c1d"  # an answer that no template writes by itself
 Conversation = list[dict[str, Any]]  # each message has a role, a content, and maybe more
+# Written by templates that people have prompts from; some are plain text to their tokenizers.
+TURN_MARKS = frozenset(
+    [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|eot_id|>",
+        "[INST]",
+        "[/INST]",
+        "<<SYS>>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|start_of_role|>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<extra_id_1>",
+    ]
+)
+HTML = frozenset(["<s>", "</s>"])  # special tokens of Llama 2 and others, and tags of texts about web pages
 DICT_ATTRIBUTES = frozenset([*dir(dict), *dir(type)])
+
+
+def special_tokens(tokenizer: Any) -> set[str]:
+    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | set(
+        tokenizer.all_special_tokens
+    )
 
 
 class ChatTemplate:
@@ -48,6 +75,13 @@ class ChatTemplate:
         names = {**self._tokenizer.special_tokens_map, **self._kwargs}
         texts, _ = render_jinja_template(list(several), **given, **names)
         return list(texts)
+
+    @cached_property
+    def turn_tokens(self) -> re.Pattern[str]:
+        """Finds what marks turns: the special tokens that this template writes, and marks that are well known."""
+        written = self._tried({"role": "assistant", "content": MARK})
+        own = {token for token in special_tokens(self._tokenizer) if token in written} - HTML
+        return re.compile("|".join(map(re.escape, sorted(own | TURN_MARKS, key=len, reverse=True))))
 
     @cached_property
     def tail(self) -> str | None:

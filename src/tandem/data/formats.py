@@ -19,11 +19,11 @@ from tandem.data.preference import (
     prompt_of,
     refuse_other_media,
     score_of,
-    shown,
     text_of,
     tools_of,
     with_system,
 )
+from tandem.data.rated import has_scores, ranked, scored, whole
 from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
 
@@ -58,41 +58,6 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
 def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and bool({*names, "completions", "conversations"} & first.keys())
-
-
-def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo RL's PreferenceDataset: `context` (messages), `completions` of {rank, completion}; lower rank is better."""
-    given = _several(row, "completions", '{"rank": 0, "completion": "Yes."}')
-    completions = []
-    for i, item in enumerate(given):
-        where = f"completions[{i}]"
-        rank = _whole(field_of(item, "rank", row, f"{where}."))
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is no rank; ranks are integers from 0.")
-        text = completion_of(row, field_of(item, "completion", row, f"{where}."), f"{where}.completion")
-        completions.append(Completion(text, rank, _score(item, row, where)))
-    return checked(Preference(prompt_of(row, "context"), tuple(completions), row.place))
-
-
-def _whole(number: Any) -> Any:
-    """2.0 is 2: tables write whole numbers so where a row has none."""
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-def scored(row: SourceRow, keys: DatasetFields) -> Preference:
-    """A prompt and completions with a `score` (or `reward`) each, which also gives the ranks: higher is better."""
-    key = next((name for name in ("completions", "responses") if name in row.value), "completions")
-    answers = []
-    for i, item in enumerate(_several(row, key, '{"completion": "Yes.", "score": 1}')):
-        where = f"{key}[{i}]"
-        score = _score(item, row, where)
-        if score is None:
-            raise RowError(row.place, "missing key", f"{where} has no score (or reward).")
-        text = next((name for name in ("completion", "response", "text", "content") if name in item), "completion")
-        answers.append((completion_of(row, field_of(item, text, row, f"{where}."), f"{where}.{text}"), score))
-    order = sorted({score for _, score in answers}, reverse=True)
-    completions = tuple(Completion(text, order.index(score), score) for text, score in answers)
-    return checked(Preference(prompt_of(row, keys.prompt_key), completions, row.place))
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -179,7 +144,7 @@ def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
     """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
-    preferred = _whole(field_of(row.value, "overall_preference", row))
+    preferred = whole(field_of(row.value, "overall_preference", row))
     if not isinstance(preferred, int) or isinstance(preferred, bool):
         raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not a whole number.")
     ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
@@ -195,6 +160,8 @@ class Format:
     read: Callable[[SourceRow, DatasetFields], Preference]
     told_by: tuple[str, ...]
     holds: Callable[[Any], bool] = lambda value: True  # what the last of those fields must hold
+    # Other fields that tell it once no format is told by its own, if the last of them holds completions with scores.
+    or_by: tuple[tuple[str, ...], ...] = ()
 
 
 def _is_dialogue(value: Any) -> bool:
@@ -213,7 +180,11 @@ FORMATS: dict[str, Format] = {
     "PreferenceDataset": Format(ranked, ("context", "completions")),
     "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
     "aligner": Format(aligner, ("{prompt}", "chosen_response", "rejected_response")),
-    "scored": Format(scored, ("{prompt}", "completions")),
+    "scored": Format(
+        scored,
+        ("{prompt}", "completions"),
+        or_by=(("{prompt}", "responses"), ("instruction", "completions"), ("instruction", "responses")),
+    ),
     "sharegpt": Format(sharegpt, ("conversations", "{chosen}", "{rejected}")),
     "alpaca": Format(alpaca, ("instruction", "{chosen}", "{rejected}")),
     "alpaca_pair": Format(alpaca, ("instruction", "output"), lambda value: isinstance(value, list)),
@@ -236,6 +207,10 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
     for name, known in FORMATS.items():
         fields = [names.get(field, field) for field in known.told_by]
         if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
+            return name, f"told by the keys {', '.join(fields)}"
+    for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.or_by):
+        fields = [names.get(field, field) for field in fields]
+        if all(field in row.value for field in fields) and has_scores(row.value, fields[-1]):
             return name, f"told by the keys {', '.join(fields)}"
     return NOTHING_FITS
 
@@ -310,31 +285,6 @@ def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Co
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]
     return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
-
-
-def _several(row: SourceRow, key: str, like: str) -> list[Mapping[str, Any]]:
-    """Two or more completions, each an object like the one shown."""
-    given = field_of(row.value, key, row)
-    if not isinstance(given, list):
-        raise RowError(row.place, "wrong type", f"{key}: {shown(given)}, not a list of completions such as {like}.")
-    if len(given) < 2:
-        message = f"{key}: a list of {len(given)}; a preference needs two or more completions."
-        raise RowError(row.place, "one completion", message)
-    for i, item in enumerate(given):
-        if not isinstance(item, Mapping):
-            raise RowError(row.place, "wrong type", f"{key}[{i}]: {shown(item)}, not an object such as {like}.")
-    return given
-
-
-def _score(item: Mapping[str, Any], row: SourceRow, where: str) -> float | None:
-    # A table has every column in every row: null where the row has none.
-    given = {name: score_of(item.get(name), row, f"{where}.{name}") for name in ("score", "reward")}
-    score, reward = given["score"], given["reward"]
-    if score is not None and reward is not None and score != reward:
-        raise RowError(
-            row.place, "bad score", f"{where}: score {score:g} and reward {reward:g} differ, and only one can count."
-        )
-    return reward if score is None else score
 
 
 def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:

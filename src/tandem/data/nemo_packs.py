@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.config.section import MAX_SCORE
 from tandem.data.plain_pickle import Array, Refused, load_objects, shown
 from tandem.data.tokens import IntArray, TokenizedPreference
 from tandem.errors import DataError
@@ -248,6 +249,10 @@ def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, pla
         raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no answer. {AGAIN}")
     if not _is_finite(reward):
         raise DataError(f"{place}: its reward is {shown(reward)}, not a finite number. {AGAIN}")
+    if abs(reward) > MAX_SCORE:
+        raise DataError(
+            f"{place}: its reward is {shown(reward)}, too large: scores are stored as float32, up to {MAX_SCORE:.1e}. {AGAIN}"
+        )
     return _Sequence(ids[:length].astype(np.int32), labels[:length].astype(np.int32), float(reward), place)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pyarrow as pa
 
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
+from tandem.data.duplicates import DUPLICATE
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_writer import NO_SYSTEM, Recipe, format_of, write_store
+from tandem.data.store_writer import Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
 from tandem.data.wording import Wording, wording_of
@@ -85,7 +88,7 @@ def _open(
     }
     if is_prepared(Path(source)):
         _refuse_settings(source, keys)
-        return _open_prepared(Path(source), processes, limits)
+        return _open_prepared(Path(source), processes, {**limits, "data.duplicates": data.duplicates})
     return _find_or_make(source, keys, processes, data, limits, progress)
 
 
@@ -233,7 +236,9 @@ def _num_workers(data: Data, files: list[SourceFile]) -> int:
 
 def judge(store: TokenStore, source: str, data: Data) -> None:
     """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
-    counts = store.counts
+    # Duplicates are left out because that was asked for: of a prepared set they are no surprise.
+    kept = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
+    counts = replace(store.counts, filtered=kept)
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
     all_bad, all_filtered = _examples(store, counts.bad), _examples(store, counts.filtered)
     if counts.rows == 0:

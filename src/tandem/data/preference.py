@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from tandem.config.section import MAX_SCORE
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError, SourceRow, kind_of
 
@@ -307,9 +308,11 @@ def _clean_within(value: Any, row: SourceRow, key: str) -> Any:
 def score_of(value: Any, row: SourceRow, where: str) -> float | None:
     if value is None:
         return None
-    try:
-        if not isinstance(value, bool) and isinstance(value, int | float | Decimal) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer beyond every float
-        pass
-    raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
+        raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")
+    if abs(value) > MAX_SCORE:
+        number = f"{value:.3g}" if abs(value) < 10**300 else f"a number of {len(str(abs(value)))} digits"
+        message = f"{where}: {number} is too large: scores are stored as float32, up to {MAX_SCORE:.1e}."
+        raise RowError(row.place, "bad score", message)
+    return float(value)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.data.notes import TAGGED, TEMPLATED
 from tandem.data.selection import Preferences, Selection
 from tandem.data.sets import Sets
 from tandem.data.store import Counts, TokenStore
-from tandem.data.store_writer import digest_of
 
 NGRAM = 8
 # Overlap is told on a sample of large sets: hashes of all n-grams of a billion tokens would not fit in memory.
@@ -95,13 +95,35 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
     )
 
 
+def warnings_of(found: Preflight) -> dict[str, str]:
+    """By note, those that hardly anybody wants: what was found and where, why it matters, what to do."""
+    told = {
+        TEMPLATED: (
+            "tokens of a chat template",
+            "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete texts, set "
+            "policy.tokenizer.chat_template=null.",
+        ),
+        TAGGED: (
+            "Human: or Assistant: tags",
+            "which become part of a single user turn. Give messages, or whole dialogues as chosen and rejected "
+            "(dataset_name=dialogue_text); for complete texts set policy.tokenizer.chat_template=null.",
+        ),
+    }
+    warnings = {}
+    for note, (what, way) in told.items():
+        if count := found.notes.get(note):
+            prompts = "1 prompt" if count == 1 else f"{count:,} prompts"
+            warnings[note] = f"{found.name}: {what} in {prompts}, the first at {found.noted_at[note]}, {way}"
+    return warnings
+
+
 def _again(sets: Sets) -> dict[str, dict[str, int]]:
     """By training set, how many of its preferences stand in one before it, or stand there the other way round."""
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}
     notes: dict[str, dict[str, int]] = {}
     for name, store in training.items() if len(training) > 1 else ():
-        own = [int.from_bytes(digest_of(store[i]), "little") for i in range(min(len(store), MAX_PREFERENCES))]
+        own = store.digests[:MAX_PREFERENCES].tolist()
         twice = Counter(seen[digest] for digest in own if digest in seen)
         opposed = Counter(seen[digest ^ 1] for digest in own if digest ^ 1 in seen)
         notes[name] = {f"preferences that stand in {other} already": count for other, count in twice.items()}

@@ -84,6 +84,10 @@ class Selection:
         return self._joined("lacks_scores")  # type: ignore[return-value]
 
     @cached_property
+    def score_spread(self) -> NDArray[np.float64]:
+        return self._joined("score_spread")  # type: ignore[return-value]
+
+    @cached_property
     def longest(self) -> NDArray[np.int64]:
         return self._joined("longest")
 

@@ -12,6 +12,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.config.losses import needs_scores, spelled
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.data.duplicates import without_duplicates
 from tandem.data.opening import TooFewUsableError, open_store
 from tandem.data.processes import Processes
 from tandem.data.selection import Preferences, Selection, hold_out
@@ -26,6 +27,7 @@ PUBLISHED = {
     "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
 }
 BAR_STEPS = 1000
+LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
 IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
 # Opens a bar for a piece of work in so many steps; the function it yields is told how many were done.
@@ -94,8 +96,12 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
     if problems:
         raise _together(problems, _hints(problems, shares, config))
-    stores = {name: read[name] for name in names}
-    validation = {name: read[f"validation-{name}"] for name in config.data.validation_sets}
+    stores = without_duplicates({name: read[name] for name in names}, config.data)
+    validation = {
+        name: without_duplicates({name: read[f"validation-{name}"]}, config.data)[name]
+        for name in config.data.validation_sets
+    }
+    read = stores | {f"validation-{name}": store for name, store in validation.items()}
     sets = _joined(stores, [one.weight for one in given], read, validation, config)
     for store in (sets.train, *sets.validation.values()):
         _check_scores(store, config)
@@ -166,6 +172,14 @@ def _check_scores(store: Preferences, config: Config) -> None:
             f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
             "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
             "data.default_rejected_reward."
+        )
+    margins = store.score_spread * config.dpo.gt_reward_scale
+    if (margins > LARGEST_MARGIN).any():
+        first = int(np.argmax(margins > LARGEST_MARGIN))
+        raise DataError(
+            f"{store.place(first)}: scores {store.score_spread[first]:.3g} apart, times dpo.gt_reward_scale="
+            f"{config.dpo.gt_reward_scale:g}, ask for a margin over {LARGEST_MARGIN:.0e}, whose loss and gradient float32 cannot "
+            "hold. Rescale the scores, or lower dpo.gt_reward_scale."
         )
 
 

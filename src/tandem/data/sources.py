@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -27,6 +28,7 @@ from tandem.errors import DataError, full_disk
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
 CHUNK_RECORDS = 512
 CHUNK_BYTES = 128 * 1024
+NUMPY = b"\x93NUMPY"
 BOM = b"\xef\xbb\xbf"
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 # Known by how they start, so that they are not read as lines.
@@ -97,6 +99,11 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
             opening = file.peek(512)
             if opening[257:262] == b"ustar":
                 raise DataError(f"{path}: a tar archive, which is not read. Unpack it.")
+            if opening.startswith(NUMPY):
+                raise DataError(
+                    f"{path}: a NumPy file, not rows of text. NeMo Aligner's packed files become a set by: tandem prepare "
+                    f"--from-nemo {shlex.quote(str(path))} --output-dir DIR."
+                )
             if opening.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"{path}: text in UTF-16, which is not read. Save it as UTF-8.")
             if (table := _kind_of_table(opening, path)) is not None:

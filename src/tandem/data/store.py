@@ -14,7 +14,7 @@ from tandem.data.store_writer import SCHEMA
 from tandem.data.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ class TokenStore:
         return self._columns.text("place", index)
 
     @cached_property
+    def digests(self) -> NDArray[np.uint64]:
+        """Of the tokens of each preference (`store_writer.digest_of`)."""
+        return self._columns.numbers("digest")
+
+    @cached_property
     def num_pairs(self) -> NDArray[np.int64]:
         """Pairs of each preference."""
         return self._columns.sizes("winners")
@@ -114,6 +119,12 @@ class TokenStore:
         return np.isnan(missing)
 
     @cached_property
+    def score_spread(self) -> NDArray[np.float64]:
+        """How far apart the highest and the lowest score of each preference are; NaN where one is missing."""
+        highest, lowest = (self._columns.reduce("scores", ufunc) for ufunc in (np.maximum, np.minimum))
+        return highest.astype(np.float64) - lowest.astype(np.float64)
+
+    @cached_property
     def highest_token_id(self) -> int:
         return max(self._columns.highest("prompt"), self._columns.highest("completions"))
 
@@ -139,7 +150,7 @@ class _Columns:
                     batch.column(name).values.to_numpy(zero_copy_only=False),
                 )
                 for name in SCHEMA.names
-                if name != "place"
+                if name not in ("digest", "place")
             }
             for batch in self._batches
         ]
@@ -156,6 +167,10 @@ class _Columns:
     def text(self, name: str, index: int) -> str:
         batch, i = self._find(index)
         return self._batches[batch].column(name)[i].as_py()
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """A column of one number a row."""
+        return np.concatenate([np.zeros(0, np.uint64), *(batch.column(name).to_numpy() for batch in self._batches)])
 
     def sizes(self, name: str) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(0, np.int64), *(np.diff(arrays[name][0]) for arrays in self._arrays)])

@@ -1,9 +1,8 @@
 """Chunks of rows in; what becomes of them, by a recipe, written as it comes, and counted, out."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, islice
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 from tandem.config.datasets import DatasetFields
 from tandem.data.files import SourceFile
 from tandem.data.formats import NOTHING_FITS, detect_format, read_preference
-from tandem.data.preference import REASONING, Message, Preference
-from tandem.data.shield import SHIELD
+from tandem.data.notes import notes_on
+from tandem.data.preference import Preference
 from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
-from tandem.data.tokens import TokenizedPreference, encode, fitted, pairs_of, render
+from tandem.data.tokens import TokenizedPreference, encode, fitted, render
 from tandem.data.wording import Wording
 from tandem.data.workers import Watch, bounded_memory
 
@@ -33,13 +32,9 @@ ROWS_TRIED = 1000
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
-NO_SYSTEM = "system turns that the chat template leaves out"
 TWICE = "preferences that stand in it already"
 OPPOSED = "preferences that another row states the other way round"
 NOTHING = np.zeros(0, np.int32)
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
-HARDLY_BY_CHANCE = 10  # characters
 
 SCHEMA = pa.schema(
     {
@@ -50,6 +45,7 @@ SCHEMA = pa.schema(
         "winners": pa.large_list(pa.int32()),
         "losers": pa.large_list(pa.int32()),
         "scores": pa.large_list(pa.float32()),
+        "digest": pa.uint64(),  # of the tokens: equal for duplicates
         "place": pa.large_string(),
     }
 )
@@ -63,7 +59,7 @@ class Prepared:
     notes: Counter[str] = field(default_factory=Counter)
     noted_at: dict[str, str] = field(default_factory=dict)  # where each note was first made
     longer_than: Counter[int] = field(default_factory=Counter)
-    digests: bytes = b""  # of each accepted preference, 8 bytes each
+    digests: bytes = b""  # of each accepted preference, 8 bytes each, as in the batch
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
     def note(self, note: str, place: str) -> None:
@@ -96,7 +92,7 @@ class Recipe:
     ) -> Iterator[TokenizedPreference | RowError]:
         while rendered := self._render_some(template, rows, watch):
             for preference, texts in (item for item in rendered if not isinstance(item, RowError)):
-                for note in _notes(preference, texts, self.pairing):
+                for note in notes_on(preference, texts, template, self.pairing):
                     prepared.note(note, preference.place)
             yield from encode(rendered, template, self.pairing)
 
@@ -152,7 +148,7 @@ def settle(
             prepared.note("chosen scored below rejected", row.place)
     prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
     prepared.digests = b"".join(map(digest_of, accepted))
-    prepared.batch = _stream(accepted) if accepted else b""
+    prepared.batch = _stream(accepted, prepared.digests) if accepted else b""
     return prepared
 
 
@@ -184,9 +180,9 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
             noted_at = prepared.noted_at | noted_at
             longer_than.update(prepared.longer_than)
             digests += prepared.digests
-    repeated, first_rows = _repeated(np.frombuffer(digests, np.dtype("<u8")))
-    notes.update(repeated)
-    noted_at |= {note: _place_of(folder / "tokens.arrow", row) for note, row in first_rows.items()}
+    twice, first_at = repeated(np.frombuffer(digests, np.dtype("<u8")), folder / "tokens.arrow")
+    notes.update(twice)
+    noted_at |= first_at
     accepted = len(digests) // 8
     return {
         "counts": {
@@ -202,8 +198,8 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
     }
 
 
-def _repeated(digests: NDArray[np.uint64]) -> tuple[dict[str, int], dict[str, int]]:
-    """How many preferences stand there twice, or the other way round too; and the first row that repeats another."""
+def repeated(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Of the rows of `tokens`: how many repeat another, or state it the other way round; and the place of the first."""
     order = np.argsort(digests, kind="stable")
     each = digests[order]
     # Opposites, which differ in the last bit, are neighbours.
@@ -218,7 +214,7 @@ def _repeated(digests: NDArray[np.uint64]) -> tuple[dict[str, int], dict[str, in
         ends = np.searchsorted(each, ones + 1, "right")
         found[OPPOSED] = int((ends - starts).sum())
         first[OPPOSED] = int(np.minimum(order[starts], order[middles]).min())
-    return found, first
+    return found, {note: _place_of(tokens, row) for note, row in first.items()}
 
 
 def _place_of(tokens: Path, row: int) -> str:
@@ -253,83 +249,13 @@ def _as_reject(row: RowError) -> dict[str, str]:
     return {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
 
 
-def _notes(preference: Preference, rendered: Rendered, pairing: str) -> Iterator[str]:
-    """What is worth a count though the row is used."""
-    yield from preference.notes
-    completions = rendered.completions
-    text = rendered.prompt + "".join([part.text for parts in completions for part in parts])
-    if len(completions) > 2 and any(completions[a] == completions[b] for a, b in pairs_of(preference, pairing)):
-        yield "pairs of identical completions, left out"
-    if any(_is_lost(said, text, _said(preference)) for said in _reasoning(preference)):
-        yield "reasoning that the chat template leaves out"
-    if SHIELD not in text:
-        yield from _left_out(preference, rendered, text)
-    if isinstance(preference.prompt, str):
-        yield from _misread(preference.prompt, preference)
-    if CONTROL.search(text):
-        yield "control characters in the text"
-    if SHIELD in text:
-        yield "special tokens spelled in a message, encoded as plain text"
-
-
-def _misread(prompt: str, preference: Preference) -> Iterator[str]:
-    """What is a text and was hardly meant to be this one."""
-    answers = [completion.answer for completion in preference.completions if isinstance(completion.answer, str)]
-    if any(MESSAGES_AS_TEXT.match(text) for text in (prompt, *answers)):
-        yield "messages that are written as a text, and taken as one"
-    if len(prompt) >= HARDLY_BY_CHANCE and any(answer.startswith(prompt) for answer in answers):
-        yield "completions that begin with their prompt"
-
-
-def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator[str]:
-    """What a chat template does not write, and what it has the model learn that nobody said."""
-    turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
-    contents = [message.content for message in turns]
-    lost = {
-        message.role
-        for i, message in enumerate(turns)
-        if _is_lost(message.content.strip(), rendered.prompt, contents[:i] + contents[i + 1 :])
-    }
-    if "system" in lost:
-        yield NO_SYSTEM
-    if lost - {"system"}:
-        yield "turns of the prompt that the chat template leaves out"
-    described = [tool.get("function", tool) for tool in preference.tools]
-    said = _said(preference) if described else []
-    if any(_is_lost(str(one.get("name", "")), text, said) for one in described if isinstance(one, Mapping)):
-        yield "tools that the chat template leaves out"
-    for completion, parts in zip(preference.completions, rendered.completions, strict=True):
-        if isinstance(completion.answer, str) and not parts[0].text.lstrip().startswith(completion.answer.strip()[:20]):
-            yield "answers before which the chat template writes more, which is scored"
-            return
-
-
-def _said(preference: Preference) -> list[str]:
-    """All contents of a preference's turns and answers."""
-    turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
-    answers = [completion.answer for completion in preference.completions]
-    spoken = chain.from_iterable((Message("assistant", one),) if isinstance(one, str) else one for one in answers)
-    return [message.content for message in chain(turns, spoken)]
-
-
-def _is_lost(words: str, text: str, others: Iterable[str]) -> bool:
-    """Whether words are not written in a text, or only as often as others say the same."""
-    return bool(words) and text.count(words) <= sum(other.count(words) for other in others)
-
-
-def _reasoning(preference: Preference) -> Iterator[str]:
-    """What the answers reason before they say it, where that stands apart."""
-    answers = [completion.answer for completion in preference.completions if not isinstance(completion.answer, str)]
-    for message in chain.from_iterable(answers):
-        yield from (said.strip() for key in REASONING if isinstance(said := message.more.get(key), str))
-
-
 def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:
     """Fill in the scores that the data does not give, if there are defaults."""
     if best is None and other is None:
         return row
-    winner = row.pairs[0][0]
-    defaults = [best if i == winner else other for i in range(len(row.scores))]
+    losers = {loser for _, loser in row.pairs}
+    winners = {winner for winner, _ in row.pairs} - losers  # several where the best rank is shared
+    defaults = [best if i in winners else other for i in range(len(row.scores))]
     filled = [
         default if isnan(score) and default is not None else score
         for score, default in zip(row.scores, defaults, strict=True)
@@ -338,25 +264,28 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 
 
 def digest_of(row: TokenizedPreference) -> bytes:
-    """Of the tokens of a preference. That of two completions and its opposite, which prefers the other, differ in one bit."""
+    """Of the tokens of a preference. That of one pair and its opposite, which prefers the other, differ in one bit.
+
+    The order in which completions stand makes no other preference.
+    """
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
     completions = [completion.tobytes() for completion in row.completions]
-    winner, loser = row.pairs[0]
-    opposite = len(completions) == 2 and completions[winner] > completions[loser]
-    for completion in sorted(completions) if len(completions) == 2 else completions:
+    pairs = sorted((completions[winner], completions[loser]) for winner, loser in row.pairs)
+    opposite = len(pairs) == 1 and pairs[0][0] > pairs[0][1]
+    for completion in sorted(pairs[0]) if len(pairs) == 1 else chain.from_iterable(pairs):
         digest.update(b"|" + completion)
     number = int.from_bytes(digest.digest(), "little")
     return (number & ~1 | opposite).to_bytes(8, "little")
 
 
-def _stream(rows: list[TokenizedPreference]) -> bytes:
+def _stream(rows: list[TokenizedPreference], digests: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(_record_batch(rows))
+        writer.write_batch(_record_batch(rows, digests))
     return sink.getvalue().to_pybytes()
 
 
-def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
+def _record_batch(rows: list[TokenizedPreference], digests: bytes) -> pa.RecordBatch:
     completions = [completion for row in rows for completion in row.completions]
     num_completions, num_pairs = [len(row.completions) for row in rows], [len(row.pairs) for row in rows]
     unscored = [_flat_unscored(row) for row in rows]
@@ -370,6 +299,7 @@ def _record_batch(rows: list[TokenizedPreference]) -> pa.RecordBatch:
             _lists(np.array([winner for row in rows for winner, _ in row.pairs], np.int32), num_pairs),
             _lists(np.array([loser for row in rows for _, loser in row.pairs], np.int32), num_pairs),
             _lists(np.array([score for row in rows for score in row.scores], np.float32), num_completions),
+            pa.array(np.frombuffer(digests, np.dtype("<u8"))),
             pa.array([row.place for row in rows], pa.large_string()),
         ],
         schema=SCHEMA,

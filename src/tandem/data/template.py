@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data.chat import MARK, ChatTemplate, Conversation
+from tandem.data.chat import MARK, ChatTemplate, Conversation, special_tokens
 from tandem.data.preference import Message, Preference
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
@@ -63,8 +63,7 @@ class Template:
 
     def __post_init__(self) -> None:
         t = self.tokenizer
-        added = {str(token) for token in t.added_tokens_decoder.values() if token.special}
-        special = added | set(t.all_special_tokens)
+        special = special_tokens(t)
         object.__setattr__(self, "_special", _any_of(special))
         object.__setattr__(self, "_ends", _any_of(special - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}))
         object.__setattr__(self, "_chat", ChatTemplate(t, self.source or "", self.kwargs))
@@ -81,6 +80,11 @@ class Template:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not parse_special)
             return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
         return encoder.encode(texts, parse_special=parse_special)
+
+    @property
+    def turn_tokens(self) -> re.Pattern[str]:
+        """Finds what marks the turns of a conversation: no prompt that this template writes should hold it already."""
+        return self._chat.turn_tokens
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:

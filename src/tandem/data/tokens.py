@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, islice, pairwise
+from itertools import combinations, groupby, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,15 @@ def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...
     """Pairs (better, worse); equal ranks make none.
 
     ranks (0, 2, 1): best_worst -> (0,1); adjacent -> (0,2), (2,1); all -> (0,2), (0,1), (2,1)
+    ranks (0, 0, 1): best_worst -> (0,2); adjacent -> (0,2), (1,2); all -> (0,2), (1,2)
     """
     order = sorted(range(len(ranks)), key=lambda i: ranks[i])
     if pairing == "best_worst":
         candidates = [(order[0], order[-1])]
     elif pairing == "adjacent":
-        candidates = list(pairwise(order))
+        # Every completion of a rank with every one of the next rank that occurs.
+        levels = [list(level) for _, level in groupby(order, key=lambda i: ranks[i])]
+        candidates = [pair for better, worse in pairwise(levels) for pair in product(better, worse)]
     else:
         candidates = list(combinations(order, 2))
     return tuple((better, worse) for better, worse in candidates if ranks[better] < ranks[worse])

@@ -1,6 +1,7 @@
 """f-divergences: log-ratios in; what stands for them when policy and reference are held together by another divergence.
 
 With u = pi / ref and r = log u each is f'(u) up to a constant, chosen so that it is 0 at r = 0: arXiv:2309.16240.
+The paper writes f'(u) = (1 - u^-alpha) / alpha: its alpha is 1 - a here.
 """
 
 import math

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight
+from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
 from tandem.errors import writing
 from tandem.failpoints import fail_point
 
@@ -167,9 +167,12 @@ class Reporter:
                 self.say(f"  {s.name}: skipped {count:,}: {reason}")
             if skipped:
                 self.say(f"  {s.name}: the rows that were skipped are in {rejects[s.name]}")
-            for note, count in s.notes.items():
+            warnings = warnings_of(s)
+            for note, count in ((note, count) for note, count in s.notes.items() if note not in warnings):
                 place = f" (first at {s.noted_at[note]})" if note in s.noted_at else ""
                 self.say(f"  {s.name}: noted {count:,}: {note}{place}")
+            for warning in warnings.values():
+                self.warn(warning)
             if s.prompt_overlap is not None:
                 shared = (
                     f", {NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"

@@ -123,6 +123,7 @@ class Setup:
             *([("SFT term", SFT_TERM[dpo.sft_average_log_probs])] if dpo.sft_loss_weight else []),
             ("pairing", c.data.pairing),
             *([("weights of sets", weights)] if weights else []),
+            *([("duplicates", c.data.duplicates)] if c.data.duplicates != "keep" else []),
             ("over-long", f"{c.data.overlong} beyond {c.policy.max_total_sequence_length} tokens"),
             ("batch", f"{c.policy.train_global_batch_size} pairs{self._in_packs()}"),
             (

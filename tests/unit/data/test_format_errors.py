@@ -1,5 +1,7 @@
 """Rows that a format cannot use: the exact words for each, and which of them are filtered."""
 
+from decimal import Decimal
+
 import pytest
 from rows import ASKED, GOOD, NO, YES, group, refusal, row, said, turn
 
@@ -102,6 +104,21 @@ BAD = {
         {"rejected_reward": float("nan")},
         "bad score",
         "rejected_reward: nan is not a finite number.",
+    ),
+    "aligner: beyond float32": (
+        {"chosen_reward": 1e39},
+        "bad score",
+        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+    ),
+    "aligner: a whole number beyond float32": (
+        {"chosen_reward": 10**39},
+        "bad score",
+        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+    ),
+    "aligner: a decimal beyond float32": (
+        {"chosen_reward": Decimal("1e39")},
+        "bad score",
+        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
     ),
     "scored: one": (
         {"completions": [{"completion": "yes", "score": 2}]},
@@ -324,7 +341,12 @@ BAD_GROUPS = {
     "score beyond floats": (
         [A, B | {"score": 10**400}],
         "bad score",
-        f"completions[1].score: {10**400} is not a finite number.",
+        "completions[1].score: a number of 401 digits is too large: scores are stored as float32, up to 3.4e+38.",
+    ),
+    "score beyond float32": (
+        [A, B | {"score": -1e39}],
+        "bad score",
+        "completions[1].score: -1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
     ),
 }
 

@@ -8,7 +8,7 @@ from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, tu
 from tandem.config.datasets import DatasetFields, DatasetName
 from tandem.data.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
 from tandem.data.preference import Completion, Message
-from tandem.data.sources import SCORE_KEYS
+from tandem.data.sources import SCORE_KEYS, RowError
 from tandem.data.wording import Wording
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
@@ -118,6 +118,113 @@ def test_scored_answers_may_go_by_other_names(text_key, score_key):
     for key in ("completions", "responses"):
         preference = FORMATS["scored"].read(row({"prompt": "Hi", key: answers}), KEYS)
         assert texts_and_ranks(preference) == [("no", 1), ("yes", 0)]
+
+
+# Rows like UltraFeedback's: https://huggingface.co/datasets/openbmb/UltraFeedback
+def ultrafeedback(**changes):
+    completions = [
+        {
+            "model": model,
+            "principle": "helpfulness",
+            "custom_system_prompt": "Be helpful.",
+            "response": text,
+            "annotations": {"helpfulness": {"Rating": "4", "Rationale": "Fine."}},
+            "critique": "Good.",
+            "overall_score": overall,
+            "fine-grained_score": fine,
+        }
+        for model, text, overall, fine in [("a", "no", 6.5, 4.75), ("b", "yes", 8.0, 4.5), ("c", "maybe", 6.5, 3.0)]
+    ]
+    given = {"source": "evol", "instruction": "Hi", "models": ["a", "b", "c"], "completions": completions}
+    return given | {"correct_answers": ["None"], "incorrect_answers": ["None"]} | changes
+
+
+def as_read(value, keys=KEYS):
+    """Prompt, texts, ranks and scores of a row whose format is told by its keys."""
+    name, reason = detect_format(row(value), keys)
+    found = read_preference(row(value), keys, name, Wording())
+    return (name, reason), found.prompt, [(one.answer, one.rank, one.score) for one in found.completions]
+
+
+def test_ultrafeedback_is_told_by_its_keys_and_ranked_by_its_overall_scores():
+    assert as_read(ultrafeedback()) == (
+        ("scored", "told by the keys instruction, completions"),
+        "Hi",
+        [("no", 1, 6.5), ("yes", 0, 8.0), ("maybe", 1, 6.5)],
+    )
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "instruction"])
+@pytest.mark.parametrize("several", ["completions", "responses"])
+@pytest.mark.parametrize("item", ["{}", "response", "content", "messages"])
+def test_scores_may_be_in_a_list_beside_the_completions(prompt, several, item):
+    texts = ["no", "yes"]
+    if item == "messages":
+        given = [[said("assistant", text)] for text in texts]
+    else:
+        given = texts if item == "{}" else [{item: text, "model": "a"} for text in texts]
+    (name, reason), read_prompt, completions = as_read({prompt: "Hi", several: given, "scores": [1, 2.5]})
+    assert (name, reason) == ("scored", f"told by the keys {prompt}, {several}")
+    assert (read_prompt, completions) == ("Hi", [("no", 1, 1.0), ("yes", 0, 2.5)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        ({"scores": [1]}, "bad score", "scores: a list of 1 for 2 responses; each needs one."),
+        ({"scores": [1, None]}, "null", "scores[1] is null; it must hold a value."),
+        ({"scores": [1, "2"]}, "bad score", "scores[1]: '2' is not a finite number."),
+        ({"scores": 3}, "wrong type", "scores: 3, not a list with a score for each of responses."),
+        (
+            {"scores": [1, 2], "responses": [{"response": "no", "score": 1}, {"response": "yes", "score": 3}]},
+            "bad score",
+            "responses[1]: its own score 3 and scores[1] 2 differ, and only one can count.",
+        ),
+        (
+            {"scores": None, "responses": [{"response": "a", "overall_score": 1, "score": 2}, {"response": "b"}]},
+            "bad score",
+            "responses[0]: score 2 and overall_score 1 differ, and only one can count.",
+        ),
+        (
+            {"scores": None},
+            "wrong type",
+            'responses[0]: a text, not an object such as {"completion": "Yes.", "score": 1}.',
+        ),
+        ({"scores": [1, 2], "responses": ["no", 7]}, "wrong type", None),
+    ],
+)
+def test_scores_beside_the_completions_that_do_not_fit_are_refused(changes, reason, message):
+    source = row({"instruction": "Hi", "responses": ["no", "yes"], "scores": [1, 2]} | changes)
+    found = refusal(FORMATS["scored"].read, source)
+    message = message or 'responses[1]: 7, not an object such as {"completion": "Yes.", "score": 1}.'
+    assert found == ("bad", reason, message)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "Tulu3Preference"])
+def test_scores_and_responses_beside_a_row_of_another_format_do_not_change_it(name):
+    more = {"responses": ["no", "yes"], "scores": [1, 2]}
+    more |= {} if "chosen" in GOOD[name] else {"instruction": "Hi"}  # which with chosen and rejected is alpaca's
+    assert detect_format(row({**more, **GOOD[name]}), KEYS) == detect_format(row(GOOD[name]), KEYS)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"instruction": "Hi", "responses": ["no", "yes"]},
+        {"instruction": "Hi", "responses": [{"model": "a", "response": "no"}, {"model": "b", "response": "yes"}]},
+        {"instruction": "Hi", "completions": [], "scores": [1]},
+        {"instruction": "Hi", "responses": "no", "scores": [1]},
+    ],
+)
+def test_completions_without_scores_tell_no_format(value):
+    assert detect_format(row(value), KEYS) == ("BinaryPreferenceDataset", "no other format fits its keys")
+
+
+def test_a_prompt_that_a_setting_names_is_not_replaced_by_the_instruction():
+    keys = DatasetFields(prompt_key="question")
+    assert as_read(ultrafeedback(question="Why?"), keys)[1] == "Why?"
+    with pytest.raises(RowError, match=r"no key question\. .* asked for by data\.train\.prompt_key"):
+        as_read(ultrafeedback(), keys)
 
 
 def test_a_score_and_a_reward_that_differ_are_refused():

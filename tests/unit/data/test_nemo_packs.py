@@ -277,6 +277,10 @@ BAD_PACKS = {
         pack(reward=[1.0, 0.0, 1.0, 10**400]),
         f"pack 1, sequence 3: its reward is 1{'0' * 79}..., not a finite number.",
     ),
+    "a reward beyond float32": (
+        pack(reward=[1.0, 0.0, 1.0, -1e39]),
+        "pack 1, sequence 3: its reward is -1e+39, too large: scores are stored as float32, up to 3.4e+38.",
+    ),
     "a reward of text": (
         pack(reward=[1.0, 0.0, "1", 0.0]),
         "pack 1, sequence 2: its reward is '1', not a finite number.",

@@ -94,6 +94,29 @@ def test_a_loss_that_reads_scores_is_refused_before_training(here):
         opened("data.train=a.jsonl", "dpo.preference_loss=rpo_sq")
 
 
+def test_scores_too_far_apart_for_a_loss_that_reads_them_are_refused_with_their_place(here):
+    rewards = [(2.0, 1.0), (3e38, -3e38)]
+    rows = [
+        {"prompt": "hi", "chosen": "yes", "rejected": "no", "chosen_reward": high, "rejected_reward": low}
+        for high, low in rewards
+    ]
+    (here / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(opened("data.train=far.jsonl").train) == 2  # dpo does not read them
+    with pytest.raises(DataError) as caught:
+        opened("data.train=far.jsonl", "dpo.preference_loss=rpo_sq", "dpo.gt_reward_scale=2")
+    assert str(caught.value) == (
+        "far.jsonl:2: scores 6e+38 apart, times dpo.gt_reward_scale=2, ask for a margin over 1e+09, whose loss and gradient "
+        "float32 cannot hold. Rescale the scores, or lower dpo.gt_reward_scale."
+    )
+
+
+@pytest.mark.parametrize("key", ["default_chosen_reward", "default_rejected_reward"])
+def test_a_default_score_must_fit_its_storage_type(key):
+    assert refusal(f"data.{key}=-1e39") == (
+        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32, up to 3.4e+38."
+    )
+
+
 def test_the_same_set_may_be_named_twice(here):
     found = opened("data.train=[b.jsonl,b.jsonl]")
     assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2
@@ -189,6 +212,12 @@ def test_a_share_beside_a_validation_set_is_refused(given):
 )
 def test_a_share_is_of_something_and_leaves_something(share, reason):
     assert refusal(f"data.validation_share={share}") == f"command line: data.validation_share = {share}: {reason}."
+
+
+def test_a_weight_is_no_more_than_memory_can_hold():
+    assert "data.train.weight = 1e+30: input should be less than or equal to 1000" in refusal(
+        "data.train={data_path:a.jsonl,weight:1e30}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files of every kind: rows with their places, and why a line, an element or a file is none."""
 
+import numpy as np
 import pytest
 
 from tandem.config.datasets import DatasetFields
@@ -177,6 +178,17 @@ def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
 def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."
+
+
+def test_a_numpy_file_is_named_with_the_command_that_reads_packs(tmp_path):
+    file = tmp_path / "packed 4096.npy"
+    np.save(file, np.zeros(3))
+    with pytest.raises(DataError) as caught:
+        list(read_rows(file))
+    assert str(caught.value) == (
+        f"{file}: a NumPy file, not rows of text. NeMo Aligner's packed files become a set by: tandem prepare --from-nemo "
+        f"'{file}' --output-dir DIR."
+    )
 
 
 @pytest.mark.parametrize(("mark", "encoding"), [(b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")])

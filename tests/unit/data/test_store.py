@@ -123,6 +123,17 @@ def test_a_completion_without_a_score_has_none(source):
     assert np.isnan(opened(source)[0].scores).tolist() == [True, True]
 
 
+def test_a_score_that_float32_cannot_hold_is_refused_at_its_row(source):
+    write(source, pair(), pair() | {"chosen_reward": 1e39, "rejected_reward": 0})
+    with pytest.raises(DataError) as caught:
+        opened(source, Data())
+    assert str(caught.value).splitlines()[:3] == [
+        f"{source}: 1 of 2 rows are malformed:",
+        "  bad score: 1",
+        f"    {source}:2: chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+    ]
+
+
 def test_the_format_is_told_by_the_first_row_that_can_be_read(source):
     write(source, "{", group("hi", "yes", "no"))
     store = opened(source)

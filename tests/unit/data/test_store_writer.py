@@ -16,6 +16,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.data import opening as store_module
 from tandem.data import processes, sources, store_writer, workers
 from tandem.data import template as template_module
+from tandem.data.notes import TEMPLATED
 from tandem.data.opening import open_store
 from tandem.data.processes import Processes
 from tandem.data.store_writer import OPPOSED, TWICE
@@ -300,7 +301,7 @@ def test_control_characters_are_noted_once_a_row_and_line_ends_and_tabs_are_not(
 def test_special_tokens_that_a_message_spells_are_noted_and_those_of_the_template_are_not(source):
     write(source, pair("a <end>"), pair("b", rejected="</s><s>"), pair("c"))
     store = opened(source, template=CHATTING)
-    assert store.notes == {"special tokens spelled in a message, encoded as plain text": 2}
+    assert store.notes == {"special tokens spelled in a message, encoded as plain text": 2, TEMPLATED: 1}
     assert store[0].prompt.tolist().count(END) == 1
     assert opened(source).notes == {}  # in raw text they are meant
 

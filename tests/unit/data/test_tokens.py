@@ -42,10 +42,11 @@ def one(item: Preference | RowError, template: Template = RAW, *, pairing="best_
         ((0, 1, 2, 3), "all", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
         # Ties make no pair.
         ((0, 0, 1), "best_worst", [(0, 2)]),
-        ((0, 0, 1), "adjacent", [(1, 2)]),
+        ((0, 0, 1), "adjacent", [(0, 2), (1, 2)]),
         ((0, 0, 1), "all", [(0, 2), (1, 2)]),
-        ((0, 1, 1), "adjacent", [(0, 1)]),
+        ((0, 1, 1), "adjacent", [(0, 1), (0, 2)]),
         ((0, 1, 1), "all", [(0, 1), (0, 2)]),
+        ((3, 0, 3, 0, 7), "adjacent", [(1, 0), (1, 2), (3, 0), (3, 2), (0, 4), (2, 4)]),
         ((5, 5), "all", []),
         ((5, 5), "best_worst", []),
     ],
@@ -103,7 +104,8 @@ def test_the_pairing_is_applied_to_ranks():
     [
         ((0, 2, 1), "best_worst", "ab", ((0, 1),)),
         ((2, 1, 0), "best_worst", "ac", ((1, 0),)),
-        ((0, 0, 1), "adjacent", "bc", ((0, 1),)),
+        ((0, 0, 1), "adjacent", "abc", ((0, 2), (1, 2))),
+        ((0, 0, 1), "best_worst", "ac", ((0, 1),)),
         ((0, 2, 1), "adjacent", "abc", ((0, 2), (2, 1))),
     ],
 )

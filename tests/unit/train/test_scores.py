@@ -173,6 +173,14 @@ def test_the_best_completion_takes_the_default_of_the_chosen_wherever_it_stands(
     assert scores_of(file, *defaults, "data.pairing=all") == [(0.0, 1.0, 0.0)]
 
 
+def test_completions_that_share_the_best_rank_all_take_the_default_of_the_chosen(write):
+    completions = [{"rank": rank, "completion": text} for rank, text in ((1, "a"), (0, "b"), (0, "c"))]
+    file = write([{"context": "Hi", "completions": completions}])
+    defaults = ["data.default_chosen_reward=1", "data.default_rejected_reward=0", "policy.train_global_batch_size=1"]
+    for pairing in ("adjacent", "all"):
+        assert scores_of(file, *defaults, f"data.pairing={pairing}") == [(0.0, 1.0, 1.0)]
+
+
 def test_scores_reach_the_loss_pair_by_pair(write, tmp_path):
     # At the start beta d = 0, so rpo_sq is the mean of (R_c - R_r)^2: 3^2, (0.5 + 0.5)^2.
     file = write(PARTLY[:2])

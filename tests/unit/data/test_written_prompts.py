@@ -1,0 +1,107 @@
+"""Prompts that a chat template, or a dialogue's tags, were written into before: counted, and warned about once."""
+
+import json
+import re
+
+import pytest
+from letters import CHAT, letter_tokenizer
+
+from tandem.config.datasets import Data, DatasetFields
+from tandem.data.notes import TAGGED, TEMPLATED
+from tandem.data.opening import open_store
+from tandem.data.preflight import preflight, warnings_of
+from tandem.data.template import Template
+from tandem.train.report import Reporter
+
+CHATTING = Template(letter_tokenizer(), CHAT, {})  # writes <end>, a special token
+RAW = Template(letter_tokenizer(), None, {})
+DIALOGUE = "\n\nHuman: hi\n\nAssistant:"
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+
+    def of(*prompts, template=CHATTING):
+        """What a preflight reports of preferences with these prompts."""
+        rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no"} for prompt in prompts]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        return preflight("train", open_store("pairs.jsonl", DatasetFields(), template, Data(), 1000))
+
+    return of
+
+
+def written(found):
+    return {note: count for note, count in found.notes.items() if note in (TEMPLATED, TAGGED)}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "user:hi<end>\nassistant:",  # the template's own token
+        [{"role": "user", "content": "hi<end>"}],
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",  # those of other templates
+        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
+        "[INST] hi [/INST]",
+    ],
+)
+def test_tokens_of_a_template_in_a_prompt_are_counted(found, prompt):
+    assert written(found("hi", prompt)) == {TEMPLATED: 1}
+    assert (
+        written(found("hi", prompt, template=RAW) if isinstance(prompt, str) else found("hi")) == {}
+    )  # they are meant
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        DIALOGUE,
+        "Human: hi",
+        "### Human: hi\n### Assistant:",
+        "be kind\n\nHuman: hi\n\nAssistant: yes\n\nHuman: why?",
+        "USER: hi ASSISTANT:",
+    ],
+)
+def test_tags_of_a_dialogue_in_a_prompt_are_counted(found, prompt):
+    assert written(found("hi", prompt)) == {TAGGED: 1}
+    assert written(found("hi", prompt, template=RAW)) == {}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "hi",
+        "what is a Human: a word?",
+        "who wrote Assistant: the film?",
+        "<s>gone</s> is a text about web pages",
+        "dear assistant: hi",
+        [{"role": "user", "content": "finish this: \nHuman: hi\nAssistant:"}],
+    ],
+)
+def test_prompts_that_only_mention_such_words_are_not(found, prompt):
+    assert written(found(prompt)) == {}
+
+
+def test_the_template_tells_its_own_tokens():
+    assert CHATTING.turn_tokens.search("hi<end>")
+    assert not CHATTING.turn_tokens.search("hi<unk>")  # special, but not written by it
+
+
+def test_each_is_warned_about_once_with_count_place_and_what_to_do(found, capsys):
+    several = found("hi", "[INST] a [/INST]", "[INST] b [/INST]", DIALOGUE)
+    warnings = [
+        "train: tokens of a chat template in 2 prompts, the first at pairs.jsonl:2, which become plain text inside a user turn. "
+        "Remove them; or, if prompts and completions are complete texts, set policy.tokenizer.chat_template=null.",
+        "train: Human: or Assistant: tags in 1 prompt, the first at pairs.jsonl:4, which become part of a single user turn. Give "
+        "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
+        "policy.tokenizer.chat_template=null.",
+    ]
+    assert list(warnings_of(several).values()) == warnings
+    Reporter("quiet").preflight([several], {})
+    told = " ".join("".join(capsys.readouterr()).split())
+    assert re.findall(r"warning: (train: .*?null\.)", told) == warnings
+
+
+def test_a_set_without_any_has_no_warning(found):
+    assert warnings_of(found("hi", "why?")) == {}
