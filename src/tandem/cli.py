@@ -20,6 +20,7 @@ from tandem.errors import (
     ToldError,
     full_disk,
 )
+from tandem.streams import continue_without_reader, watched_streams
 
 
 class Interrupted(Exception):
@@ -78,6 +79,7 @@ def train(
     from tandem.config.load import load_config
     from tandem.train.rundir import no_run
 
+    continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
@@ -257,7 +259,7 @@ def show_config(
     print(load_config(config, overrides or []).as_yaml(), end="")
 
 
-@app.command("fail-points")
+@app.command("fail-points", hidden=True)  # for those who work on tandem
 def fail_points() -> None:
     """List the places where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to try what survives it."""
     from tandem.failpoints import POINTS
@@ -284,6 +286,11 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    with watched_streams():
+        _run_command()
+
+
+def _run_command() -> None:
     from tandem.failpoints import read_fail_point
     from tandem.train.stopping import terminated_cleanly
 
