@@ -4,12 +4,13 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from tandem import __version__
+from tandem.commands import key_of, override, tandem_command
 from tandem.errors import (
     CheckpointError,
     ConfigError,
@@ -21,6 +22,10 @@ from tandem.errors import (
     full_disk,
 )
 from tandem.streams import continue_without_reader, watched_streams
+
+if TYPE_CHECKING:
+    from tandem.config.schema import Config
+    from tandem.train.report import Reporter
 
 
 class Interrupted(Exception):
@@ -93,7 +98,7 @@ def train(
             hint = f" Is --resume {Path(resume).parent} meant?" if inside else ""
             what = no_run(Path(resume)) if Path(resume).exists() else "there is no such directory"
             raise CheckpointError(f"--resume {resume}: {what}.{hint}")
-        config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
+        config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
         loaded = load_config(config, overrides or [])
     except TandemError as error:  # which all workers meet alike: one of each machine says so
@@ -208,8 +213,7 @@ def prepare(
             raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
         reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
-        limit = loaded.config.policy.max_total_sequence_length
-        reporter.say(f"\nTrain on it: tandem train data.train={output}/train policy.max_total_sequence_length={limit}")
+        _tell_how_to_train(loaded.config, found_in=f"{output}/train", reporter=reporter)
         return
     nemo = Path(to_nemo) if to_nemo else None
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
@@ -219,13 +223,26 @@ def prepare(
         preparing.show(prepared, reporter)
 
 
+def _tell_how_to_train(config: "Config", found_in: str, reporter: "Reporter") -> None:
+    """Packs of NeMo Aligner do not say whose tokens they hold: only with a model named is there a command that runs."""
+    from tandem.config.section import EMBEDDED
+
+    limit = override("policy.max_total_sequence_length", config.policy.max_total_sequence_length)
+    data, model = override("data.train", found_in), config.policy.model_name
+    if model == EMBEDDED:
+        reporter.say(f"\nTrain on it with {data} {limit} and, as policy.model_name, the model whose tokens these are.")
+        return
+    reporter.say("\nTrain on it:")
+    reporter.command(tandem_command("train", override("policy.model_name", model), data, limit))
+
+
 def _with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
     """Overrides, and the one that an option stands for."""
     if value is None:
         return overrides
-    if given := next((one for one in overrides if one.lstrip("+").partition("=")[0] == key), None):
+    if given := next((one for one in overrides if key_of(one) == key), None):
         raise ConfigError(f"{option} {value} and {given} are the same setting. Leave out one.")
-    return [*overrides, f"{key}='{value}'" if isinstance(value, str) else f"{key}={value}"]
+    return [*overrides, override(key, value)]
 
 
 def _lengths(given: str | None) -> list[int]:
