@@ -4,13 +4,13 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from tandem import __version__
-from tandem.commands import key_of, override, tandem_command
+from tandem.commands import key_of, override
 from tandem.errors import (
     CheckpointError,
     ConfigError,
@@ -21,11 +21,7 @@ from tandem.errors import (
     ToldError,
     full_disk,
 )
-from tandem.streams import continue_without_reader, watched_streams
-
-if TYPE_CHECKING:
-    from tandem.config.schema import Config
-    from tandem.train.report import Reporter
+from tandem.streams import continue_without_reader, print_error, watched_streams
 
 
 class Interrupted(Exception):
@@ -42,6 +38,7 @@ class Commands(TyperGroup):
             raise Interrupted(LEFT_BEHIND.get(str(ctx.invoked_subcommand), "")) from None
 
 
+LOADING = "Loading torch and transformers (some seconds)"
 LEFT_BEHIND = {"prepare": ": nothing half-done was kept; the same command starts again."}
 
 app = typer.Typer(
@@ -82,6 +79,7 @@ def train(
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
     from tandem.cache import is_checkpoint
     from tandem.config.load import load_config
+    from tandem.paths import check_run
     from tandem.train.rundir import no_run
 
     continue_without_reader("tandem: standard output was closed. The run continues without it.")
@@ -101,14 +99,17 @@ def train(
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
         loaded = load_config(config, overrides or [])
+        check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except TandemError as error:  # which all workers meet alike: one of each machine says so
         raise error if os.environ.get("LOCAL_RANK", "0") == "0" else ToldError(error.exit_code) from None
+    silent = quiet or (as_json and not verbose)
+    if not silent and os.environ.get("RANK", "0") == "0":
+        print(LOADING, flush=True, file=sys.stderr if as_json else sys.stdout)
 
     from tandem.model.workers import stop_workers
     from tandem.train.report import Reporter
     from tandem.train.trainer import train as run_training
 
-    silent = quiet or (as_json and not verbose)
     reporter = Reporter("quiet" if silent else "verbose" if verbose else "normal", as_json=as_json)
     try:
         run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
@@ -155,6 +156,7 @@ def inspect_row(
 
     from tandem import inspect
 
+    inspect.do_without_torch()
     found = inspect.inspect_data(data, loaded.config, row)
     if html is not None:
         inspect.write_page(found, Path(html), positions=positions)
@@ -193,11 +195,15 @@ def prepare(
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config
     from tandem.config.section import EMBEDDED
+    from tandem.paths import check_paths
 
     changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = _with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes)
     lengths = _lengths(pack_sizes)
+    check_paths(loaded.config)
+    if not (quiet or as_json):
+        print(LOADING, flush=True)
 
     from tandem import prepare as preparing
     from tandem.train.report import Reporter
@@ -213,7 +219,7 @@ def prepare(
             raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
         reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
-        _tell_how_to_train(loaded.config, found_in=f"{output}/train", reporter=reporter)
+        preparing.show_how_to_train(loaded.config, f"{output}/train", reporter)
         return
     nemo = Path(to_nemo) if to_nemo else None
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
@@ -221,19 +227,6 @@ def prepare(
         print(preparing.as_json(prepared))
     else:
         preparing.show(prepared, reporter)
-
-
-def _tell_how_to_train(config: "Config", found_in: str, reporter: "Reporter") -> None:
-    """Packs of NeMo Aligner do not say whose tokens they hold: only with a model named is there a command that runs."""
-    from tandem.config.section import EMBEDDED
-
-    limit = override("policy.max_total_sequence_length", config.policy.max_total_sequence_length)
-    data, model = override("data.train", found_in), config.policy.model_name
-    if model == EMBEDDED:
-        reporter.say(f"\nTrain on it with {data} {limit} and, as policy.model_name, the model whose tokens these are.")
-        return
-    reporter.say("\nTrain on it:")
-    reporter.command(tandem_command("train", override("policy.model_name", model), data, limit))
 
 
 def _with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
@@ -356,7 +349,7 @@ def _among_several() -> bool:
 
 
 def _fail(error: TandemError) -> None:
-    print(f"tandem: error: {error}", file=sys.stderr)
+    print_error(f"tandem: error: {error}")
     _leave(error.exit_code)
 
 

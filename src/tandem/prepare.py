@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
+from tandem.commands import override, tandem_command
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.opening import judge
@@ -205,6 +206,17 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
     reporter.say(f"  completion ends    {preparation.completion_end!r}")
     for name, folder in preparation.folders.items():
         reporter.say(f"\n{name} is kept in {folder}")
+
+
+def show_how_to_train(config: Config, folder: str, reporter: Reporter) -> None:
+    """Of a set read from NeMo Aligner's packs, which do not say whose tokens they hold: a command only if the model is named."""
+    limit = override("policy.max_total_sequence_length", config.policy.max_total_sequence_length)
+    data, model = override("data.train.data_path", folder), config.policy.model_name
+    if model == EMBEDDED:
+        reporter.say(f"\nTrain on it with {data} {limit} and, as policy.model_name, the model whose tokens these are.")
+        return
+    reporter.say("\nTrain on it:")
+    reporter.command(tandem_command("train", override("policy.model_name", model), data, limit))
 
 
 def _show_packs(preparation: Preparation, reporter: Reporter) -> None:

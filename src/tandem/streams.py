@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 # 128 + SIGPIPE: what a shell reports of a process that wrote to a closed pipe.
@@ -57,6 +57,16 @@ def continue_without_reader(notice: str) -> None:
     """From here on a closed standard output does not end the command; `notice` then goes to standard error."""
     if isinstance(sys.stdout, WatchedStream):
         sys.stdout.continues, sys.stdout.notice = True, notice
+
+
+def print_error(text: str) -> None:
+    """On standard error; on a terminal its lines are broken at words."""
+    if sys.stderr.isatty():
+        from tandem.terminal import wrap
+
+        with suppress(OSError):  # some terminals do not tell their width
+            text = wrap(text, os.get_terminal_size(sys.stderr.fileno()).columns)
+    print(text, file=sys.stderr)
 
 
 @contextmanager

@@ -63,8 +63,7 @@ def _lines(columns: list[str], rows: Sequence[Sequence[str]], widths: Sequence[i
 def _padded(columns: list[str], cells: list[str], widths: Sequence[int]) -> str:
     spaces = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
     padded = [
-        cell + space if name in LEFT else space + cell
-        for name, cell, space in zip(columns, cells, spaces, strict=True)
+        cell + space if name in LEFT else space + cell for name, cell, space in zip(columns, cells, spaces, strict=True)
     ]
     return (" " * GAP).join(padded).rstrip()
 

@@ -93,12 +93,12 @@ def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
     "more",
     [
         [],
-        ["policy.train_global_batch_size=4", "policy.max_total_sequence_length=256", "'dpo.preference_loss={dpo: 1}'"],
+        ["policy.train_global_batch_size=4", "policy.max_total_sequence_length=256", "dpo.preference_loss={dpo: 1}"],
         ["policy.model_name=embedded", "run.dir=somewhere", "checkpointing.checkpoint_dir=elsewhere"],
     ],
 )
 def test_a_real_model_is_suggested_with_the_settings_of_the_run(tmp_path, more):
-    loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *map(lambda one: one.strip("'"), more)])
+    loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *more])
     assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
 
 

@@ -97,7 +97,9 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
     assert (
         "warning: runs/tandem-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
         "alone, which changes nothing that is learned. To go on with it: "
-        + tandem_command("train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1")
+        + tandem_command(
+            "train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1"
+        )
     ) in " ".join(capsys.readouterr().out.split())
 
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -311,7 +311,10 @@ def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
 
 def _line_period(total: int) -> int:
     """1, 2, 5, 10, 20, ...: the least that leaves about as many lines as wanted."""
-    return next(n for k in count() for n in (10**k, 2 * 10**k, 5 * 10**k) if total <= STEP_LINES * n)
+    period = 1
+    while total > STEP_LINES * period:
+        period = period * 5 // 2 if str(period).startswith("2") else period * 2
+    return period
 
 
 def _margin(record: dict[str, Any]) -> str:

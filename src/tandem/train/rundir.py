@@ -1,7 +1,6 @@
 """Which directory a run has: a new one, or one to go on with. One process at a time may hold it."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
