@@ -201,9 +201,6 @@ def prepare(
     changes = _with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes)
     lengths = _lengths(pack_sizes)
-    check_paths(loaded.config)
-    if not (quiet or as_json):
-        print(LOADING, flush=True)
 
     from tandem import prepare as preparing
     from tandem.train.report import Reporter
@@ -222,6 +219,9 @@ def prepare(
         preparing.show_how_to_train(loaded.config, f"{output}/train", reporter)
         return
     nemo = Path(to_nemo) if to_nemo else None
+    preparing.check_outputs(output, nemo)
+    check_paths(loaded.config)
+    reporter.say(LOADING)
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:
         print(preparing.as_json(prepared))

@@ -62,8 +62,7 @@ def prepare_data(
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
     check_cache_dir()
-    _check_output(output, "--output-dir")
-    _check_output(to_nemo, "--to-nemo")
+    check_outputs(output, to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
             f"--output-dir {output}: it would hold packs of the whole set, but data.validation_share = "
@@ -122,6 +121,11 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
         shutil.rmtree(folder)
         raise
     return preflight("train", store)
+
+
+def check_outputs(output: Path | None, to_nemo: Path | None) -> None:
+    _check_output(output, "--output-dir")
+    _check_output(to_nemo, "--to-nemo")
 
 
 def _check_output(folder: Path | None, option: str) -> None:

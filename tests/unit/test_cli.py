@@ -105,7 +105,8 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
 def test_a_wrong_path_is_one_message_before_anything_heavy_is_imported(tmp_path, arguments, code, message):
     ended = tandem(*arguments, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "")
-    assert ended.stderr == f"tandem: error: {message.format(here=tmp_path)}\nimported: \n"
+    light = "numpy" if arguments[0] == "prepare" else ""
+    assert ended.stderr == f"tandem: error: {message.format(here=tmp_path)}\nimported: {light}\n"
     assert not list(tmp_path.iterdir())
 
 

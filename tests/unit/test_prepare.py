@@ -1,6 +1,7 @@
 """`tandem prepare`: sets tokenised ahead of training, and their numbers, checked by hand."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 from letters import letter_tokenizer
 
 from tandem import cli
+from tandem.config.load import load_config
 from tandem.data import opening as store_module
+from tandem.prepare import show_how_to_train
+from tandem.train.report import Reporter
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def prepare(here, monkeypatch, capsys):
         said = capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
-        return code or 0, said.out, said.err
+        return code or 0, said.out.removeprefix(f"{cli.LOADING}\n"), said.err
 
     return run
 
@@ -312,3 +316,24 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
 def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
     code, _, err = prepare(option, value, given)
     assert (code, err) == (2, f"tandem: error: {option} {value} and {given} are the same setting. Leave out one.\n")
+
+
+def test_how_to_train_on_a_set_of_nemo_is_a_command_where_the_model_is_named(capsys):
+    show_how_to_train(load_config(None, ["policy.model_name=a/b"]).config, "my sets/train", Reporter())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == "Train on it:"
+    words = shlex.split(printed[2])
+    given = load_config(None, words[words.index("train") + 1 :]).config
+    assert (given.policy.model_name, given.data.training_sets[0].data_path) == ("a/b", "my sets/train")
+    assert (
+        given.policy.max_total_sequence_length
+        == load_config(None, ["data.train=x"]).config.policy.max_total_sequence_length
+    )
+
+
+def test_how_to_train_on_a_set_of_nemo_is_told_in_words_where_it_is_not(capsys):
+    show_how_to_train(load_config(None, ["policy.max_total_sequence_length=512"]).config, "sets/train", Reporter())
+    assert capsys.readouterr().out == (
+        "\nTrain on it with data.train.data_path=sets/train policy.max_total_sequence_length=512 and, as policy.model_name, the "
+        "model whose tokens these are.\n"
+    )
