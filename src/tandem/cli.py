@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from tandem import __version__
+from tandem.commands import key_of, override, tandem_command
 from tandem.errors import (
     CheckpointError,
     ConfigError,
@@ -21,6 +21,7 @@ from tandem.errors import (
     ToldError,
     full_disk,
 )
+from tandem.streams import continue_without_reader, print_error, watched_streams
 
 
 class Interrupted(Exception):
@@ -37,6 +38,7 @@ class Commands(TyperGroup):
             raise Interrupted(LEFT_BEHIND.get(str(ctx.invoked_subcommand), "")) from None
 
 
+LOADING = "Loading torch and transformers (some seconds)"
 LEFT_BEHIND = {"prepare": ": nothing half-done was kept; the same command starts again."}
 
 app = typer.Typer(
@@ -77,8 +79,10 @@ def train(
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
     from tandem.cache import is_checkpoint
     from tandem.config.load import load_config
+    from tandem.paths import check_run
     from tandem.train.rundir import no_run
 
+    continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
@@ -92,17 +96,20 @@ def train(
             hint = f" Is --resume {Path(resume).parent} meant?" if inside else ""
             what = no_run(Path(resume)) if Path(resume).exists() else "there is no such directory"
             raise CheckpointError(f"--resume {resume}: {what}.{hint}")
-        config, overrides = f"{resume}/config.yaml", [*(overrides or []), f"run.dir='{resume}'"]
+        config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
         loaded = load_config(config, overrides or [])
+        check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except TandemError as error:  # which all workers meet alike: one of each machine says so
         raise error if os.environ.get("LOCAL_RANK", "0") == "0" else ToldError(error.exit_code) from None
+    silent = quiet or (as_json and not verbose)
+    if not silent and os.environ.get("RANK", "0") == "0":
+        print(LOADING, flush=True, file=sys.stderr if as_json else sys.stdout)
 
     from tandem.model.workers import stop_workers
     from tandem.train.report import Reporter
     from tandem.train.trainer import train as run_training
 
-    silent = quiet or (as_json and not verbose)
     reporter = Reporter("quiet" if silent else "verbose" if verbose else "normal", as_json=as_json)
     try:
         run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
@@ -149,6 +156,7 @@ def inspect_row(
 
     from tandem import inspect
 
+    inspect.do_without_torch()
     found = inspect.inspect_data(data, loaded.config, row)
     if html is not None:
         inspect.write_page(found, Path(html), positions=positions)
@@ -187,6 +195,7 @@ def prepare(
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config
     from tandem.config.section import EMBEDDED
+    from tandem.paths import check_paths
 
     changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = _with_option(changes, "--seed", "run.seed", seed)
@@ -208,9 +217,13 @@ def prepare(
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
         reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
         arguments = preparing.training_arguments(changes, config, found, Path(str(output)))
-        reporter.say(f"\nTrain on it: tandem train {shlex.join(arguments)}")
+        reporter.say("\nTrain on it:")
+        reporter.command(tandem_command("train", *arguments))
         return
     nemo = Path(to_nemo) if to_nemo else None
+    preparing.check_outputs(output, nemo)
+    check_paths(loaded.config)
+    reporter.say(LOADING)
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:
         print(preparing.as_json(prepared))
@@ -222,9 +235,9 @@ def _with_option(overrides: list[str], option: str, key: str, value: str | int |
     """Overrides, and the one that an option stands for."""
     if value is None:
         return overrides
-    if given := next((one for one in overrides if one.lstrip("+").partition("=")[0] == key), None):
+    if given := next((one for one in overrides if key_of(one) == key), None):
         raise ConfigError(f"{option} {value} and {given} are the same setting. Leave out one.")
-    return [*overrides, f"{key}='{value}'" if isinstance(value, str) else f"{key}={value}"]
+    return [*overrides, override(key, value)]
 
 
 def _lengths(given: str | None) -> list[int]:
@@ -258,7 +271,7 @@ def show_config(
     print(load_config(config, overrides or []).as_yaml(), end="")
 
 
-@app.command("fail-points")
+@app.command("fail-points", hidden=True)  # for those who work on tandem
 def fail_points() -> None:
     """List the places where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to try what survives it."""
     from tandem.failpoints import POINTS
@@ -285,6 +298,11 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    with watched_streams():
+        _run_command()
+
+
+def _run_command() -> None:
     from tandem.failpoints import read_fail_point
     from tandem.train.stopping import terminated_cleanly
 
@@ -333,7 +351,7 @@ def _among_several() -> bool:
 
 
 def _fail(error: TandemError) -> None:
-    print(f"tandem: error: {error}", file=sys.stderr)
+    print_error(f"tandem: error: {error}")
     _leave(error.exit_code)
 
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +23,9 @@ from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError, DataError
-from tandem.model.source import find_model, find_tokenizer
+from tandem.model.source import find_tokenizer_alone
+from tandem.paths import check_data, check_models
+from tandem.terminal import wrap
 
 # Shown for characters that would otherwise not be seen, or that a terminal would obey: 27, escape, as its picture U+241B.
 VISIBLE = str.maketrans(
@@ -70,13 +74,24 @@ class Inspection:
     pairs: list[tuple[int, int]]
 
 
+def do_without_torch() -> None:
+    """Most of the time that a tokenizer takes to load is torch's, which transformers imports wherever it is installed.
+
+    None among the modules makes its import fail, so that transformers does without it, as it can for tokenizers.
+    """
+    if not {"torch", "transformers"} & sys.modules.keys():
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+
+
 def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
     """The preference at a line (or element): 3, or of several files pairs.jsonl:3; the first usable one without a row."""
-    source = find_model(config.policy)
-    tokenizer = load_tokenizer(find_tokenizer(config.policy, source))
-    template = make_template(tokenizer, config.policy.tokenizer)
     path = str(TRAIN) if data_path == EMBEDDED else data_path
     keys = _keys(config, data_path)
+    check_models(config)
+    check_data({"data": keys})
+    tokenizer = load_tokenizer(find_tokenizer_alone(config.policy))
+    template = make_template(tokenizer, config.policy.tokenizer)
     store = _open(path, keys, template, config, judged=row is None)
 
     def without_limit() -> TokenStore:
@@ -106,9 +121,10 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     i = inspection
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
-    console.print(f"{i.place}: read as {i.format}, {i.format_reason}; {usable}", markup=False)
+    said = f"{i.place}: read as {i.format}, {i.format_reason}; {usable}"
+    console.print(wrap(said, console.width) if console.is_terminal else said, markup=False)
     if i.note:
-        console.print(i.note, markup=False, style="bold red")
+        console.print(wrap(i.note, console.width) if console.is_terminal else i.note, markup=False, style="bold red")
     if i.tokenizer == EMBEDDED:
         console.print("Tokens are the embedded model's; --model M shows those of another.")
     if not i.has_template:

@@ -1,7 +1,6 @@
 """A configuration in; its sets tokenised ahead of training, and what is in them, out."""
 
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
+from tandem.commands import changed, key_of, override
 from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
@@ -65,8 +65,7 @@ def prepare_data(
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
     check_cache_dir()
-    _check_output(output, "--output-dir")
-    _check_output(to_nemo, "--to-nemo")
+    check_outputs(output, to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
             f"--output-dir {output}: it would hold packs of the whole set, but data.validation_share = "
@@ -139,23 +138,22 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
 def training_arguments(overrides: Sequence[str], config_file: str | None, found: Preflight, output: Path) -> list[str]:
     """What `tandem train` needs to train on packs that were imported under these settings."""
     config = load_config(config_file, overrides).config.policy
-    given = {one.lstrip("+").partition("=")[0] for one in overrides}
+    given = {key_of(one) for one in overrides}
     asked = {
-        "data.train": str(output / found.name),
+        "data.train.data_path": str(output / found.name),
         "policy.model_name": config.model_name,
-        "policy.max_total_sequence_length": str(config.max_total_sequence_length),
+        "policy.max_total_sequence_length": config.max_total_sequence_length,
     }
-    arguments = [_override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
+    arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
     # The usual batch is another with data of one's own than in the embedded default.
     if found.num_pairs < load_config(config_file, arguments).config.policy.train_global_batch_size:
-        arguments = [one for one in arguments if not one.startswith("policy.train_global_batch_size=")]
-        arguments.append(f"policy.train_global_batch_size={max(1, found.num_pairs // LEAST_STEPS)}")
+        arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // LEAST_STEPS))
     return [*(["--config", config_file] if config_file else []), *arguments]
 
 
-def _override(key: str, value: str) -> str:
-    """A setting as the command line spells it; quoted where its grammar would read more into it."""
-    return f"{key}={value}" if re.fullmatch(r"[\w./-]+", value) else f'{key}="{value}"'
+def check_outputs(output: Path | None, to_nemo: Path | None) -> None:
+    _check_output(output, "--output-dir")
+    _check_output(to_nemo, "--to-nemo")
 
 
 def _check_output(folder: Path | None, option: str) -> None:

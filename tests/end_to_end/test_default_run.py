@@ -42,7 +42,7 @@ def test_the_output_tells_the_whole_story(default):
         "step 1/",
         "What was exported",
         "Done. Everything is in runs/default-1",
-        "tandem train policy.model_name=MODEL data.train.data_path=PAIRS.jsonl",
+        "Next: a real model, then your own pairs (JSONL with prompt, chosen, rejected) as data.train.",
     ):
         assert words in said
     assert "\x1b[" not in said  # no colours, no bar, where there is no terminal

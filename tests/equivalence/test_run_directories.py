@@ -5,6 +5,7 @@ import json
 import pytest
 from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
+from tandem.commands import tandem_command
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train.checkpoint import checkpoints, step_of
@@ -95,8 +96,10 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
     assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/tandem-2"
     assert (
         "warning: runs/tandem-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
-        "alone, which changes nothing that is learned. To go on with it: tandem train --resume runs/tandem-1 "
-        "checkpointing.keep_top_k=2 logger.num_val_samples_to_print=1"
+        "alone, which changes nothing that is learned. To go on with it: "
+        + tandem_command(
+            "train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1"
+        )
     ) in " ".join(capsys.readouterr().out.split())
 
 

@@ -27,6 +27,14 @@ SETTINGS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def hearing_sighup():
+    """Under nohup the tests inherit a SIGHUP that is ignored, and a run would ignore it too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return short_run(tmp_path_factory.mktemp("whole") / "run", *SETTINGS)
@@ -204,12 +212,9 @@ def test_a_checkpoint_without_optimizer_states_is_not_said_to_go_on(tmp_path, mo
 
 
 def test_under_nohup_a_closed_terminal_is_ignored(tmp_path, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    try:
-        with signalled(monkeypatch, trainer, "train_step", 2, signal.SIGHUP):
-            assert len(metrics_of(short_run(tmp_path / "run"))) == 4
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with signalled(monkeypatch, trainer, "train_step", 2, signal.SIGHUP):
+        assert len(metrics_of(short_run(tmp_path / "run"))) == 4
 
 
 def test_a_limit_without_checkpoints_is_refused():

@@ -2,8 +2,10 @@
 
 import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ import yaml
 from letters import letter_tokenizer
 
 from tandem import __version__, cli
+from tandem.config.load import load_config
 from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
+
+NO_RUN = "it holds no config.yaml, so it is no run"
+NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name)."
 
 # Runs the command, then says on the last line of standard error whether torch was imported.
 WATCHED = """
@@ -20,7 +26,7 @@ from tandem.cli import main
 try:
     main()
 finally:
-    heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
+    heavy = sorted(name for name in ("torch", "transformers", "numpy") if sys.modules.get(name))
     print("imported:", ", ".join(heavy), file=sys.stderr)
 """
 
@@ -73,6 +79,151 @@ def test_a_missing_data_file_is_one_message_and_code_3_and_leaves_no_run(tmp_pat
         "tandem: error: no.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+MODEL = ["policy.model_name=./no", "data.train=embedded"]
+FOLDER = ["policy.model_name=.", "data.train=embedded"]
+ADAPTER = ["policy.lora.enabled=true", "policy.lora.adapter=./no"]
+TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", *MODEL], 2, "policy.model_name = ./no: no such directory."),
+        (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory."),
+        (["train", *FOLDER], 2, "policy.model_name = .: {here} holds no config.json, so it is no model."),
+        (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory."),
+        (["train", "policy.tokenizer.name=./no"], 2, "policy.tokenizer.name = ./no: no such directory."),
+        (["train", *ADAPTER], 2, "policy.lora.adapter = ./no: no such directory."),
+        (["train", *TWO_SETS], 3, f"train: no.jsonl: {NO_FILE}\n\nvalidation-default: no2.jsonl: {NO_FILE}"),
+        (["prepare", "data.train=no.jsonl"], 3, f"no.jsonl: {NO_FILE}"),
+        (["train", "data.train=[no*.jsonl,embedded]"], 3, "no*.jsonl: no file matches this pattern."),
+        (["train", "--config", "no.yaml"], 2, "{here}/no.yaml: no such configuration file."),
+    ],
+)
+def test_a_wrong_path_is_one_message_before_anything_heavy_is_imported(tmp_path, arguments, code, message):
+    ended = tandem(*arguments, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    light = "numpy" if arguments[0] == "prepare" else ""
+    assert ended.stderr == f"tandem: error: {message.format(here=tmp_path)}\nimported: {light}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        (["run.dir=taken"], 2, "run.dir = taken: a file, not a directory. Choose another run.dir."),
+        (["run.dir=full"], 2, f"run.dir = full: not empty, and {NO_RUN}. Choose another directory."),
+        (["--resume", "full"], 4, f"--resume full: {NO_RUN}."),
+    ],
+)
+def test_a_run_directory_is_refused_before_anything_heavy_is_imported(tmp_path, given, code, message):
+    (tmp_path / "taken").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    ended = tandem("train", *given, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert ended.stderr == f"tandem: error: {message}\nimported: \n"
+
+
+def test_a_finished_run_is_told_of_although_its_data_is_gone(tmp_path, monkeypatch, capsys):
+    done = tmp_path / "done"
+    (done / "model").mkdir(parents=True)
+    (done / "config.yaml").write_text(load_config(None, ["data.train=gone.jsonl", f"run.dir={done}"]).as_yaml())
+    code, out, err = run_here(monkeypatch, capsys, "train", "--resume", str(done))
+    assert (code, err) == (0, "")
+    assert out == f"Loading torch and transformers (some seconds)\n{done} is finished: its model is in {done}/model.\n"
+
+
+# Runs the command as far as what it does before torch is imported.
+UP_TO_TORCH = """
+import sys
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch", flush=True)
+            raise SystemExit(0)
+sys.meta_path.insert(0, Refused())
+from tandem.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        (["train"], "Loading torch and transformers (some seconds)\ntorch\n"),
+        (["prepare"], "Loading torch and transformers (some seconds)\ntorch\n"),
+        (["train", "--quiet"], "torch\n"),
+        (["train", "--json"], "torch\n"),
+    ],
+)
+def test_what_takes_time_is_said_before_it_begins(tmp_path, arguments, out):
+    command = [sys.executable, "-c", UP_TO_TORCH, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, out), ended.stderr
+
+
+def test_inspect_does_without_torch_and_shows_the_same_tokens(tmp_path, monkeypatch, capsys):
+    ended = tandem("inspect", "embedded", "--json", cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "imported: numpy, transformers\n")
+    import torch  # so that transformers here has it  # noqa: F401
+
+    code, out, _ = run_here(monkeypatch, capsys, "inspect", "embedded", "--json")
+    assert (code, out) == (0, ended.stdout)
+
+
+def test_fail_points_is_no_command_for_users_and_can_be_called(monkeypatch, capsys):
+    assert "fail-points" not in run_here(monkeypatch, capsys, "--help")[1]
+    code, out, _ = run_here(monkeypatch, capsys, "fail-points")
+    assert (code, "metrics.write" in out) == (0, True)
+
+
+# Where nobody reads
+
+
+def closed_pipe() -> int:
+    """The end of a pipe to write to, whose other end is closed."""
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config"], ["config", "--schema"], ["inspect", "embedded"]])
+def test_a_short_command_whose_reader_is_gone_ends_as_by_sigpipe(arguments):
+    command = [sys.executable, "-m", "tandem", *arguments]
+    ended = subprocess.run(command, stdout=closed_pipe(), stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_an_error_keeps_its_code_where_nobody_reads_it():
+    command = [sys.executable, "-m", "tandem", "config", "dpo.beta=1"]
+    assert subprocess.run(command, stdout=closed_pipe(), stderr=closed_pipe(), timeout=300).returncode == 2
+
+
+@pytest.mark.slow
+def test_a_run_continues_when_its_reader_goes_away(tmp_path):
+    command = [sys.executable, "-m", "tandem", "train", "dpo.max_num_steps=1", "dpo.val_at_start=false"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(300) == 0
+    assert process.stderr.read() == "tandem: standard output was closed. The run continues without it.\n"
+    assert (tmp_path / "runs/default-1/model/config.json").is_file()
+
+
+def test_on_a_terminal_an_error_is_broken_at_words(tmp_path):
+    read, write = pty.openpty()
+    termios.tcsetwinsize(write, (24, 80))
+    command = [sys.executable, "-m", "tandem", "config", "dpo.beta=1"]
+    assert subprocess.run(command, stdout=subprocess.PIPE, stderr=write, timeout=300).returncode == 2
+    assert os.read(read, 10_000).decode().splitlines() == [
+        "tandem: error: command line: unknown key dpo.beta. Did you mean",
+        "dpo.reference_policy_kl_penalty? `tandem config` lists all keys.",
+    ]
 
 
 # In this process

@@ -65,6 +65,8 @@ class LoadedConfig:
     origins: dict[str, str]
     # Keys whose value came out of the environment: shown by their interpolation, never by value.
     from_environment: dict[str, Any]
+    file: str | None = None  # it was read from
+    overrides: tuple[str, ...] = ()  # as they were written
 
     def as_yaml(self) -> str:
         """The resolved configuration, without any value taken from the environment."""
@@ -83,7 +85,7 @@ def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
     given = _flat(tree)
     from_environment = _from_environment(given)
     config = _validate(_resolve(tree), origins, from_environment)
-    return LoadedConfig(config, origins, from_environment)
+    return LoadedConfig(config, origins, from_environment, file, tuple(overrides))
 
 
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -156,8 +158,8 @@ def _parse(text: str) -> Override:
         one_number = f" One number has no commas: {key}={value.replace(',', '')}." if grouped else ""
         of_list = "data.train" if key == "data.train.data_path" else key  # a set has one path; a list is of sets
         raise ConfigError(
-            f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value: "
-            f"for v in ...; do tandem train {key}=$v run.name=sweep-$v; done. For a list write {of_list}=[a,b].{one_number}"
+            f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value, each "
+            f"with its own run.name. For a list write {of_list}=[a,b].{one_number}"
         )
     return override
 

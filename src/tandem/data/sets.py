@@ -57,7 +57,7 @@ class Sets:
 
 
 def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
-    return nullcontext(lambda advance=1, words="": None)
+    return nullcontext(lambda advance=1, numbers=(): None)
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:

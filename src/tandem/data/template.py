@@ -20,7 +20,8 @@ from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-PROBE = [{"role": "user", "content": "How far is the moon?"}]
+QUESTION = "How far is the moon?"
+PROBE = [{"role": "user", "content": QUESTION}]
 MALFORMED = "template malformed"
 ANOTHER_TEMPLATE = "Give another by policy.tokenizer.chat_template=FILE.jinja"
 # Characters; no line of a data file is longer, so a longer text is the template's doing.
@@ -126,17 +127,23 @@ class Template:
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
-        """A fixed conversation, rendered: part of the fingerprint, since templates may read the date.
+        """A fixed conversation, rendered: part of the fingerprint, since templates may read the date."""
+        return self._probed()[1]
 
-        Some take no conversation without a system turn, or none of ours at all: then the rows say what it can do.
-        """
+    def example(self) -> Conversation | None:
+        """A short conversation that the template takes; None without a template."""
+        return self._probed()[0]
+
+    def _probed(self) -> tuple[Conversation | None, str]:
+        """Some take no conversation without a system turn, or none of ours at all: then the rows say what it can do."""
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:
-                return self._apply(_Said(messages, [], "the chat template"), [[]], add_generation_prompt=True)[0]
+                [text] = self._apply(_Said(messages, [], "the chat template"), [[]], add_generation_prompt=True)
+                return messages, text
             except RowError as error:
                 if error.reason == MALFORMED:
                     raise
-        return ""
+        return None, ""
 
     def _raw(self, preference: Preference) -> Rendered:
         if not isinstance(preference.prompt, str):

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.data.spm import SAVED_AS, SentencePiece
 from tandem.errors import ConfigError
 
-INSTALL = "pip install tandem-dpo[sentencepiece]"
+INSTALL = "pip install 'tandem-dpo[sentencepiece]'"
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
 PLAIN = "How far is the moon?"

@@ -43,6 +43,17 @@ def find_model(policy: PolicyConfig) -> ModelSource:
     return find_source("policy.model_name", policy.model_name, policy.revision)
 
 
+def check_folder(key: str, name: str, folder: Path) -> None:
+    """Refuse a folder that holds no model, and say what it holds instead."""
+    if not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
+        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
+        if key == "policy.model_name" and (folder / "tokenizer.json").is_file():
+            hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
+        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
+
+
 def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own.
 
@@ -53,13 +64,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
 
     logging.disable_progress_bar()
     folder = _folder(key, name, revision)
-    if not (folder / "config.json").is_file():
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
-        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
-        if key == "policy.model_name" and (folder / "tokenizer.json").is_file():
-            hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
-        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
+    check_folder(key, name, folder)
     described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
         raise ConfigError(
@@ -78,6 +83,16 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     return ModelSource(name, folder, config, key)
 
 
+def check_path(key: str, name: str) -> None:
+    """Refuse a local path that is not there or holds no model. Nothing is imported, made or fetched for it."""
+    if name == EMBEDDED:
+        return
+    if Path(name).is_dir():
+        check_folder(key, name, _folder(key, name, None))
+    else:
+        refuse_missing(key, name)
+
+
 def weights_fingerprint(source: ModelSource) -> str:
     """A name for what the model computes: the content of its weights and of its configuration."""
     files = sorted(source.folder.glob("*.safetensors"))
@@ -90,8 +105,19 @@ def weights_fingerprint(source: ModelSource) -> str:
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
     """The folder (or SentencePiece file) of the tokenizer: the model's own, or the one that is named."""
     name = policy.tokenizer.name
-    if name is None:
-        return source.folder
+    return source.folder if name is None else _named_tokenizer(name)
+
+
+def find_tokenizer_alone(policy: PolicyConfig) -> Path:
+    """The same without the weights of the embedded model, which only torch makes."""
+    if policy.model_name != EMBEDDED:
+        return find_tokenizer(policy, find_model(policy))
+    from tandem.model.tiny import tiny_tokenizer
+
+    return tiny_tokenizer() if policy.tokenizer.name is None else _named_tokenizer(policy.tokenizer.name)
+
+
+def _named_tokenizer(name: str) -> Path:
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         raise ConfigError(f"policy.tokenizer.name = {name}: a file of a tokenizer. Give its folder: {path.parent}.")
@@ -112,8 +138,7 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
 
 def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
     """Files of a repository of the hub."""
-    if name.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"{key} = {name}: no such directory.")
+    refuse_missing(key, name)
     from huggingface_hub import snapshot_download
 
     try:
@@ -123,6 +148,12 @@ def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Pat
             f"{key} = {name}: neither a directory here nor to be had from the hub: {one_line(error)} "
             "Give a local folder, or check the name and the connection."
         ) from None
+
+
+def refuse_missing(key: str, name: str) -> None:
+    """Of a name that is no folder here: refused unless the hub may know it."""
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"{key} = {name}: no such directory.")
 
 
 def _known(model_type: str | None) -> bool:

@@ -19,12 +19,27 @@ CHAT_TEMPLATE = (
 
 def tiny_model() -> Path:
     """The folder of the embedded model, in the Hugging Face layout."""
-    folder = cache_dir() / "models" / f"tiny-{fingerprint(VERSION, sha256_of(TRAIN))[:12]}"
+    folder = _folder("tiny")
     if not folder.is_dir():
         with published(folder, "model") as aside:
             _save_tokenizer(aside)
             _save_model(aside)
     return folder
+
+
+def tiny_tokenizer() -> Path:
+    """A folder that holds its tokenizer: its own if it is there, else one without weights, made without torch."""
+    model, alone = _folder("tiny"), _folder("tiny-tokenizer")
+    if model.is_dir():
+        return model
+    if not alone.is_dir():
+        with published(alone, "model") as aside:
+            _save_tokenizer(aside)
+    return alone
+
+
+def _folder(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}-{fingerprint(VERSION, sha256_of(TRAIN))[:12]}"
 
 
 def _texts() -> list[str]:

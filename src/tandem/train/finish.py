@@ -3,14 +3,21 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.cache import write_whole
+from tandem.commands import changed, key_of, override, python_command, tandem_command
+from tandem.config.datasets import DatasetFields
+from tandem.config.load import LoadedConfig
+from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.data.opening import is_prepared
 from tandem.data.selection import Preferences
+from tandem.data.template import QUESTION, Template
 from tandem.export import export_adapter, export_model
 from tandem.model.adapter_files import read_adapter
 from tandem.model.policy import Policy
@@ -23,8 +30,13 @@ from tandem.train.references import load_sharded
 from tandem.train.validation import ValidationReport, measure, validate
 from tandem.train.verdicts import judge
 
+REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
+PLACES = ("run.dir", "checkpointing.checkpoint_dir")  # which a run shares with no other
+OF_THE_MODEL = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
+BATCH = "policy.train_global_batch_size"
 
-def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -> None:
+
+def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
     """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
     _tell_memory(t)
     after = _validated_and_saved(t)
@@ -44,6 +56,7 @@ def finish(t: Training, before: list[ValidationReport], per_pair: Path | None) -
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
     _tell(t, model, dtype, per_pair)
+    _tell_next(t, model, loaded)
 
 
 def _tell_memory(t: Training) -> None:
@@ -92,15 +105,57 @@ def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -
         t.reporter.say(f"  {t.saver.folder}/best  the best checkpoint by {tracked.split} {tracked.metric}")
     elif config.checkpointing.enabled:
         t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
-    if config.policy.model_name == EMBEDDED:
-        given = [one.data_path for one in config.data.training_sets]
-        pairs = "your own pairs (JSONL with prompt, chosen, rejected) and " if EMBEDDED in given else ""
-        path = "PAIRS.jsonl" if EMBEDDED in given else given[0]
-        t.reporter.say(f"\nNext: {pairs}your own model:")
-        t.reporter.say(f"  tandem train policy.model_name=MODEL data.train.data_path={path}")
+
+
+def _tell_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
+    """A command to continue with: after a run of the embedded model the same with a real one, else the use of the model."""
+    if t.setup.config.policy.model_name != EMBEDDED:
+        t.reporter.say("\nNext: use it.")
+        t.reporter.command(using(model, t.setup.template))
+    elif any(is_prepared(Path(str(one.data_path))) for one in _sets(loaded)):
+        t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs are to be prepared again.")
     else:
-        call = f"pipeline('text-generation', '{model}')([{{'role': 'user', 'content': 'Hello'}}])"
-        t.reporter.say(f'\nNext: use it.\n  python -c "from transformers import pipeline; print({call})"')
+        others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
+        t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
+        t.reporter.command(with_real_model(loaded, t.run))
+
+
+def using(model: Path, template: Template) -> str:
+    """The command that lets an exported model answer: a conversation where it has a chat template, else plain text."""
+    asked = json.dumps(template.example() or QUESTION, ensure_ascii=False)
+    name = json.dumps(str(model), ensure_ascii=False)
+    return python_command(
+        f'from transformers import pipeline; print(pipeline("text-generation", {name})({asked}, max_new_tokens=40))'
+    )
+
+
+def with_real_model(loaded: LoadedConfig, run: Path) -> str:
+    """The command of a run of the embedded model with a real one instead: the user's settings, another directory."""
+    config, own = loaded.config, _has_own_pairs(loaded)
+    is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
+    # A run's config.yaml spells out the embedded default, whose settings are for the embedded model alone.
+    file = None if is_resumed and not own else loaded.file
+    given = [one for one in loaded.overrides if key_of(one) not in (*PLACES, *OF_THE_MODEL)]
+    if file is not None:
+        given += [override(key, None) for key in (*PLACES, *OF_THE_MODEL) if _value(config, key) is not None]
+    given = changed(given, "policy.model_name", REAL_MODEL)
+    if not own:
+        given = changed(given, "data.train.data_path", EMBEDDED)
+    if not own and file is None and BATCH not in map(key_of, given):
+        given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
+    return tandem_command("train", *(["--config", file] if file else []), *given)
+
+
+def _value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _has_own_pairs(loaded: LoadedConfig) -> bool:
+    return any(one.data_path != EMBEDDED for one in loaded.config.data.training_sets)
+
+
+def _sets(loaded: LoadedConfig) -> list[DatasetFields]:
+    return [*loaded.config.data.training_sets, *loaded.config.data.validation_sets.values()]
 
 
 def _validated_and_saved(t: Training) -> list[ValidationReport]:

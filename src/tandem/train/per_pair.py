@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from tandem.config.losses import needs_reference, scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import ConfigError
 from tandem.failpoints import fail_point
-from tandem.train.metrics import PairTable
+
+if TYPE_CHECKING:
+    from tandem.train.metrics import PairTable
 
 NUMBERS = (
     "reward_chosen",
@@ -40,7 +42,7 @@ class PerPairFile:
         own_loss = ("loss",) if scope_of(dpo.preference_loss) == "pair" else ()
         self._names = tuple(name for name in (*own_loss, *NUMBERS) if name not in absent)
 
-    def write(self, tables: Iterator[tuple[str, PairTable, Preferences]]) -> None:
+    def write(self, tables: Iterator[tuple[str, "PairTable", Preferences]]) -> None:
         """Every pair of every split, the least margin first within each."""
         try:
             with self._aside.open("w", encoding="utf-8") as out:
@@ -52,7 +54,7 @@ class PerPairFile:
         finally:
             self._aside.unlink(missing_ok=True)
 
-    def _add(self, out: TextIO, split: str, table: PairTable, store: Preferences) -> None:
+    def _add(self, out: TextIO, split: str, table: "PairTable", store: Preferences) -> None:
         columns = {name: getattr(table, name) for name in self._names}
         for pair in np.argsort(table.margin, kind="stable"):
             line = {

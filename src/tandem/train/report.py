@@ -4,18 +4,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
 from tandem.errors import writing
 from tandem.failpoints import fail_point
+from tandem.terminal import table, wrap
 
 if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
     from tandem.train.samples import Sample
@@ -28,6 +29,9 @@ PLAIN_WIDTH = 120
 LINE = 300  # characters of an answer
 SHOWN_FILES = 3
 MUCH_OVERLAP = 0.3  # of validation's n-grams
+BAR_CELLS = 20  # of a progress bar, at least
+TIME_CELLS = 8  # of the time left
+STEP_LINES = 50  # about as many as a terminal keeps of a run
 
 
 class MetricsFile:
@@ -110,22 +114,35 @@ class Reporter:
         self.as_json = as_json
         self.shows_parts = False  # of the loss: preference and SFT, where both are trained on
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str = "", *, hang: int | None = None) -> None:
+        """On a terminal broken at words; `hang` is the indentation of lines that continue one."""
         if self.verbosity in ("normal", "verbose"):
-            self.console.print(escape(text))
+            self._print(text, hang=hang)
+
+    def command(self, text: str) -> None:
+        """A command to copy: never broken, so that it runs as printed."""
+        if self.verbosity in ("normal", "verbose"):
+            self.console.print(Text(f"  {text}"), soft_wrap=True)
 
     def detail(self, text: str) -> None:
         if self.verbosity == "verbose":
-            self.console.print(escape(text), style="dim")
+            self._print(text, style="dim")
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, *, command: str = "") -> None:
+        """`command`: what the user may want to run, on a line of its own."""
         if self.verbosity != "silent":
-            self.console.print(escape(f"warning: {text}"), style="yellow")
+            self._print(f"warning: {text}", style="yellow")
+            if command:
+                self.console.print(Text(f"  {command}"), soft_wrap=True)
+
+    def _print(self, text: str, *, style: str = "", hang: int | None = None) -> None:
+        shown = wrap(text, self.console.width, hang) if self.console.is_terminal else text
+        self.console.print(Text(shown, style), soft_wrap=True)
 
     def end(self, text: str) -> None:
         """Where everything is: said in quiet runs too."""
         if self.verbosity == "quiet" and not self.as_json:
-            self.console.print(escape(text))
+            self._print(text)
         else:
             self.say(f"\n{text}")
 
@@ -145,7 +162,7 @@ class Reporter:
         self.say("\nChoices that change what is learned")
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            self.say(f"  {name:<{width}}  {value}")
+            self.say(f"  {name:<{width}}  {value}", hang=width + 4)
 
     def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
         """rejects: by set, the file that lists the rows left out."""
@@ -195,26 +212,35 @@ class Reporter:
         self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
-        """A line a step; on a terminal the bar says as much."""
-        if self.console.is_terminal and self.verbosity != "verbose":
-            return
-        self.say(
-            f"step {record['step']}/{total}  {self._loss(record, '  ')}  accuracy {record['accuracy']:.3f}  "
-            f"margin {_margin(record)}  grad {record['grad_norm']:.2f}  lr {record['lr']:.2e}  "
-            f"{record['pairs_per_second']:.1f} pairs/s"
-        )
+        """A line a step. On a terminal, where the bar shows every step, about fifty of a run stay above it."""
+        step = record["step"]
+        line = f"step {step}/{total}"
+        parts = [
+            *self._losses(record),
+            f"accuracy {record['accuracy']:.3f}",
+            f"margin {_margin(record)}",
+            f"grad {record['grad_norm']:.2f}",
+            f"lr {record['lr']:.2e}",
+            f"{record['pairs_per_second']:.1f} pairs/s",
+        ]
+        if not self.console.is_terminal:
+            self.say("  ".join([line, *parts]))
+        elif self.verbosity == "verbose" or step in (1, total) or step % _line_period(total) == 0:
+            self.say("  ".join([line, *_fitting(parts, self.console.width - cell_len(line), gap=2)]))
 
-    def numbers(self, record: dict[str, Any]) -> str:
-        """A step's numbers beside the bar."""
-        return (
-            f"{self._loss(record, ' ')} accuracy {record['accuracy']:.3f} margin {_margin(record)} "
-            f"{record['pairs_per_second']:.1f} pairs/s"
-        )
+    def numbers(self, record: dict[str, Any]) -> list[str]:
+        """A step's numbers beside the bar, the most important first."""
+        return [
+            *self._losses(record),
+            f"accuracy {record['accuracy']:.3f}",
+            f"margin {_margin(record)}",
+            f"{record['pairs_per_second']:.1f} pairs/s",
+        ]
 
-    def _loss(self, record: dict[str, Any], gap: str) -> str:
+    def _losses(self, record: dict[str, Any]) -> list[str]:
         """The loss, and its parts before they are weighted."""
         names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
-        return gap.join(f"{shown} {record[name]:.4f}" for shown, name in names.items())
+        return [f"{shown} {record[name]:.4f}" for shown, name in names.items()]
 
     def _validated(self) -> list[str]:
         """The metrics that tables of validations show."""
@@ -262,20 +288,15 @@ class Reporter:
             return
         if title:
             self.say(title)
-        widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
-        for cells in (columns, *rows):
-            padded = [
-                cell + " " * (width - cell_len(cell)) if name in ("set", "metric", "of") else cell.rjust(width)
-                for name, cell, width in zip(columns, cells, widths, strict=True)
-            ]
-            # On a narrow terminal a line wraps: rich's own tables cut numbers, and a number that is cut says something else.
-            self.console.print(Text("  ".join(padded), "bold" if cells is columns else ""), soft_wrap=True)
+        width = self.console.width if self.console.is_terminal else None
+        for line, is_heading in table(columns, rows, width):
+            self.console.print(Text(line, "bold" if is_heading else ""), soft_wrap=True)
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """A bar on a terminal; call the yielded function with the number done and, if wanted, a line of words."""
+        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it."""
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
-            yield lambda advance=1, words="": None
+            yield lambda advance=1, numbers=(): None
             return
         columns = (
             TextColumn("{task.description}"),
@@ -284,9 +305,30 @@ class Reporter:
             TimeRemainingColumn(),
             TextColumn("{task.fields[words]}"),
         )
+
+        def update(advance: int = 1, numbers: Sequence[str] = ()) -> None:
+            # Numbers that would shrink the bar are left out, the last ones first.
+            taken = sum((cell_len(what), 1, BAR_CELLS, 1, cell_len(f"{total}/{total}"), 1, TIME_CELLS))
+            words = " ".join(_fitting(numbers, self.console.width - taken, gap=1))
+            bar.update(task, advance=advance, words=words)
+
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(what, total=total, completed=done, words="")
-            yield lambda advance=1, words="": bar.update(task, advance=advance, words=words)
+            yield update
+
+
+def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
+    """The first of some parts that fit side by side, each after a gap."""
+    ends = accumulate(gap + cell_len(part) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end <= width]
+
+
+def _line_period(total: int) -> int:
+    """1, 2, 5, 10, 20, ...: the least that leaves about as many lines as wanted."""
+    period = 1
+    while total > STEP_LINES * period:
+        period = period * 5 // 2 if str(period).startswith("2") else period * 2
+    return period
 
 
 def _margin(record: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Which directory a run has: a new one, or one to go on with. One process at a time may hold it."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
 from tandem.errors import CheckpointError, ConfigError
 
@@ -67,8 +67,8 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
 
-def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
-    """A new run's elder that could have gone on under this configuration, and how; None if there is none."""
+def left_unfinished(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
+    """Of a new run's elder that could have gone on under this configuration: that it is there, and the command that goes on."""
     if loaded.config.run.dir is not None:
         return None
     stem, _, number = run.name.rpartition("-")
@@ -78,10 +78,11 @@ def left_unfinished(run: Path, loaded: LoadedConfig) -> str | None:
         return None
     old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    changed = [f"{key}={new[key] if isinstance(new.get(key), str) else json.dumps(new.get(key))}" for key in keys]
+    changed = [override(key, new.get(key)) for key in keys]
     return (
         f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To go on with "
-        f"it: tandem train --resume {elder} {' '.join(changed)}"
+        "it:",
+        tandem_command("train", "--resume", str(elder), *changed),
     )
 
 

@@ -80,7 +80,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         reporter.say(f"Rows: {setup.rows}")
         reporter.say(f"Computed: {setup.computation()}")
         if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
-            reporter.warn(elder)
+            reporter.warn(elder[0], command=elder[1])
         if filler := much_filler(setup.train, loaded.config.policy):
             reporter.warn(filler)
         _warn_of_lost_updates(setup, reporter)
@@ -94,7 +94,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
                     training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
-                    _run(training, per_pair)
+                    _run(training, loaded, per_pair)
             except StoppedError:
                 reporter.warn(_what_is_kept(kept, loaded.config.checkpointing))
                 raise
@@ -128,9 +128,9 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     _gather_rejects(setup, run)
 
 
-def _run(t: Training, per_pair: Path | None) -> None:
+def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
     if not is_finished(t.run):
-        finish(t, _loop(t), per_pair)
+        finish(t, _loop(t), loaded, per_pair)
     elif t.progress.step < t.setup.num_steps:
         raise CheckpointError(
             f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "

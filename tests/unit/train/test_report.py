@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from tandem.train.report import Reporter
@@ -20,6 +22,7 @@ RECORD = {
     "lr": 1e-4,
     "pairs_per_second": 12.34,
 }
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LINE = "step 3/9  loss 0.6123  accuracy 0.750  margin 0.000  grad 1.50  lr 1.00e-04  12.3 pairs/s\n"
 
 
@@ -29,13 +32,42 @@ def a_step(reporter: Reporter) -> None:
         bar(1, reporter.numbers(RECORD))
 
 
-def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_no_line_a_step():
+def a_terminal(width: int) -> tuple[io.StringIO, Reporter]:
     file = io.StringIO()
-    a_step(Reporter(console=Console(file=file, force_terminal=True, width=140, color_system=None)))
+    return file, Reporter(console=Console(file=file, force_terminal=True, width=width, color_system=None))
+
+
+def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_the_step_above_it():
+    file, reporter = a_terminal(140)
+    a_step(reporter)
     shown = file.getvalue()
     assert "Training" in shown
     assert "3/9 -:--:-- loss 0.6123 accuracy 0.750 margin 0.000 12.3 pairs/s" in shown
-    assert "step 3/9" not in shown
+    assert LINE in shown
+
+
+def test_at_80_columns_the_last_numbers_are_left_out_and_the_bar_stays():
+    file, reporter = a_terminal(80)
+    a_step(reporter)
+    shown = file.getvalue()
+    assert "step 3/9  loss 0.6123  accuracy 0.750  margin 0.000  grad 1.50  lr 1.00e-04\n" in shown
+    [bar] = {line for line in re.split(r"[\r\n]+", CONTROL.sub("", shown)) if "3/9 -:--:-- loss" in line}
+    assert bar.rstrip().endswith("3/9 -:--:-- loss 0.6123 accuracy 0.750")
+    assert bar.index(" 3/9") - len("Training ") >= 20
+    assert cell_len(bar) <= 80
+
+
+@pytest.mark.parametrize(
+    ("total", "steps"),
+    [(9, 9), (50, 50), (51, 27), (100, 51), (101, 22), (1000, 51), (10_001, 22)],  # the first and the last among them
+)
+def test_a_terminal_keeps_every_step_of_a_short_run_and_about_fifty_of_a_long_one(total, steps):
+    file, reporter = a_terminal(80)
+    for step in range(1, total + 1):
+        reporter.step(RECORD | {"step": step}, total)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == steps
+    assert (lines[0].split()[1], lines[-1].split()[1]) == (f"1/{total}", f"{total}/{total}")
 
 
 def test_elsewhere_there_is_a_line_a_step_and_no_bar(capsys):
@@ -51,7 +83,8 @@ def test_with_an_sft_term_the_parts_of_the_loss_stand_next_to_it(capsys):
     assert capsys.readouterr().out.startswith(
         "step 3/9  loss 43.8431  preference 0.6931  sft 431.5000  accuracy 0.750  margin"
     )
-    assert reporter.numbers(RECORD | parts).startswith("loss 0.6123 preference 0.6931 sft 431.5000 accuracy 0.750")
+    shown = ["loss 0.6123", "preference 0.6931", "sft 431.5000", "accuracy 0.750"]
+    assert reporter.numbers(RECORD | parts)[:4] == shown
     metrics = dict.fromkeys(("accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"), 0.5)
     report = ValidationReport("validation-default", {"loss": 43.8431, **parts, **metrics}, 9, "")
     reporter.validations("", [report])
@@ -98,12 +131,42 @@ def test_for_a_program_records_and_the_result_are_lines_of_json_and_warnings_sta
 
 
 def test_no_number_of_a_table_is_cut_on_a_narrow_terminal():
-    file = io.StringIO()
-    reporter = Reporter(console=Console(file=file, force_terminal=True, width=20, color_system=None))
+    file, reporter = a_terminal(20)
     reporter.table(["set", "loss", "accuracy"], [["validation-default", "0.6931", "0.5000"], ["v", "0.7", "0.25"]])
     assert file.getvalue() == (
-        "set                   loss  accuracy\nvalidation-default  0.6931    0.5000\nv                      0.7      0.25\n"
+        "set                   loss\nvalidation-default  0.6931\nv                      0.7\n"
+        "set                 accuracy\nvalidation-default    0.5000\nv                       0.25\n"
     )
+
+
+def test_at_80_columns_a_warning_is_broken_at_words_and_a_path_is_left_whole():
+    file, reporter = a_terminal(80)
+    path = "/home/someone/" + "very-long/" * 9 + "run-1"
+    reporter.warn(
+        f"{path} is unfinished and differs in logger.wandb_enabled=true alone, which changes nothing that is learned.",
+        command=f"tandem train --resume {path} logger.wandb_enabled=true",
+    )
+    assert file.getvalue().splitlines() == [
+        "warning:",
+        path,
+        "is unfinished and differs in logger.wandb_enabled=true alone, which changes",
+        "nothing that is learned.",
+        f"  tandem train --resume {path} logger.wandb_enabled=true",
+    ]
+
+
+def test_at_80_columns_a_choice_continues_below_its_value():
+    file, reporter = a_terminal(80)
+    reporter.choices([("log-probabilities", "summed in the preference loss, per token in the SFT loss, as asked")])
+    assert file.getvalue().splitlines()[2:] == [
+        "  log-probabilities  summed in the preference loss, per token in the SFT loss,",
+        "                     as asked",
+    ]
+
+
+def test_where_there_is_no_terminal_nothing_is_broken(capsys):
+    Reporter().warn("word " * 60)
+    assert capsys.readouterr().out == "warning: " + "word " * 60 + "\n"
 
 
 def test_an_answer_of_white_space_is_spelled(capsys):

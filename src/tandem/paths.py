@@ -1,0 +1,61 @@
+"""Every path that a configuration names, checked before anything heavy is imported: a wrong one is reported at once."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.config.datasets import DatasetFields
+from tandem.config.load import LoadedConfig
+from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED
+from tandem.data.files import find_files
+from tandem.data.hub import is_hub_name
+from tandem.errors import DataError
+from tandem.model.source import check_path, refuse_missing
+from tandem.train.rundir import choose_run_dir, is_finished
+
+
+def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
+    """The paths of a run. A finished one needs neither its model nor its data, unless every pair is measured again."""
+    if per_pair is not None:
+        from tandem.train.per_pair import check_per_pair
+
+        check_per_pair(per_pair)
+    if per_pair is not None or not is_finished(choose_run_dir(loaded, fresh=fresh)):
+        check_paths(loaded.config)
+
+
+def check_paths(config: Config) -> None:
+    check_models(config)
+    training, validation = config.data.training_sets, config.data.validation_sets
+    names = ["train"] if len(training) == 1 else [f"train-{i}" for i in range(len(training))]
+    check_data(
+        dict(zip(names, training, strict=True)) | {f"validation-{name}": one for name, one in validation.items()}
+    )
+
+
+def check_models(config: Config) -> None:
+    check_path("policy.model_name", config.policy.model_name)
+    if config.reference.model is not None:
+        check_path("reference.model", config.reference.model)
+    for key, name in (
+        ("policy.tokenizer.name", config.policy.tokenizer.name),
+        ("policy.lora.adapter", config.policy.lora.adapter),
+    ):
+        if name is not None and not Path(name).exists() and not name.endswith(".model"):
+            refuse_missing(key, name)
+
+
+def check_data(sets: Mapping[str, DatasetFields]) -> None:
+    """All sets whose files are not there, in one error."""
+    problems: dict[str, DataError] = {}
+    for name, one in sets.items():
+        path = one.data_path
+        if path is None or path == EMBEDDED or is_hub_name(path) or (Path(path) / "manifest.json").is_file():
+            continue  # told later: named by its format, bundled, on the hub, prepared
+        try:
+            find_files(path, one)
+        except DataError as error:
+            problems[name] = error
+    if problems:
+        told = [f"{name}: {problem}" for name, problem in problems.items()]
+        raise DataError("\n\n".join(told) if len(told) > 1 else str(next(iter(problems.values()))))

@@ -1,0 +1,183 @@
+"""The commands that a run prints, taken from its output and run as they are printed."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import MODEL
+from running import SHORT, killed_after
+
+from tandem import cli
+from tandem.config.load import LoadedConfig, load_config
+from tandem.embedded.files import TRAIN
+from tandem.model.tiny import tiny_model
+from tandem.train.finish import REAL_MODEL, with_real_model
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
+
+# Of a model of one's own, by other names than usual, in a folder with a space.
+OWN_KEYS = ["data.default.prompt_key=the question", "data.default.chosen_key=good", "data.default.rejected_key=bad"]
+
+
+def own_pairs(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in TRAIN.read_text(encoding="utf-8").splitlines()[:24]]
+    named = [{"the question": r["prompt"], "good": r["chosen"], "bad": r["rejected"]} for r in rows]
+    named = [row for row in named if isinstance(row["the question"], str)]
+    (folder / "it's mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named), encoding="utf-8")
+    return rf"data.train.data_path='{folder}/it\'s mine.jsonl'"
+
+
+def next_command(said: str) -> str:
+    """The line below Next."""
+    after = said.split("\nNext: ")[1].splitlines()
+    [command] = [line for line in after[1:] if line.strip()]
+    assert command.startswith("  ")
+    return command.strip()
+
+
+def trained(capsys, folder: Path, *overrides: str) -> str:
+    train(load_config(None, [*SHORT, f"run.dir='{folder}/a run'", *overrides]), Reporter())
+    return next_command(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asks"),
+    [
+        ([], "messages"),
+        (["policy.tokenizer.chat_template=null"], "text"),
+        (["policy.lora.enabled=true", "export.merge_lora=false"], "messages"),
+    ],
+    ids=["a chat template", "raw text", "adapters alone"],
+)
+def test_the_model_answers_as_printed(tmp_path, capsys, overrides, asks):
+    program, option, code = shlex.split(trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, *overrides))
+    assert (program in ("python", sys.executable), option) == (True, "-c")
+    exec(code, {})
+    [answer] = eval(capsys.readouterr().out.strip().splitlines()[-1])
+    text = answer["generated_text"]
+    assert isinstance(text, str) is (asks == "text")
+    assert len(text) > len("How far is the moon?") if asks == "text" else text[-1]["role"] == "assistant"
+
+
+def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path, capsys):
+    bare = shutil.copytree(MODEL, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    printed = trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, f"policy.model_name={bare}")
+    assert '("How far is the moon?"' in shlex.split(printed)[2]
+
+
+def reread(command: str) -> LoadedConfig:
+    words = shlex.split(command)
+    words = words[words.index("train") + 1 :]
+    file = words.pop(words.index("--config") + 1) if "--config" in words else None
+    return load_config(file, [word for word in words if word != "--config"])
+
+
+def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
+    before, after = loaded.config.model_dump(), reread(command).config.model_dump()
+    assert after["policy"].pop("model_name") == REAL_MODEL
+    assert before["policy"].pop("model_name") == "embedded"
+    assert after["run"].pop("dir") is None
+    before["run"].pop("dir")
+    before["checkpointing"]["checkpoint_dir"] = None
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["policy.train_global_batch_size=4", "policy.max_total_sequence_length=256", "dpo.preference_loss={dpo: 1}"],
+        ["policy.model_name=embedded", "run.dir=somewhere", "checkpointing.checkpoint_dir=elsewhere"],
+    ],
+)
+def test_a_real_model_is_suggested_with_the_settings_of_the_run(tmp_path, more):
+    loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *more])
+    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
+
+
+def test_a_configuration_file_is_named_again_and_its_directory_is_not_used_twice(tmp_path):
+    file = tmp_path / "my run.yaml"
+    pairs = {"data_path": f"{tmp_path}/pairs.jsonl", "prompt_key": "q"}
+    file.write_text(
+        json.dumps({"run": {"dir": "x"}, "data": {"train": pairs}, "policy": {"tokenizer": {"chat_template": None}}})
+    )
+    loaded = load_config(str(file), ["dpo.max_num_steps=3"])
+    assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_settings_of_the_embedded_default_are_not_taken_to_a_real_model(tmp_path, resumed):
+    loaded = load_config(None, ["dpo.max_num_steps=3"])
+    if resumed:
+        (tmp_path / "config.yaml").write_text(loaded.as_yaml())
+        loaded = load_config(f"{tmp_path}/config.yaml", ["dpo.max_num_steps=3", f"run.dir={tmp_path}"])
+    command = with_real_model(loaded, tmp_path)
+    assert shlex.split(command)[-5:] == [
+        "train",
+        "dpo.max_num_steps=3",
+        f"policy.model_name={REAL_MODEL}",
+        "data.train.data_path=embedded",
+        "policy.train_global_batch_size=16",
+    ]
+    assert reread(command).config.policy.optimizer.kwargs.lr < 1e-4
+
+
+def hub_cache(folder: Path) -> Path:
+    """A cache of the hub that holds the real model's name, and the embedded model under it."""
+    repository = folder / "hub" / f"models--{REAL_MODEL.replace('/', '--')}"
+    shutil.copytree(tiny_model(), repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    return folder
+
+
+def shell(command: str, folder: Path, **more: str) -> str:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **more}
+    ended = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+def test_the_next_run_starts_and_ends_as_printed(tmp_path, monkeypatch):
+    """A run of the embedded model prints one with a real model, which prints how that is used: all of them run."""
+    given = ["dpo.max_num_steps=2", "policy.train_global_batch_size=4", own_pairs(tmp_path), *OWN_KEYS]
+    (tmp_path / "my settings.yaml").write_text(json.dumps({"dpo": {"val_at_start": False}, "run": {"dir": "first"}}))
+    first = shlex.join([sys.executable, "-m", "tandem", "train", "--config", "my settings.yaml", *given])
+    second = next_command(shell(first, tmp_path))
+    third = next_command(shell(second, tmp_path, HF_HOME=str(hub_cache(tmp_path / "hub"))))
+    assert "generated_text" in shell(third, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_default_run_is_followed_as_printed(tmp_path):
+    second = next_command(shell(f"{sys.executable} -m tandem train dpo.max_num_steps=1", tmp_path))
+    third = next_command(shell(second, tmp_path, HF_HOME=str(hub_cache(tmp_path / "hub"))))
+    assert "generated_text" in shell(third, tmp_path)
+
+
+def test_an_unfinished_run_continues_as_printed(tmp_path, monkeypatch, capsys):
+    """With a validation set whose path a shell and the configuration would both take apart."""
+    monkeypatch.chdir(tmp_path)
+    saving = [*SHORT, own_pairs(tmp_path), *OWN_KEYS, "checkpointing.save_period=2"]
+    with killed_after(3):
+        train(load_config(None, saving), Reporter("quiet"))
+    shutil.copy(tmp_path / "it's mine.jsonl", tmp_path / "held out, 2.jsonl")
+    more = ["data.validation.data_path='held out, 2.jsonl'", "logger.num_val_samples_to_print=0"]
+    train(load_config(None, [*saving, *more]), Reporter("quiet"))
+    [command] = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", ["tandem", *words[words.index("train") :]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (None, 0)
+    assert "Done. Everything is in runs/tandem-1" in capsys.readouterr().out

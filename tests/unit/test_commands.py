@@ -1,0 +1,130 @@
+"""Commands as they are printed: a shell takes them apart into what was meant."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem import commands
+from tandem.commands import changed, override, python_command, tandem_command
+from tandem.config.load import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "plain",
+            "/a/b-1.jsonl",
+            "org/name",
+            "a b",
+            "it's",
+            'a "b"',
+            "a,b",
+            "x=y",
+            "${run.name}",
+            "C:\\d\\",
+            "\\'",
+            "é",
+        ),
+        *(
+            "true",
+            "Null",
+            "1e5",
+            "12",
+            ".5",
+            "~/x",
+            "a*.jsonl",
+            "(a)",
+            "{a: 1}",
+            "[a]",
+            "",
+            " a ",
+            "#a",
+            "a\\\\",
+            "inf",
+            "%d",
+        ),
+    ],
+)
+def test_an_override_is_read_back_as_the_value_it_was_written_for(value):
+    given = override("policy.revision", value)
+    found = load_config(None, [given]).config.policy.revision
+    assert found == (value if value != "${run.name}" else "default")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dpo.max_num_steps", None),
+        ("dpo.sft_loss_weight", 1e-05),
+        ("data.shuffle", False),
+        ("policy.tokenizer.chat_template_kwargs", {"thinking": True, "name": "a b"}),
+        ("data.train", [{"data_path": "a, b.jsonl", "weight": 2.0}]),
+    ],
+)
+def test_other_values_are_read_back_too(key, value):
+    found = load_config(None, [override(key, value)]).config.model_dump()
+    for part in key.split("."):
+        found = found[part]
+    if isinstance(value, list):
+        found = [{name: one[name] for name in value[0]} for one in found]
+    assert found == value
+
+
+def test_one_override_replaces_those_of_its_key():
+    assert changed(["a.b=1", "+a.b=2", "~a.b", "a.bc=3"], "a.b", "x y") == ["a.bc=3", "a.b='x y'"]
+
+
+def test_a_command_is_named_shortly_only_where_the_shell_finds_the_same(monkeypatch, tmp_path):
+    own = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(own))
+    assert tandem_command("train", "a=b c") == "tandem train 'a=b c'"
+    assert python_command("print(1)") == "python -c 'print(1)'"
+    for name in ("tandem", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))  # those of another environment
+    assert shlex.split(tandem_command("train")) == [sys.executable, "-m", "tandem", "train"]
+    assert shlex.split(python_command("print(1)")) == [sys.executable, "-c", "print(1)"]
+    monkeypatch.setattr(commands.sys, "argv", [str(tmp_path / "tandem")])
+    assert tandem_command("train") == "tandem train"
+
+
+def test_what_is_printed_is_what_a_shell_runs():
+    code = 'print("it\'s", "$HOME", "a  b")'
+    ended = subprocess.run(python_command(code), shell=True, capture_output=True, text=True, check=True)
+    assert ended.stdout == "it's $HOME a  b\n"
+
+
+def readme_commands() -> list[str]:
+    """The commands of tandem in the README, each on one line."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = text.split("```bash\n")[1:]
+    lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
+    return [line for line in lines if line.startswith(("tandem ", "torchrun "))]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_every_command_of_the_readme_is_read_by_the_command_line(command):
+    """All but the files and models they name: `...` stands for more of the same."""
+    from typer.main import get_command
+
+    from tandem.cli import app
+
+    words = [word for word in shlex.split(command.split(" > ")[0]) if word != "..."]
+    name, *arguments = words[words.index("tandem") + 1 :]
+    if name.startswith("--"):
+        return
+    found = get_command(app).commands[name].make_context(name, arguments)  # pyright: ignore
+    given = found.params["overrides"] or []
+    model = [f"policy.model_name={found.params['model']}"] if found.params.get("model") else []
+    load_config(None, [*given, *model])
+
+
+def test_the_commands_of_the_readme_were_found():
+    assert len(readme_commands()) >= 15
