@@ -27,7 +27,7 @@ MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
 UNION_BRANCH = re.compile(
-    r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
+    r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
 
 # Names other trainers use for what the schema knows under another.

@@ -24,7 +24,7 @@ from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_le
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
-from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.optimizer import check_scheduler, highest_rate, schedule_in_words
 from tandem.train.row_length import (
     RowLength,
     expected_need,
@@ -133,6 +133,7 @@ class Setup:
                 f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g}{self._reached()}, "
                 f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
+            ("schedule", schedule_in_words(c.policy, self.num_steps)),
             *([("adapters", self._adapters())] if self.lora else []),
             ("precision", f"{self.precision} computation over {self._weights()}"),
             ("export rounding", c.export.rounding),
