@@ -172,17 +172,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path
         set_up(Config(policy=Policy(model_name=str(small))), CPU)
 
 
-def test_fewer_pairs_than_a_batch_is_told_with_both_numbers():
-    from tandem.errors import DataError
-
-    with pytest.raises(DataError) as refused:
-        set_up(Config(policy=Policy(train_global_batch_size=371)), CPU)
-    assert str(refused.value) == (
-        "the training set has 370 pairs, fewer than one batch of 371. "
-        "Set policy.train_global_batch_size=370 or less, or data.drop_last=false."
-    )
-
-
 def test_stopping_workers_twice_is_harmless():
     stop_workers()
     stop_workers()
