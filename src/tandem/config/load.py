@@ -19,10 +19,14 @@ from pydantic import ValidationError
 
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
 from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
+# Stands for a ~ that begins a value; what is in quotes stays as it is.
+TILDE = "__tilde__"
+BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
@@ -51,13 +55,27 @@ class LoadedConfig:
 def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
     """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated."""
     parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(file), ()) if file else _start_without_file(parsed)
+    tree, origins = _read(Path(in_home(file)), ()) if file else _start_without_file(parsed)
     for override in parsed:
         _apply(override, tree, origins)
     given = _flat(tree)
     from_environment = _from_environment(given)
     config = _validate(_resolve(tree), origins, from_environment)
     return LoadedConfig(config, origins, from_environment)
+
+
+def require_training_set(config: Config) -> None:
+    """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
+    data = config.data
+    own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
+    own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
+    own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
+    given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
+    if given is not None and "train" not in data.model_fields_set:
+        raise ConfigError(
+            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
+            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+        )
 
 
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -93,7 +111,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for parent in parents:
-        below, below_origins = _read(path.parent / parent, (*above, path))
+        below, below_origins = _read(path.parent / in_home(parent), (*above, path))
         tree = _merge(tree, below)
         origins |= below_origins
     return _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
@@ -111,7 +129,7 @@ def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
 
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_without_tildes(text))
     except HydraException as error:
         if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
@@ -191,7 +209,14 @@ def _plain(value: Any) -> Any:
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_plain(v) for v in value]
-    return value.text if hasattr(value, "text") else value
+    value = value.text if hasattr(value, "text") else value
+    return value.replace(TILDE, "~") if isinstance(value, str) else value
+
+
+def _without_tildes(text: str) -> str:
+    """Hydra takes ~ before a key but not in a value, where it is a home directory: data.train=~/pairs.jsonl"""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}{BEGINS_IN_HOME.sub(lambda found: found[1] or TILDE, value)}"
 
 
 def _from_environment(given: dict[str, Any]) -> dict[str, Any]:

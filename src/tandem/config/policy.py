@@ -13,16 +13,16 @@ from tandem.config.scheduler import (
     Schedule,
     Scheduler,
 )
-from tandem.config.section import EMBEDDED, Positive, Section
+from tandem.config.section import EMBEDDED, PathText, Positive, Section
 
 
 class Tokenizer(Section):
     """The tokenizer and the chat template."""
 
-    name: str | None = Field(
+    name: PathText | None = Field(
         default=None, description="path, hub name, or a SentencePiece file (x.model); null: as policy.model_name"
     )
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         default="default",
         description="default: the tokenizer's own; null: raw text; a path ending in .jinja: that file",
     )
@@ -97,7 +97,7 @@ class Packing(Section):
 class Policy(Section):
     """The model that is trained, and how."""
 
-    model_name: str = Field(
+    model_name: PathText = Field(
         default=EMBEDDED, description="path or hub name; embedded: a tiny random model built locally"
     )
     revision: str | None = Field(default=None, description="revision of a hub model")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cache import content_of, fingerprint, is_checkpoint
+from tandem.cache import content_of, fingerprint, is_checkpoint, is_run
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
@@ -52,14 +52,10 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    refuse_run(key, name)
     folder = _folder(key, name, revision)
     if not (folder / "config.json").is_file():
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
-        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
-        if key == "policy.model_name" and (folder / "tokenizer.json").is_file():
-            hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
-        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
+        raise _not_a_model(key, name, folder)
     described = read_json(folder / "config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
         raise ConfigError(
@@ -78,6 +74,40 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     return ModelSource(name, folder, config, key)
 
 
+def _not_a_model(key: str, name: str, folder: Path) -> ConfigError:
+    """What a folder without config.json is instead."""
+    hint = ""
+    if is_checkpoint(folder):
+        hint = " It is a checkpoint: a run's model is in its folder model."
+    elif _is_adapter(folder):  # which has a tokenizer too
+        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter."
+    elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
+        hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
+    return ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is not a model.{hint}")
+
+
+def refuse_run(key: str, name: str) -> None:
+    """A run directory holds a model but is not one."""
+    if not is_run(Path(name)):
+        return
+    model = Path(name) / "model"
+    if not model.is_dir():
+        raise ConfigError(
+            f"{key} = {name}: {name} is a run directory; its model will be in {model} once it is finished. Finish it: "
+            f"tandem train --resume {name}"
+        )
+    if _is_adapter(model) and key in ("policy.model_name", "reference.model"):
+        raise ConfigError(
+            f"{key} = {name}: {name} is a run directory; its model is in {model}, and is an adapter. Give its base model here, "
+            f"and policy.lora.adapter={model}."
+        )
+    raise ConfigError(f"{key} = {name}: {name} is a run directory; its model is in {model}. Set {key}={model}.")
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
 def weights_fingerprint(source: ModelSource) -> str:
     """A name for what the model computes: the content of its weights and of its configuration."""
     files = sorted(source.folder.glob("*.safetensors"))
@@ -92,6 +122,7 @@ def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
     name = policy.tokenizer.name
     if name is None:
         return source.folder
+    refuse_run("policy.tokenizer.name", name)
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         raise ConfigError(f"policy.tokenizer.name = {name}: a file of a tokenizer. Give its folder: {path.parent}.")
