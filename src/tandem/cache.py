@@ -22,7 +22,7 @@ OWN = "fingerprint_of_manifest"
 def cache_dir() -> Path:
     """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
     if given := os.environ.get("TANDEM_CACHE"):
-        return Path(given)
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
@@ -124,6 +124,11 @@ def published(folder: Path, what: str) -> Iterator[Path]:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a run saved itself there, which makes it neither a run nor a model."""
     return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is a run's directory, which holds a model but is not one."""
+    return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
 def remove_leftovers(folder: Path, *names: str) -> None:

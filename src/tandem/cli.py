@@ -51,7 +51,17 @@ app = typer.Typer(
     help="Train language models on preferences: packed, prefix-shared, exact.",
 )
 
-ConfigFile = Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="A YAML configuration.")]
+
+def _in_home(path: str | None) -> str | None:
+    """A shell leaves ~ as it is in --option=~/path."""
+    from tandem.config.section import in_home
+
+    return None if path is None else in_home(path)
+
+
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", "-c", metavar="FILE", callback=_in_home, help="A YAML configuration.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the configuration: key=value, +key=value, ~key."),
@@ -63,12 +73,17 @@ def train(
     overrides: Overrides = None,
     config: ConfigFile = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Go on with the run in DIR, under its own configuration.")
+        str | None,
+        typer.Option(metavar="DIR", callback=_in_home, help="Go on with the run in DIR, under its own configuration."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run, whatever is there.")] = False,
     per_pair: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="At the end, write every pair's numbers there, the least margin first."),
+        typer.Option(
+            metavar="FILE",
+            callback=_in_home,
+            help="At the end, write every pair's numbers there, the least margin first.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each record as a line of JSON, and the result as the last one.")
@@ -78,7 +93,7 @@ def train(
 ) -> None:
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
     from tandem.cache import is_checkpoint
-    from tandem.config.load import load_config
+    from tandem.config.load import load_config, require_training_set
     from tandem.paths import check_run
     from tandem.train.rundir import no_run
 
@@ -99,6 +114,7 @@ def train(
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
         loaded = load_config(config, overrides or [])
+        require_training_set(loaded.config)
         check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except TandemError as error:  # which all workers meet alike: one of each machine says so
         raise error if os.environ.get("LOCAL_RANK", "0") == "0" else ToldError(error.exit_code) from None
@@ -122,12 +138,16 @@ def train(
 
 @app.command("inspect")
 def inspect_row(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="A data file, a pattern, or embedded.")],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", callback=_in_home, help="A data file, a pattern, or embedded.")
+    ],
     overrides: Overrides = None,
     row: Annotated[
         str | None,
         typer.Option(
-            metavar="[FILE:]N", help="The line (or element) to show, of FILE among several; the first usable."
+            metavar="[FILE:]N",
+            callback=_in_home,
+            help="The line (or element) to show, of FILE among several; the first usable.",
         ),
     ] = None,
     model: Annotated[
@@ -135,7 +155,9 @@ def inspect_row(
     ] = None,
     config: ConfigFile = None,
     positions: Annotated[bool, typer.Option("--positions", help="Show position ids too.")] = False,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the same as a page.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=_in_home, help="Write the same as a page.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show a preference as the model will see it: tokens, special tokens, and which are scored."""
@@ -181,25 +203,33 @@ def prepare(
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same as run.seed=N.")] = None,
     output_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Write each set into a folder there, to be trained on by its path."),
+        typer.Option(
+            metavar="DIR", callback=_in_home, help="Write each set into a folder there, to be trained on by its path."
+        ),
     ] = None,
     from_nemo: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read NeMo Aligner's packed .npy instead of data.train.")
+        str | None,
+        typer.Option(metavar="FILE", callback=_in_home, help="Read NeMo Aligner's packed .npy instead of data.train."),
     ] = None,
     to_nemo: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there.")
+        str | None,
+        typer.Option(
+            metavar="DIR", callback=_in_home, help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only warnings and errors.")] = False,
 ) -> None:
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
-    from tandem.config.load import load_config
+    from tandem.config.load import load_config, require_training_set
     from tandem.config.section import EMBEDDED
     from tandem.paths import check_paths
 
     changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = _with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes)
+    if from_nemo is None:
+        require_training_set(loaded.config)
     lengths = _lengths(pack_sizes)
 
     from tandem import prepare as preparing

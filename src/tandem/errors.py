@@ -16,6 +16,10 @@ class ConfigError(TandemError):
     exit_code = 2
 
 
+class MachineError(ConfigError):
+    """This machine cannot do what the configuration asks. Another may."""
+
+
 class DataError(TandemError):
     exit_code = 3
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.cache import check_cache_dir, published, read_manifest, write_manifest
+from tandem.cache import published, read_manifest, write_manifest
 from tandem.commands import changed, key_of, override
 from tandem.config.load import load_config
 from tandem.config.schema import Config
@@ -16,23 +16,43 @@ from tandem.data.duplicates import DUPLICATE, without_duplicates
 from tandem.data.opening import judge
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.selection import Preferences, Selection
-from tandem.data.sets import ProgressBar, open_sets
+from tandem.data.sets import ProgressBar, Sets
 from tandem.data.store import TokenStore
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
 from tandem.data.tokens import TokenizedPreference
-from tandem.errors import ConfigError, DataError
-from tandem.model.source import find_model, find_tokenizer
+from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
+from tandem.model.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
-from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook
+from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
+from tandem.train.machine import check_machine, this_device
+from tandem.train.plan import ENOUGH_STEPS
 from tandem.train.report import Reporter
+from tandem.train.setup import Inputs, check_model, fit_rows, open_inputs
+from tandem.train.validation import portions
 
 SHOWN_TOKENS = 12
-LEAST_STEPS = 20  # of an epoch, where a batch has to be proposed
+PACK_COLUMNS = [
+    "set",
+    "pack length",
+    "packs",
+    "fill",
+    "preferences each",
+    "pairs each",
+    "packs a batch",
+    "times padding",
+]
 BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """The rows of training on this machine: how long and why, how they fill by set; or why it would not start here."""
+
+    length: str
+    sets: dict[str, Outlook]  # of an epoch; without the training set where that is packed as a whole
+    refused: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +61,9 @@ class Preparation:
 
     sets: list[Preflight]
     folders: dict[str, str]
-    packs: dict[str, list[Outlook]]
+    packs: dict[str, list[Outlook]]  # of whole sets: in mode dataset, or where lengths or folders are asked for
+    training: TrainingRows
+    num_steps: int  # of training
     pairs_per_batch: int
     packing: str  # policy.packing.mode
     weights: dict[str, float]  # of training sets that an epoch does not pass over once
@@ -64,7 +86,6 @@ def prepare_data(
 
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
-    check_cache_dir()
     check_outputs(output, to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
@@ -72,13 +93,59 @@ def prepare_data(
             f"{config.data.validation_share} is held out of it only when training. Leave out --output-dir, and training finds "
             "the packs in the cache; or split the file in two."
         )
-    source = find_model(config.policy)
-    template = make_template(load_tokenizer(find_tokenizer(config.policy, source)), config.policy.tokenizer)
-    sets = open_sets(config, template, bar)
-    packs = {name: _packed(store, config, pack_sizes) for name, store in sets.read.items()}
+    source = check_model(config)
+    inputs = open_inputs(config, source, bar)
+    sets, template = inputs.sets, inputs.template
     # What is trained on and held out, where that is not a set as it was read: the packs that training would look for.
     used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}
-    chosen = {name: _packed(store, config, pack_sizes) for name, store in used.items() if isinstance(store, Selection)}
+    chosen = {name: store for name, store in used.items() if isinstance(store, Selection)}
+    if pack_sizes or output is not None or to_nemo is not None:
+        packed = {**sets.read, **chosen}
+    else:
+        packed = {"train": sets.train} if config.policy.packing.mode == "dataset" else {}
+    packs = {name: _packed(store, config, pack_sizes) for name, store in packed.items()}
+    pairs = config.policy.train_global_batch_size
+    return Preparation(
+        sets=preflights(sets),
+        folders=_written(sets, packs, config, output, to_nemo),
+        packs={name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
+        training=_rows_of_training(inputs),
+        num_steps=inputs.plan.num_steps,
+        pairs_per_batch=pairs,
+        packing=config.policy.packing.mode,
+        weights={f"train-{i}": one.weight for i, one in enumerate(config.data.training_sets) if one.weight != 1},
+        tokenizer=config.policy.tokenizer_name,
+        has_template=template.source is not None,
+        max_length=config.policy.max_total_sequence_length,
+        **_around_the_answer(sets.train[0], template.tokenizer),
+    )
+
+
+def _rows_of_training(inputs: Inputs) -> TrainingRows:
+    """The rows that training packs on this machine, or why it would not start here. Another machine may run it."""
+    try:
+        setup = fit_rows(inputs, check_machine(inputs.config, inputs.source, this_device()))
+    except (MachineError, OutOfMemoryError) as error:
+        return TrainingRows("", {}, str(error))
+    size, val_size = setup.config.policy.train_global_batch_size, setup.validation_batch_size
+    rows: dict[str, Outlook] = {}
+    if setup.batches.packs is None:
+        batches = [batch.preferences for batch in setup.batches.epoch(0)]
+        rows["train"] = outlook(setup.train, packed_by_batch(setup.train, batches), size)
+    for name, packer in setup.validation.items():
+        packed = packed_by_batch(packer, portions(packer, val_size))
+        rows[f"validation-{name}"] = outlook(packer, packed, val_size)
+    return TrainingRows(setup.rows, rows, None)
+
+
+def _written(
+    sets: Sets,
+    packs: dict[str, list[tuple[Packer, Bins]]],
+    config: Config,
+    output: Path | None,
+    to_nemo: Path | None,
+) -> dict[str, str]:
+    """The folder of every set: in the cache, or written where it was asked for."""
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if to_nemo is not None:
         for name, store in sets.read.items():
@@ -93,22 +160,7 @@ def prepare_data(
                 folders[f"{name}, for NeMo Aligner at {size}"] = str(
                     export_nemo(store, to_nemo / name, size=size, algorithm=packing.algorithm, seed=seed)
                 )
-    pairs = config.policy.train_global_batch_size
-    return Preparation(
-        preflights(sets),
-        folders,
-        {
-            name: [outlook(packer, bins, pairs) for packer, bins in several]
-            for name, several in (packs | chosen).items()
-        },
-        pairs,
-        config.policy.packing.mode,
-        {f"train-{i}": one.weight for i, one in enumerate(config.data.training_sets) if one.weight != 1},
-        config.policy.tokenizer_name,
-        template.source is not None,
-        config.policy.max_total_sequence_length,
-        *_around_the_answer(sets.train[0], template.tokenizer),
-    )
+    return folders
 
 
 def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Preflight:
@@ -147,7 +199,7 @@ def training_arguments(overrides: Sequence[str], config_file: str | None, found:
     arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
     # The usual batch is another with data of one's own than in the embedded default.
     if found.num_pairs < load_config(config_file, arguments).config.policy.train_global_batch_size:
-        arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // LEAST_STEPS))
+        arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
     return [*(["--config", config_file] if config_file else []), *arguments]
 
 
@@ -177,11 +229,14 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
             f"--pack-sizes {min(pack_sizes)}: a sequence at {store.place(longest)} takes {store.longest[longest]} tokens. "
             "Give longer packs, or lower policy.max_total_sequence_length."
         )
+    packing = config.policy.packing.model_copy(update={"mode": "dataset"})
+    if config.policy.packing.mode == "none":  # where nothing is shared
+        packing = packing.model_copy(update={"share_prompts": True})
     lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
     packers = [
         make_packer(
             store,
-            config.policy.packing.model_copy(update={"mode": "dataset", "pack_length": length, "share_prompts": True}),
+            packing.model_copy(update={"pack_length": length}),
             usual_auto=DATASET_PACK,
             pairs_per_batch=config.policy.train_global_batch_size,
             seed=config.run.seed,
@@ -203,11 +258,14 @@ def _write(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) ->
     return folder
 
 
-def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> tuple[str, str, str]:
+def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> dict[str, str]:
     best = first.completions[first.pairs[0][0]]
-    parts = (first.prompt[-SHOWN_TOKENS:], best[:SHOWN_TOKENS], best[-SHOWN_TOKENS:])
-    prompt, start, end = (tokenizer.decode(part.tolist()) for part in parts)
-    return prompt, start, end
+    parts = {
+        "prompt_end": first.prompt[-SHOWN_TOKENS:],
+        "completion_start": best[:SHOWN_TOKENS],
+        "completion_end": best[-SHOWN_TOKENS:],
+    }
+    return {name: tokenizer.decode(part.tolist()) for name, part in parts.items()}
 
 
 def show(preparation: Preparation, reporter: Reporter) -> None:
@@ -241,44 +299,41 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
 
 
 def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
-    how = {
-        "dataset": "training uses these",
-        "batch": "training packs each batch anew",
-        "none": "training packs nothing",
-    }
-    reporter.say(
-        f"\nWhole sets as packs ({how[preparation.packing]}: policy.packing.mode={preparation.packing}), and a batch of "
-        f"{preparation.pairs_per_batch} pairs in them"
-    )
-    columns = [
-        "set",
-        "pack length",
-        "packs",
-        "fill",
-        "preferences each",
-        "pairs each",
-        "packs a batch",
-        "times padding",
+    training, batch = preparation.training, f"a batch of {preparation.pairs_per_batch} pairs in them"
+    if preparation.packs:
+        how = {
+            "dataset": "training uses those of the training set",
+            "batch": "training packs each batch by itself",
+            "none": "training packs nothing",
+        }[preparation.packing]
+        reporter.say(f"\nWhole sets as packs ({how}: policy.packing.mode={preparation.packing}), and {batch}")
+        reporter.table(
+            PACK_COLUMNS, [_row(name, one) for name, several in preparation.packs.items() for one in several]
+        )
+    if training.sets:
+        reporter.say(f"\nRows of training on this machine: {training.length}; an epoch of them, and {batch}")
+        reporter.table(PACK_COLUMNS, [_row(name, one) for name, one in training.sets.items()])
+    if preparation.packs or training.sets:
+        reporter.say(
+            f"  times padding: positions that rows padded to the longest of {PADDED_TOGETHER} sequences would compute, over "
+            "those computed in packs; fill: of rows as they are, which may be shorter than a pack"
+        )
+    if training.refused is not None:
+        reporter.warn(f"training would not start on this machine: {training.refused}")
+    reporter.say(f"  steps of training: {preparation.num_steps:,}")
+
+
+def _row(name: str, packs: Outlook) -> list[str]:
+    return [
+        name,
+        f"{packs.pack_length:,}",
+        f"{packs.num_packs:,}",
+        f"{packs.fill:.1%}",
+        f"{packs.preferences_per_pack:.1f}",
+        f"{packs.pairs_per_pack:.1f}",
+        f"{packs.batch_in_packs:,}",
+        f"{packs.padding_factor:.2f}",
     ]
-    rows = [
-        [
-            name,
-            f"{o.pack_length:,}",
-            f"{o.num_packs:,}",
-            f"{o.fill:.1%}",
-            f"{o.preferences_per_pack:.1f}",
-            f"{o.pairs_per_pack:.1f}",
-            f"{o.batch_in_packs:,}",
-            f"{o.padding_factor:.2f}",
-        ]
-        for name, several in preparation.packs.items()
-        for o in several
-    ]
-    reporter.table(columns, rows)
-    reporter.say(
-        f"  times padding: positions that rows padded to the longest of {PADDED_TOGETHER} sequences would compute, over "
-        "those computed in packs; fill: of rows as they are, which may be shorter than a pack"
-    )
 
 
 def as_json(preparation: Preparation) -> str:

@@ -67,6 +67,39 @@ def test_a_configuration_error_is_one_message_and_code_2_before_anything_heavy_i
     )
 
 
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_model_without_a_training_set_is_refused_before_anything_heavy_is_imported(command):
+    ended = tandem(command, "policy.model_name=m")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "tandem: error: policy.model_name = m, but no training set is given: the bundled pairs would be trained on. Set "
+        "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs.\nimported: \n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        (["train", "--config=~/no.yaml"], "no.yaml"),
+        (["train", "--resume=~/no"], "no"),
+        (["train", "--per-pair=~/no/x"], "no/x"),
+        (["inspect", "~/no.jsonl"], "no.jsonl"),
+        (["prepare", "--from-nemo=~/no.npy", "--output-dir=~/out"], "no.npy"),
+        (["prepare", "--output-dir=~/taken"], "taken"),
+        (["prepare", "--to-nemo=~/taken"], "taken"),
+    ],
+)
+def test_a_tilde_is_the_home_directory_in_options(arguments, path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TANDEM_CACHE", "~/cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    code, _, err = run_here(monkeypatch, capsys, *arguments)
+    assert code in (2, 3, 4)
+    assert f" {tmp_path}/{path}: " in err
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_missing_data_file_is_one_message_and_code_3_and_leaves_no_run(tmp_path):
     # A model as far as anything is read of it before the data: no weights load.
     model = tmp_path / "model"

@@ -7,19 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from letters import letter_tokenizer
 
 from tandem import cli
+from tandem.config.load import load_config
 from tandem.data import opening as store_module
+from tandem.errors import TandemError
+from tandem.train.setup import set_up
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder with a model of which only the tokenizer is read, and a cache."""
+    """A folder with a model of which only the tokenizer and the configuration are read, and a cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     letter_tokenizer().save_pretrained("model")
-    Path("model/config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", **small}), encoding="utf-8")
     Path("model/model.safetensors").touch()
     return tmp_path
 
@@ -42,7 +47,8 @@ LIMIT = "policy.max_total_sequence_length=24"
 def prepare(here, monkeypatch, capsys):
     def run(*arguments: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
-        monkeypatch.setattr(sys, "argv", ["tandem", "prepare", "policy.model_name=model", *arguments])
+        size = [] if any("batch_size" in argument for argument in arguments) else ["policy.train_global_batch_size=2"]
+        monkeypatch.setattr(sys, "argv", ["tandem", "prepare", "policy.model_name=model", *size, *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         said = capsys.readouterr()
@@ -104,7 +110,7 @@ The first preference around its answer, literally
 
 train is kept in {folder}
 """
-    before, _, rest = out.partition("\nWhole sets as packs (")
+    before, _, rest = out.partition("\nRows of training on this machine: ")
     _, _, after = rest.partition("\nThe first")
     shown = f"{before}\nThe first{after}"
     assert [line.rstrip() for line in shown.splitlines()] == expected.splitlines()
@@ -113,12 +119,107 @@ train is kept in {folder}
 def test_how_a_set_packs_is_shown(prepare):
     # Nine of 24 tokens and one of 12 are 228 in a row of 256. Padded: 16 sequences of at most 21, and 4 of as many: 420.
     write("pairs.jsonl", *[pair("p" * 17)] * 9, pair("p" * 5))
-    _, out, _ = prepare("data.train=pairs.jsonl", "--pack-sizes", "256,512", "policy.train_global_batch_size=20")
+    _, out, _ = prepare("data.train=pairs.jsonl", "--pack-sizes", "256,512", "policy.train_global_batch_size=10")
     table = out.partition("in them\n")[2].splitlines()[:3]
     assert [line.split()[:8] for line in table[1:]] == [
         ["train", "256", "1", "89.1%", "10.0", "10.0", "1", "1.64"],
         ["train", "512", "1", "89.1%", "10.0", "10.0", "1", "1.64"],
     ]
+
+
+def test_the_rows_that_training_packs_are_shown(prepare):
+    # Ten of 24 tokens in batches of 4, of which two are full: 96 tokens each in rows of 128. Padded: 16 sequences of 21.
+    write("pairs.jsonl", *[pair("p" * 17)] * 10)
+    _, out, _ = prepare("data.train=pairs.jsonl", "policy.train_global_batch_size=4")
+    header, _, table = out.partition("Rows of training on this machine: ")[2].partition("\n")
+    assert (
+        header == "128 tokens (auto: the longest preference takes 24); an epoch of them, and a batch of 4 pairs in them"
+    )
+    assert table.splitlines()[1].split() == ["train", "128", "2", "75.0%", "4.0", "4.0", "1", "1.31"]
+    assert "  steps of training: 2\n" in out
+    assert "Whole sets as packs" not in out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["policy.packing.share_prompts=false"],
+        ["policy.packing.pack_length=256"],
+        ["policy.packing.mode=none"],
+        ["policy.packing.mode=dataset", "policy.train_global_batch_size=7"],
+        ["policy.packing.mode=dataset", "policy.packing.share_prompts=false"],
+        ["dpo.val_global_batch_size=3", "policy.train_global_batch_size=4"],
+    ],
+)
+def test_lengths_and_steps_are_those_of_training(report, settings):
+    write("pairs.jsonl", *TEN)
+    write("held.jsonl", *(pair("q" * length) for length in range(1, 9)))
+    size = "policy.train_global_batch_size=5"
+    given = ["data.train=pairs.jsonl", "data.validation=held.jsonl", size, *settings]
+    found = report(*given)
+    setup = set_up(load_config(None, ["policy.model_name=model", *given]).config, torch.device("cpu"))
+    shown = {name: one["pack_length"] for name, one in found["training"]["sets"].items()}
+    shown |= {name: one["pack_length"] for name, (one,) in found["packs"].items()}
+    assert shown == {name: packer.length for name, packer in setup.packers().items()}
+    assert (found["num_steps"], found["training"]["length"]) == (setup.num_steps, setup.rows)
+    if setup.batches.packs is not None:
+        assert found["packs"]["train"][0]["num_packs"] == len(setup.batches.packs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        (
+            ["policy.train_global_batch_size=16"],
+            3,
+            "the training set has 10 pairs, fewer than one batch of 16, so there would be no step. Set "
+            "policy.train_global_batch_size=1 dpo.max_num_epochs=2, which gives 20 steps.",
+        ),
+        (
+            ["policy.packing.mode=dataset", "policy.packing.pack_length=128"],
+            2,
+            "policy.packing.mode = dataset: a pack of 128 tokens holds 6 pairs, more than a batch of 2. Raise "
+            "policy.train_global_batch_size, or lower policy.packing.pack_length.",
+        ),
+        (
+            ["policy.weights=bfloat16_stochastic", "policy.lora.enabled=true"],
+            2,
+            "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are "
+            "trained are float32. Leave it out.",
+        ),
+        (
+            ["checkpointing.metric_name=val_loss"],
+            2,
+            "checkpointing.metric_name = val_loss: there is no validation set. Give data.validation, or track train:loss.",
+        ),
+        (
+            ["policy.scheduler={name: torch.optim.lr_scheduler.StepLR}"],
+            2,
+            "policy.scheduler: StepLR: StepLR.__init__() missing 1 required positional argument: 'step_size'",
+        ),
+    ],
+)
+def test_what_training_refuses_is_refused(prepare, settings, code, said):
+    write("pairs.jsonl", *TEN)
+    with pytest.raises(TandemError) as refused:
+        size = [] if "batch_size" in settings[0] else ["policy.train_global_batch_size=2"]
+        given = ["policy.model_name=model", "data.train=pairs.jsonl", *size, *settings]
+        set_up(load_config(None, given).config, torch.device("cpu"))
+    assert str(refused.value) == said
+    assert prepare("data.train=pairs.jsonl", *settings) == (code, "", f"tandem: error: {said}\n")
+
+
+def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    write("pairs.jsonl", *TEN)
+    code, out, _ = prepare("data.train=pairs.jsonl", "policy.attention=flex")
+    assert code == 0
+    assert (
+        "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward on the CPU. "
+        "Use policy.attention=auto or sdpa."
+    ) in " ".join(out.split())
+    assert "  steps of training: 5\n" in out
 
 
 def test_json_holds_the_same_numbers(report, here):
@@ -277,7 +378,7 @@ def test_a_share_held_out_in_training_is_not_packed_into_a_folder(prepare):
 def test_packs_too_short_for_nemo_are_refused_before_anything_is_written(prepare):
     write("pairs.jsonl", *TEN)
     given = ["data.train=pairs.jsonl", "--pack-sizes", "128", "--output-dir", "out", "--to-nemo", "nemo"]
-    write("pairs.jsonl", pair("p" * 100, "yyy", "no"))
+    write("pairs.jsonl", pair("p" * 100, "yyy", "no"), pair("p" * 100, "yyyy", "no"))
     code, out, err = prepare(*given)
     assert (code, out) == (2, "")
     assert err == (

@@ -2,14 +2,14 @@
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.section import Positive, Section
+from tandem.config.section import PathText, Positive, Section
 
 
 class Checkpointing(Section):
     """When the run saves itself, and what is kept."""
 
     enabled: bool = Field(default=True, description="save checkpoints")
-    checkpoint_dir: str | None = Field(
+    checkpoint_dir: PathText | None = Field(
         default=None,
         description="where they are; null: {run.dir}/checkpoints; given without run.dir: the run's directory",
     )

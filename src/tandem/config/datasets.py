@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from tandem.config.section import EMBEDDED, MAX_SCORE, Section, Share
+from tandem.config.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
 
 
 def _path_as_dataset(value: Any) -> Any:
@@ -33,7 +33,7 @@ DatasetName = Literal[
 class DatasetFields(Section):
     """Where a preference set is and how it reads."""
 
-    data_path: str | None = Field(
+    data_path: PathText | None = Field(
         default=None,
         description="a .jsonl, .json, .csv, .parquet or .arrow file (each also .gz, .zst), a pattern of such, a folder "
         "(of datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
@@ -45,10 +45,10 @@ class DatasetFields(Section):
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
-    prompt_file: str | None = Field(
+    prompt_file: PathText | None = Field(
         default=None, description="a text whose {} is replaced by the prompt (of messages: by the last user turn)"
     )
-    system_prompt_file: str | None = Field(
+    system_prompt_file: PathText | None = Field(
         default=None, description="the system turn of prompts that have none; needs a chat template"
     )
     subset: str | None = Field(default=None, description="of a hub dataset: its configuration")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from tandem.config.scheduler import NAMED
 from tandem.config.schema import Config
 
 
@@ -35,8 +36,9 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
 
 
 def key_names() -> set[str]:
-    """Names of keys and of the sections above them."""
+    """Names of keys and of the sections above them, and of the settings of a schedule by name."""
     names = {key.name for key in all_keys()}
+    names |= {f"policy.scheduler.{name}" for schedule in NAMED.values() for name in schedule.model_fields}
     return names | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}
 
 
@@ -57,7 +59,7 @@ def _spell(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(str(choice) for choice in typing.get_args(annotation))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_spell(part) for part in typing.get_args(annotation))
+        return " or ".join(dict.fromkeys(_spell(part) for part in typing.get_args(annotation)))
     if origin is list:
         return f"list of {_spell(typing.get_args(annotation)[0])}"
     if origin is dict:
@@ -67,6 +69,8 @@ def _spell(annotation: Any) -> str:
     if annotation is Any:
         return "any"
     if section := _section(annotation):
+        if section in NAMED.values():
+            return "schedule"
         return {"DatasetFields": "dataset"}.get(section.__name__, section.__name__.lower())
     return annotation.__name__
 

@@ -1,6 +1,5 @@
 """YAML files, `defaults:` and overrides in; a validated Config out, and where each value came from."""
 
-import difflib
 import json
 import os
 import re
@@ -20,41 +19,20 @@ from pydantic import ValidationError
 
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED, in_home
+from tandem.config.suggest import misspelt, suggestion, unknown
 from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
+# Stands for a ~ that begins a value; what is in quotes stays as it is.
+TILDE = "__tilde__"
+BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
 # pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
 UNION_BRANCH = re.compile(
-    r"(function-.*|list\[.*|literal\[.*|constrained-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
+    r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
-
-# Names other trainers use for what the schema knows under another.
-KNOWN_ELSEWHERE = {
-    "beta": "dpo.reference_policy_kl_penalty",
-    "ref_policy_kl_penalty": "dpo.reference_policy_kl_penalty",
-    "lr": "policy.optimizer.kwargs.lr",
-    "learning_rate": "policy.optimizer.kwargs.lr",
-    "weight_decay": "policy.optimizer.kwargs.weight_decay",
-    "max_steps": "dpo.max_num_steps",
-    "num_train_epochs": "dpo.max_num_epochs",
-    "epochs": "dpo.max_num_epochs",
-    "max_length": "policy.max_total_sequence_length",
-    "batch_size": "policy.train_global_batch_size",
-    "global_batch_size": "policy.train_global_batch_size",
-    "loss_type": "dpo.preference_loss",
-    "output_dir": "run.dir",
-    "seed": "run.seed",
-    "model": "policy.model_name",
-    "data_path": "data.train.data_path",
-    "lora_r": "policy.lora.dim",
-    "lora_rank": "policy.lora.dim",
-    "lora_alpha": "policy.lora.alpha",
-    "use_lora": "policy.lora.enabled",
-    "use_peft": "policy.lora.enabled",
-    "ref_model": "reference.model",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +57,27 @@ class LoadedConfig:
 def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
     """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated."""
     parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(file), ()) if file else _start_without_file(parsed)
+    tree, origins = _read(Path(in_home(file)), ()) if file else _start_without_file(parsed)
     for override in parsed:
         _apply(override, tree, origins)
     given = _flat(tree)
     from_environment = _from_environment(given)
     config = _validate(_resolve(tree), origins, from_environment)
     return LoadedConfig(config, origins, from_environment, file, tuple(overrides))
+
+
+def require_training_set(config: Config) -> None:
+    """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
+    data = config.data
+    own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
+    own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
+    own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
+    given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
+    if given is not None and "train" not in data.model_fields_set:
+        raise ConfigError(
+            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
+            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+        )
 
 
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -121,7 +113,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for parent in parents:
-        below, below_origins = _read(path.parent / parent, (*above, path))
+        below, below_origins = _read(path.parent / in_home(parent), (*above, path))
         tree = _merge(tree, below)
         origins |= below_origins
     return _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
@@ -139,7 +131,7 @@ def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
 
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_without_tildes(text))
     except HydraException as error:
         if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
@@ -180,7 +172,7 @@ def _delete(key: str, tree: dict[str, Any]) -> None:
     """`~key`: an optional key becomes null; any other goes back to its default."""
     path = key.split(".")
     if key not in key_names() and not _holds(tree, path):
-        raise ConfigError(f"override '~{key}': {_unknown(key)}")
+        raise ConfigError(f"override '~{key}': {unknown(key)}")
     node = tree
     for part in path[:-1]:
         node = node.setdefault(part, {})
@@ -219,7 +211,14 @@ def _plain(value: Any) -> Any:
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_plain(v) for v in value]
-    return value.text if hasattr(value, "text") else value
+    value = value.text if hasattr(value, "text") else value
+    return value.replace(TILDE, "~") if isinstance(value, str) else value
+
+
+def _without_tildes(text: str) -> str:
+    """Hydra takes ~ before a key but not in a value, where it is a home directory: data.train=~/pairs.jsonl"""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}{BEGINS_IN_HOME.sub(lambda found: found[1] or TILDE, value)}"
 
 
 def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +266,17 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     except ValidationError as error:
         # A default that follows another key is not made when that key's section has errors: no error of its own.
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        raise ConfigError(_together([_explain(e, origins, hidden) for e in _said_once(own)])) from None
+        own = [one for e in _said_once(own) for one in _by_name(e)]
+        raise ConfigError(_together([_explain(e, origins, hidden) for e in own])) from None
+
+
+def _by_name(error: Any) -> list[Any]:
+    """Of an unknown section, an error for each key in it that is known under another name; else one for the section."""
+    given = error["input"]
+    if error["type"] != "extra_forbidden" or not isinstance(given, dict) or misspelt(".".join(map(str, error["loc"]))):
+        return [error]
+    inside = [(*error["loc"], *key.split(".")) for key in _flat(given)]
+    return [{**error, "loc": loc} for loc in inside if suggestion(".".join(map(str, loc)))] or [error]
 
 
 def _said_once(errors: list[Any]) -> list[Any]:
@@ -297,7 +306,7 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
     key = ".".join(loc)
     place = _origin(key, origins)
     if error["type"] == "extra_forbidden":
-        return f"{place}: {_unknown(key)}", None
+        return f"{place}: {unknown(key)}", None
     if error["type"] == "value_error":
         return f"{place}: {error['ctx']['error']}.", None
     if error["type"] in ("dict_type", "model_type"):
@@ -317,24 +326,6 @@ def _origin(key: str, origins: dict[str, str]) -> str:
         if known == key or known.startswith(key + ".") or key.startswith(known + ".")
     ]
     return COMMAND_LINE if COMMAND_LINE in found else next(iter(found), "configuration")
-
-
-def _unknown(key: str) -> str:
-    """What to say of a key that the schema does not know: the nearest it does know."""
-    if key in key_names():
-        return f"the key {key} is written with dots. In a file, write it as sections, one inside the other."
-    section, _, leaf = key.rpartition(".")
-    of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
-    # Of a name in several sections the training set's, else the first.
-    order = sorted(key_names(), key=lambda name: (not name.startswith("data.train."), name), reverse=True)
-    known = {name.rsplit(".", 1)[-1]: name for name in order} | KNOWN_ELSEWHERE
-    names_here = [name.rsplit(".", 1)[-1] for name in key_names() if name.rpartition(".")[0] == of_one]
-    here = {name: f"{section}.{name}".lstrip(".") for name in names_here}
-    nearest = known.get(leaf) or next(
-        (names[match[0]] for names in (here, known) if (match := difflib.get_close_matches(leaf, names, 1, 0.6))), None
-    )
-    hint = f" Did you mean {nearest}?" if nearest else ""
-    return f"unknown key {key}.{hint} `tandem config` lists all keys."
 
 
 def _one_line(error: Exception) -> str:

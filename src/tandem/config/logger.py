@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.section import Section
+from tandem.config.section import PathText, Section
 
 
 class Wandb(Section):
@@ -21,7 +21,7 @@ class Wandb(Section):
 class Tensorboard(Section):
     """TensorBoard."""
 
-    log_dir: str | None = Field(
+    log_dir: PathText | None = Field(
         default=None, description="folder of its event files; null: {logger.log_dir}/tensorboard"
     )
 
@@ -58,7 +58,7 @@ class GpuMonitoring(Section):
 class Logger(Section):
     """Trackers beside metrics.jsonl, which is always written."""
 
-    log_dir: str | None = Field(
+    log_dir: PathText | None = Field(
         default=None,
         description="what trackers write on disk; given: a folder of the run directory's name in it; null: {run.dir}/logs",
     )

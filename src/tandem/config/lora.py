@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.section import Positive, Section
+from tandem.config.section import PathText, Positive, Section
 
 ALL_LINEAR = "all-linear"
 Name = Annotated[str, Field(min_length=1)]
@@ -32,7 +32,7 @@ class Lora(Section):
         "expression for whole names",
     )
     exclude_modules: list[Name] = Field(default=[], description="names left out of them, matched by their ends")
-    adapter: str | None = Field(
+    adapter: PathText | None = Field(
         default=None,
         description="folder (or hub name) of a trained LoRA adapter: the start and, by itself, the reference",
     )

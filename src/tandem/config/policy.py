@@ -5,16 +5,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tandem.config.lora import Lora
-from tandem.config.section import EMBEDDED, Positive, Section
+from tandem.config.scheduler import (
+    WARM_UP_THEN_CONSTANT,
+    ConstantSchedule,
+    Milestones,
+    NamedSchedule,
+    Schedule,
+    Scheduler,
+)
+from tandem.config.section import EMBEDDED, PathText, Positive, Section
 
 
 class Tokenizer(Section):
     """The tokenizer and the chat template."""
 
-    name: str | None = Field(
+    name: PathText | None = Field(
         default=None, description="path, hub name, or a SentencePiece file (x.model); null: as policy.model_name"
     )
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         default="default",
         description="default: the tokenizer's own; null: raw text; a path ending in .jinja: that file",
     )
@@ -41,39 +49,6 @@ class Optimizer(Section):
         default="float32",
         description="of its two moments: 8, 4 or 2 bytes a parameter; below float32 they are rounded stochastically",
     )
-
-
-SchedulerName = Literal[
-    "torch.optim.lr_scheduler.LinearLR",
-    "torch.optim.lr_scheduler.ConstantLR",
-    "torch.optim.lr_scheduler.CosineAnnealingLR",
-    "torch.optim.lr_scheduler.PolynomialLR",
-    "torch.optim.lr_scheduler.ExponentialLR",
-    "torch.optim.lr_scheduler.StepLR",
-    "torch.optim.lr_scheduler.MultiStepLR",
-]
-
-
-class Scheduler(Section):
-    """One of torch's learning-rate schedulers."""
-
-    name: SchedulerName = Field(description="the scheduler")
-    kwargs: dict[str, int | float | bool | list[int]] = Field(default={}, description="its arguments")
-
-
-class Milestones(Section):
-    """The steps at which the next scheduler of a list takes over."""
-
-    milestones: list[Positive]
-
-
-WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [
-    Scheduler(
-        name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 20}
-    ),
-    Scheduler(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 1}),
-    Milestones(milestones=[20]),
-]
 
 
 LONGEST_PACK = 2**24
@@ -122,7 +97,7 @@ class Packing(Section):
 class Policy(Section):
     """The model that is trained, and how."""
 
-    model_name: str = Field(
+    model_name: PathText = Field(
         default=EMBEDDED, description="path or hub name; embedded: a tiny random model built locally"
     )
     revision: str | None = Field(default=None, description="revision of a hub model")
@@ -140,9 +115,10 @@ class Policy(Section):
         description="what the optimizer updates, and how it is rounded; nearest hardly learns at preference learning rates",
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="optimizer")
-    scheduler: list[Scheduler | Milestones] | Scheduler | None = Field(
+    scheduler: Schedule | None = Field(
         default=WARM_UP_THEN_CONSTANT,
-        description="learning-rate schedule: a list with milestones, one scheduler, or null",
+        description="learning-rate schedule: by name and shares of the run (Schedules, below), torch's by a list with "
+        "milestones or one alone, or null: constant",
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="clip the global gradient norm; null: no clipping"
@@ -190,6 +166,14 @@ class Policy(Section):
                 "policy.packing.share_prompts=false and a policy.packing.mode other than none"
             )
         return self
+
+    @property
+    def scheduler_spans_run(self) -> bool:
+        """Whether the learning rate of a step depends on the number of steps of the whole run."""
+        given = self.scheduler
+        if isinstance(given, ConstantSchedule):
+            return given.warmup_ratio > 0
+        return isinstance(given, NamedSchedule)
 
     @property
     def tokenizer_name(self) -> str:

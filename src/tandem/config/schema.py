@@ -10,7 +10,7 @@ from tandem.config.dpo import Dpo
 from tandem.config.logger import Logger
 from tandem.config.losses import needs_reference, scope_of, spelled
 from tandem.config.policy import Policy
-from tandem.config.section import Section
+from tandem.config.section import PathText, Section
 
 CONFIG_VERSION = 1
 
@@ -19,7 +19,7 @@ class Run(Section):
     """The run as a whole."""
 
     name: str = Field(default="tandem", pattern=r"^[A-Za-z0-9._-]+$", description="names the run directory")
-    dir: str | None = Field(
+    dir: PathText | None = Field(
         default=None,
         description="run directory; null: runs/{name}-{n}, an unfinished one with the same configuration is resumed",
     )
@@ -35,10 +35,10 @@ class Reference(Section):
         description="cached: its log-probabilities are computed once and kept on disk; live: a frozen copy; "
         "none: what losses without a reference always have",
     )
-    model: str | None = Field(
+    model: PathText | None = Field(
         default=None, description="path or hub name of another model as the reference; null: the policy as it starts"
     )
-    cache_dir: str | None = Field(
+    cache_dir: PathText | None = Field(
         default=None, description="null: reference/ in $TANDEM_CACHE or the user's cache directory"
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.cache import content_of
 from tandem.errors import ConfigError
-from tandem.model.source import fetched, read_json
+from tandem.model.source import fetched, read_json, refuse_run
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -55,6 +55,7 @@ class TrainedAdapter:
 def read_adapter(name: str) -> TrainedAdapter:
     """A folder here or on the hub; refused unless it holds plain LoRA weights as safetensors."""
     key = f"policy.lora.adapter = {name}"
+    refuse_run("policy.lora.adapter", name)
     folder = Path(name).resolve() if Path(name).is_dir() else fetched("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is no adapter.")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, MachineError
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.source import ModelSource, one_line
@@ -91,7 +91,7 @@ def empty_model(source: ModelSource) -> Any:
 def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
     """How attention inside packs is computed."""
     if policy.attention == "flex" and device.type != "cuda":
-        raise ConfigError(
+        raise MachineError(
             "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
         )
     if policy.attention == "auto" and device.type == "cuda":
@@ -118,7 +118,7 @@ def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, devi
     if policy.attention != "varlen":
         return
     if device.type != "cuda" and policy.compile is True:
-        raise ConfigError(
+        raise MachineError(
             "policy.attention = varlen: without a GPU its layers cannot be compiled. Leave out policy.compile."
         )
     if device.type == "cuda" and precision == "float32":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tandem.cache import fingerprint
 from tandem.config.lora import ALL_LINEAR, Lora
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, MachineError
 from tandem.model.adapter_files import TrainedAdapter, read_adapter
 from tandem.model.load import empty_model, load_policy
 from tandem.model.policy import Policy
@@ -200,7 +200,7 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
         return
     key = f"policy.lora.quantization = {lora.quantization}"
     if device.type != "cuda":
-        raise ConfigError(f"{key}: quantised weights need a CUDA device, and there is none here. Leave it out.")
+        raise MachineError(f"{key}: quantised weights need a CUDA device, and there is none here. Leave it out.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f'{key}: needs the package bitsandbytes: pip install "tandem-dpo[qlora]", or leave it out.')
 

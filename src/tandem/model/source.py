@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cache import content_of, fingerprint, is_checkpoint
+from tandem.cache import content_of, fingerprint, is_checkpoint, is_run
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
@@ -45,13 +45,16 @@ def find_model(policy: PolicyConfig) -> ModelSource:
 
 def check_folder(key: str, name: str, folder: Path) -> None:
     """Refuse a folder that holds no model, and say what it holds instead."""
-    if not (folder / "config.json").is_file():
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter." if is_adapter else ""
-        hint = " It is a checkpoint: a run's model is in its folder model." if is_checkpoint(folder) else hint
-        if key == "policy.model_name" and (folder / "tokenizer.json").is_file():
-            hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
-        raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is no model.{hint}")
+    if (folder / "config.json").is_file():
+        return
+    hint = ""
+    if is_checkpoint(folder):
+        hint = " It is a checkpoint: a run's model is in its folder model."
+    elif _is_adapter(folder):  # which has a tokenizer too
+        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter."
+    elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
+        hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
+    raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is not a model.{hint}")
 
 
 def find_source(key: str, name: str, revision: str | None) -> ModelSource:
@@ -63,6 +66,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    refuse_run(key, name)
     folder = _folder(key, name, revision)
     check_folder(key, name, folder)
     described = read_json(folder / "config.json")
@@ -87,10 +91,33 @@ def check_path(key: str, name: str) -> None:
     """Refuse a local path that is not there or holds no model. Nothing is imported, made or fetched for it."""
     if name == EMBEDDED:
         return
+    refuse_run(key, name)
     if Path(name).is_dir():
         check_folder(key, name, _folder(key, name, None))
     else:
         refuse_missing(key, name)
+
+
+def refuse_run(key: str, name: str) -> None:
+    """A run directory holds a model but is not one."""
+    if not is_run(Path(name)):
+        return
+    model = Path(name) / "model"
+    if not model.is_dir():
+        raise ConfigError(
+            f"{key} = {name}: {name} is a run directory; its model will be in {model} once it is finished. Finish it: "
+            f"tandem train --resume {name}"
+        )
+    if _is_adapter(model) and key in ("policy.model_name", "reference.model"):
+        raise ConfigError(
+            f"{key} = {name}: {name} is a run directory; its model is in {model}, and is an adapter. Give its base model here, "
+            f"and policy.lora.adapter={model}."
+        )
+    raise ConfigError(f"{key} = {name}: {name} is a run directory; its model is in {model}. Set {key}={model}.")
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
 
 
 def weights_fingerprint(source: ModelSource) -> str:
@@ -118,6 +145,7 @@ def find_tokenizer_alone(policy: PolicyConfig) -> Path:
 
 
 def _named_tokenizer(name: str) -> Path:
+    refuse_run("policy.tokenizer.name", name)
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         raise ConfigError(f"policy.tokenizer.name = {name}: a file of a tokenizer. Give its folder: {path.parent}.")

@@ -143,7 +143,7 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
     )
-    scheduler = make_scheduler(optimizer, setup.config.policy)
+    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
     fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
         fingerprints["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))

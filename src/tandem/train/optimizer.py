@@ -1,5 +1,6 @@
-"""The configuration's optimizer and scheduler, from a table of torch's names."""
+"""The configuration's optimizer, and its learning-rate schedule: torch's schedulers, or a share of the run by name."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer, lr_scheduler
 
-from tandem.config.policy import Milestones, Scheduler
 from tandem.config.policy import Policy as PolicyConfig
+from tandem.config.scheduler import ConstantSchedule, CosineSchedule, Milestones, NamedSchedule, Scheduler, WsdSchedule
 from tandem.errors import ConfigError
 from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 
@@ -37,11 +38,16 @@ def make_optimizer(
     return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed)
 
 
-def make_scheduler(optimizer: Optimizer, policy: PolicyConfig) -> Any:
-    """One of torch's schedulers, several in a row at their milestones, or a constant rate."""
+def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:
+    """One of torch's schedulers, several in a row at their milestones, a schedule by name, or a constant rate.
+
+    `num_steps`: of the whole run, which a schedule by name is a share of.
+    """
     given = policy.scheduler
     if given is None:
         return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    if isinstance(given, NamedSchedule):
+        return lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(given, step, num_steps))
     if isinstance(given, Scheduler):
         return _one(optimizer, given)
     schedulers = [_one(optimizer, item) for item in given if isinstance(item, Scheduler)]
@@ -51,15 +57,70 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig) -> Any:
     return lr_scheduler.SequentialLR(optimizer, schedulers, milestones)
 
 
+def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> float:
+    """The learning rate of the step after so many, as a share of the one that is set.
+
+    As transformers computes it: a warm-up rises from 0, and what falls would reach its end one step after the last.
+    10 steps, linear, warmup_ratio 0.2: 0, 1/2, then 8/8, 7/8, ... 1/8.
+    """
+    warmup = _num_steps_of(schedule.warmup_ratio, num_steps)
+    if steps_done < warmup:
+        return steps_done / warmup
+    if isinstance(schedule, ConstantSchedule):
+        return 1.0
+    falls_from = warmup
+    if isinstance(schedule, WsdSchedule):
+        falls_from = max(warmup, num_steps - _num_steps_of(schedule.decay_ratio, num_steps))
+    if steps_done < falls_from:
+        return 1.0
+    fallen = min(1.0, (steps_done - falls_from) / max(1, num_steps - falls_from))
+    share = (1 + math.cos(math.pi * fallen)) / 2 if isinstance(schedule, CosineSchedule) else 1 - fallen
+    return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * share
+
+
+def _num_steps_of(ratio: float, num_steps: int) -> int:
+    """Rounded up, but not for the last digit of a product: 0.07 of 100 steps are 7, not 8."""
+    return math.ceil(round(ratio * num_steps, 6))
+
+
+def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
+    """0.1 of 10 steps: "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate" """
+    given = policy.scheduler
+    if given is None:
+        return "constant"
+    if isinstance(given, NamedSchedule):
+        warmup = _num_steps_of(given.warmup_ratio, num_steps)
+        parts = [f"warm-up over {warmup} of {num_steps} steps"] if warmup else []
+        if not isinstance(given, ConstantSchedule):
+            over = ""
+            if isinstance(given, WsdSchedule):
+                parts.append("constant")
+                over = f" over the last {min(_num_steps_of(given.decay_ratio, num_steps), num_steps - warmup)} steps"
+            parts.append(f"down to {given.min_lr_ratio:g} of the rate{over}")
+        return f"{given.name}: {', then '.join(parts)}" if parts else given.name
+    schedulers = [item for item in (given if isinstance(given, list) else [given]) if isinstance(item, Scheduler)]
+    milestones = [step for item in given if isinstance(item, Milestones) for step in item.milestones]
+    names = [f"{one.name.rsplit('.', 1)[-1]} {_arguments(one)}".rstrip() for one in schedulers]
+    later = [f"{name} after step {step}" for name, step in zip(names[1:], milestones, strict=False)]
+    return ", then ".join([names[0], *later])
+
+
+def _arguments(scheduler: Scheduler) -> str:
+    given = ", ".join(f"{name}={value}" for name, value in scheduler.kwargs.items())
+    return f"({given})" if given else ""
+
+
 def check_scheduler(policy: PolicyConfig) -> None:
     """Build the schedule once over nothing, so that a wrong argument is told before any weights load."""
-    make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr), policy)
+    make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr), policy, num_steps=1)
 
 
 def highest_rate(policy: PolicyConfig, num_steps: int) -> float:
     """The highest learning rate that a run of so many steps reaches."""
+    if isinstance(policy.scheduler, NamedSchedule):
+        return policy.optimizer.kwargs.lr * max(rate_factor(policy.scheduler, i, num_steps) for i in range(num_steps))
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr)
-    scheduler = make_scheduler(optimizer, policy)
+    scheduler = make_scheduler(optimizer, policy, num_steps)
     highest = 0.0
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
         for _ in range(min(num_steps, 10_000)):

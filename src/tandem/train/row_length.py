@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tandem.config.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError, OutOfMemoryError
+from tandem.errors import MachineError, OutOfMemoryError
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora import LoraPlan
 from tandem.model.source import ModelSource
@@ -175,7 +175,7 @@ def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: tor
     if needed > room:
         cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
         where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
-        raise ConfigError(
+        raise MachineError(
             f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
             f"{needed / GIB:.1f} GiB {where}, and there are {room / GIB:.1f}. "
             "Lower it, or policy.max_total_sequence_length where a single preference is so long."

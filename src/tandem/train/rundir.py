@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "export.",
     "logger.",
 )
+# But not where the schedule is a share of the run: the steps so far followed one of another length.
+LENGTH = ("dpo.max_num_steps", "dpo.max_num_epochs")
 # The same where each batch is packed by itself: rows then decide nothing but speed.
 MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_prompts", "policy.packing.algorithm")
 
@@ -123,10 +125,11 @@ def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
     old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
     free = MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ())
+    bound = ("data.validation_share", *(LENGTH if loaded.config.policy.scheduler_spans_run else ()))
     return [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (not key.startswith(free) or key == "data.validation_share")
+        if old.get(key) != new.get(key) and (not key.startswith(free) or key in bound)
     ]
 
 

@@ -16,16 +16,17 @@ from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.template import Template, make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
-from tandem.errors import ConfigError, DataError
-from tandem.model.load import attention_in_words, attention_kind, check_packable, check_varlen, dropouts, has_experts
-from tandem.model.lora import LoraPlan, plan_lora
+from tandem.errors import ConfigError
+from tandem.model.load import attention_in_words, attention_kind, check_packable, dropouts
+from tandem.model.lora import LoraPlan
 from tandem.model.positions import check_positions
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
-from tandem.packing.packs import open_packs
+from tandem.packing.packer import ALONE, Packer, Share, make_packer
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
-from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.machine import Machine, check_machine
+from tandem.train.optimizer import check_scheduler, highest_rate, schedule_in_words
+from tandem.train.plan import Plan, plan_steps, sets_in_words
 from tandem.train.row_length import (
     RowLength,
     expected_need,
@@ -109,6 +110,7 @@ class Setup:
         return [
             ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
+            *sets_in_words(self.sets, c),
             (
                 "loss",
                 f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"
@@ -136,6 +138,7 @@ class Setup:
                 f"AdamW, learning rate {c.policy.optimizer.kwargs.lr:g}{self._reached()}, "
                 f"weight decay {c.policy.optimizer.kwargs.weight_decay:g}, clipping at {c.policy.max_grad_norm}",
             ),
+            ("schedule", schedule_in_words(c.policy, self.num_steps)),
             *([("adapters", self._adapters())] if self.lora else []),
             ("precision", f"{self.precision} computation over {self._weights()}"),
             ("export rounding", c.export.rounding),
@@ -214,18 +217,36 @@ class Setup:
 
 def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's."""
-    check_cache_dir()
     check_packages(config.logger)
-    check_scheduler(config.policy)
     attention_kind(config.policy, device)
+    source = check_model(config)
+    machine = check_machine(config, source, device)
+    return fit_rows(open_inputs(config, source, bar), machine, share)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run works on, whatever machine it runs on."""
+
+    config: Config
+    source: ModelSource
+    reference_source: ModelSource | None
+    template: Template
+    sets: Sets
+    plan: Plan
+
+
+def check_model(config: Config) -> ModelSource:
+    """What is wrong whatever the data and the machine: of the schedule, and of the model."""
+    check_cache_dir()
+    check_scheduler(config.policy)
     source = find_model(config.policy)
     check_packable(source, config.policy)
-    precision = config.policy.precision
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" else "float32"
-    check_varlen(source, config.policy, precision, device)
-    _check_weights(config, precision)
-    lora = plan_lora(source, config.policy.lora, device, precision)
+    return source
+
+
+def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
+    """Tokenise and check the sets, and plan the steps over them."""
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
     check_export(tokenizer, named, source.config)
@@ -234,42 +255,35 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
     check_positions(sets, source, reference_source)
-    need = expected_need(source, config.policy, lora, precision, share.num_workers, device)
+    return Inputs(config, source, reference_source, template, sets, plan_steps(sets, config))
+
+
+def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE) -> Setup:
+    """Rows as long as the machine's memory allows; refused where a run cannot fit."""
+    config, source, device, plan = inputs.config, inputs.source, machine.device, inputs.plan
+    need = expected_need(source, config.policy, machine.lora, machine.precision, share.num_workers, device)
     usual = usual_row(need, config.policy, device)
-    train, validation = _packers(sets, config, source, usual, share)
+    train, validation = _packers(inputs.sets, config, source, usual, share)
     for packer in (train, *validation.values()):
         refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device)
-    batches = Batches(
-        train.store.num_pairs,
-        config.policy.train_global_batch_size,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
-        packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
-    )
-    _check_packs(batches, train)
-    num_steps, num_pairs = _length(batches, config)
-    refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
-    highest = highest_rate(config.policy, num_steps)
-    compiles = _compiles(config, device, precision, source)
+    refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device)
     return Setup(
         config,
         device,
-        precision,
-        compiles,
+        machine.precision,
+        machine.compiles,
         source,
-        lora,
-        reference_source,
-        template,
-        sets,
+        machine.lora,
+        inputs.reference_source,
+        inputs.template,
+        inputs.sets,
         train,
         why(train, config.policy, usual),
         validation,
-        batches,
-        num_steps,
-        num_pairs,
-        highest,
+        plan.batches,
+        plan.num_steps,
+        plan.num_pairs,
+        highest_rate(config.policy, plan.num_steps),
     )
 
 
@@ -334,59 +348,8 @@ def _as_written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _check_weights(config: Config, precision: str) -> None:
-    weights = config.policy.weights
-    if weights == "float32":
-        return
-    if config.policy.lora.enabled:
-        raise ConfigError(
-            f"policy.weights = {weights}: with adapters the model's own weights are frozen, and the few that are trained are "
-            "float32. Leave it out."
-        )
-    if precision != "bfloat16":
-        raise ConfigError(
-            f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
-            "policy.precision=bfloat16, or leave policy.weights out."
-        )
-
-
 def _named(name: str, folder: Path) -> str:
     return name if Path(name).resolve() == folder else f"{name} ({folder})"
-
-
-def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
-    wanted = config.policy.compile
-    # transformers' float32 experts split rows by numbers that only the device knows; bfloat16 ones do not.
-    cannot = precision == "float32" and has_experts(source.config)
-    if wanted is True and cannot:
-        raise ConfigError(
-            f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "
-            "Use policy.compile=auto, or policy.precision=bfloat16."
-        )
-    return wanted is True or (wanted == "auto" and device.type == "cuda" and not cannot)
-
-
-def _length(batches: Batches, config: Config) -> tuple[int, int]:
-    """Steps of the whole run, and the pairs in them."""
-    counts = [batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch)]
-    counts = counts[: config.dpo.max_num_steps]
-    if not counts:
-        have = batches.num_pairs_of(0)
-        raise DataError(
-            f"the training set has {have} pairs, fewer than one batch of {batches.batch_size}. "
-            f"Set policy.train_global_batch_size={have} or less, or data.drop_last=false."
-        )
-    return len(counts), sum(counts)
-
-
-def _check_packs(batches: Batches, train: Packer) -> None:
-    if batches.packs is not None and (most := int(batches.pairs_per_pack().max())) > batches.batch_size:
-        others = ", ".join(str(length) for length in sorted(prepared_lengths(train.store)))
-        raise ConfigError(
-            f"policy.packing.mode = dataset: a pack of {train.length} tokens holds {most} pairs, more than a batch of "
-            f"{batches.batch_size}. Raise policy.train_global_batch_size, or lower policy.packing.pack_length"
-            f"{f' (prepared are {others})' if others else ''}."
-        )
 
 
 def _check_vocabulary(store: Preferences, source: ModelSource) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem import errors
 from tandem.config.keys import Key, all_keys, as_markdown, key_names
+from tandem.config.scheduler import NAMED
 from tandem.config.schema import Config
 
 PAGE = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
@@ -66,3 +67,16 @@ def test_the_rows_cover_the_whole_schema():
     sections = key_names() - named
     empty = {"cluster"}  # a section without keys so far
     assert set(leaves(Config().model_dump())) - empty == named
+
+
+def test_the_page_lists_every_schedule_with_its_settings_and_their_defaults():
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", between("\n## Schedules\n", "\n## Commands\n"), re.MULTILINE
+    )
+    expected = {
+        name: ", ".join(
+            f"`{key}` {field.default:g}" for key, field in schedule.model_fields.items() if not field.is_required()
+        )
+        for name, schedule in NAMED.items()
+    }
+    assert dict(rows) == expected

@@ -1,12 +1,14 @@
 """Configuration files and overrides: what is in force, where it came from, and what a user reads after a mistake."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from tandem.config.load import load_config
+from tandem.config.keys import all_keys
+from tandem.config.load import load_config, require_training_set
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
 
@@ -665,3 +667,129 @@ def test_a_mistake_in_the_default_set_is_told_once(write):
 def test_a_key_of_a_named_validation_set_keeps_its_path(given):
     sets = load_config(None, [given, "data.val_data_paths.hard.prompt_key=q"]).config.data.val_data_paths
     assert (sets["hard"].data_path, sets["hard"].prompt_key) == ("h.jsonl", "q")
+
+
+# A training set that was forgotten
+
+TRAIN_ON = "Set data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        (["policy.model_name=m"], "policy.model_name = m"),
+        (["policy.model_name=m", "~data.train"], "policy.model_name = m"),
+        (["data.validation=v.jsonl"], "data.validation = v.jsonl"),
+        (["data.validation.dataset_name=HelpSteer3"], "data.validation = HelpSteer3"),
+        (["data.val_data_paths={hard: h.jsonl}"], "data.val_data_paths.hard = h.jsonl"),
+        (["data.default.data_path=d.jsonl"], "data.default.data_path = d.jsonl"),
+    ],
+)
+def test_a_model_or_set_of_ones_own_without_a_training_set_is_refused(overrides, given):
+    with pytest.raises(ConfigError) as error:
+        require_training_set(load_config(None, overrides).config)
+    assert (
+        str(error.value) == f"{given}, but no training set is given: the bundled pairs would be trained on. {TRAIN_ON}"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["run.seed=1"],
+        ["data.validation=embedded"],
+        ["data.validation_share=0.1"],
+        ["policy.model_name=m", "data.train.data_path=embedded"],
+        ["policy.model_name=m", "data.train=x.jsonl"],
+        ["data.train.dataset_name=HelpSteer3", "data.validation=v.jsonl"],
+        ["policy.model_name=m", "data={train: [x.jsonl]}"],
+    ],
+)
+def test_the_bundled_pairs_are_trained_on_where_nothing_else_is_given_or_they_are_asked_for(overrides, tmp_path):
+    loaded = load_config(None, overrides)
+    require_training_set(loaded.config)
+    (tmp_path / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
+    require_training_set(load_config(str(tmp_path / "config.yaml"), []).config)  # as --resume reads it
+
+
+# ~ in paths
+
+IN_HOME = [
+    "run.dir",
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "policy.tokenizer.chat_template",
+    "policy.lora.adapter",
+    "reference.model",
+    "reference.cache_dir",
+    "data.train",
+    "data.train.data_path",
+    "data.train.prompt_file",
+    "data.train.system_prompt_file",
+    "data.validation",
+    "data.validation.data_path",
+    "data.val_data_paths.hard",
+    "data.default.data_path",
+    "checkpointing.checkpoint_dir",
+    "logger.log_dir",
+    "logger.tensorboard.log_dir",
+]
+NEEDED = {
+    "policy.lora.adapter": ["policy.lora.enabled=true"],
+    "logger.tensorboard.log_dir": ["logger.tensorboard_enabled=true"],
+}
+
+
+def value_of(config: Config, key: str) -> object:
+    value = config.model_dump()
+    for part in key.split("."):
+        value = value[part]
+    return value["data_path"] if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("key", IN_HOME)
+def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(key, write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    needed = NEEDED.get(key, [])
+    for text in (f"{key}=~/a b/*.x", f"{key}='~/a b/*.x'"):
+        override = text.replace("a b", "ab") if "'" not in text else text
+        expected = "/home/me/a b/*.x" if "'" in text else "/home/me/ab/*.x"
+        assert value_of(load_config(None, [*needed, override]).config, key) == expected
+    tree = "~/x"
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    assert value_of(load_config(write("a.yaml", yaml.safe_dump(tree)), needed).config, key) == "/home/me/x"
+
+
+def test_every_key_that_takes_a_path_knows_home():
+    """By what its meaning says: a new one is added to the list above."""
+    of_paths = [
+        key.name
+        for key in all_keys()
+        if key.type.startswith("str")
+        and re.search(r"\b(folder|path|directory|file|a text whose|where they are)\b", key.meaning)
+    ]
+    named_so = ("run.name", "logger.wandb.name", "logger.mlflow.run_name")  # after a directory
+    assert [key for key in of_paths if key not in (*IN_HOME, *named_so) and not key.startswith("data.default.")] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "paths"),
+    [
+        ("data.train=[~/a,~/b]", ["/home/me/a", "/home/me/b"]),
+        ("data.train=[{data_path: ~/a},{data_path:'~/b'}]", ["/home/me/a", "/home/me/b"]),
+        ("data.train='a~b'", ["a~b"]),
+        ("data.train='x/~'", ["x/~"]),
+    ],
+)
+def test_a_tilde_begins_a_path_wherever_a_value_begins(override, paths, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [one.data_path for one in load_config(None, [override]).config.data.training_sets] == paths
+
+
+def test_configuration_files_are_found_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("run: {seed: 7}", encoding="utf-8")
+    (tmp_path / "a.yaml").write_text("defaults: ~/base.yaml", encoding="utf-8")
+    assert load_config("~/a.yaml", []).config.run.seed == 7

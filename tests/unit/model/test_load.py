@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import tiny_config
 
+from tandem.config.load import load_config
 from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
@@ -43,14 +44,62 @@ def test_a_missing_directory_is_named():
 
 def test_a_directory_without_a_model_is_named(tmp_path):
     assert refusal(model_name=str(tmp_path)) == (
-        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is no model."
+        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     )
 
 
 def test_a_tokenizer_given_as_a_model_is_told_its_key(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert refusal(model_name=str(tmp_path)).endswith(
-        f"so it is no model. It is a tokenizer: policy.tokenizer.name={tmp_path} uses it."
+        f"so it is not a model. It is a tokenizer: policy.tokenizer.name={tmp_path} uses it."
+    )
+
+
+def test_an_adapter_is_not_called_a_tokenizer(tmp_path):
+    # An export of adapters alone holds the tokenizer too.
+    for name in ("tokenizer.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert refusal(model_name=str(tmp_path)) == (
+        f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model. It is an adapter: give its base "
+        "model here, and it as policy.lora.adapter."
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's directory, as far as it is known by its files."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("config.yaml", "rejects.jsonl", "metrics.jsonl"):
+        (folder / name).touch()
+    return folder
+
+
+def test_a_run_given_as_a_model_leads_to_its_model(run):
+    assert refusal(model_name=str(run)) == (
+        f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once it is finished. Finish it: "
+        f"tandem train --resume {run}"
+    )
+    (run / "model").mkdir()
+    assert refusal(model_name=str(run)) == (
+        f"policy.model_name = {run}: {run} is a run directory; its model is in {run}/model. Set policy.model_name={run}/model."
+    )
+    (run / "model" / "adapter_config.json").touch()
+    assert refusal(model_name=str(run)) == (
+        f"policy.model_name = {run}: {run} is a run directory; its model is in {run}/model, and is an adapter. Give its base "
+        f"model here, and policy.lora.adapter={run}/model."
+    )
+
+
+@pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter", "reference.model"])
+def test_a_run_given_elsewhere_leads_to_its_model(run, key):
+    (run / "model").mkdir()
+    overrides = [f"{key}={run}", *(["policy.lora.enabled=true"] if "lora" in key else [])]
+    with pytest.raises(ConfigError) as refused:
+        set_up(load_config(None, overrides).config, CPU)
+    assert (
+        str(refused.value)
+        == f"{key} = {run}: {run} is a run directory; its model is in {run}/model. Set {key}={run}/model."
     )
 
 
@@ -170,17 +219,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path
     small = rewritten(shutil.copytree(folder, tmp_path / "small"), vocab_size=300)
     with pytest.raises(ConfigError, match=r"the tokenizer gives token id \d+, but the model knows only 300 tokens"):
         set_up(Config(policy=Policy(model_name=str(small))), CPU)
-
-
-def test_fewer_pairs_than_a_batch_is_told_with_both_numbers():
-    from tandem.errors import DataError
-
-    with pytest.raises(DataError) as refused:
-        set_up(Config(policy=Policy(train_global_batch_size=371)), CPU)
-    assert str(refused.value) == (
-        "the training set has 370 pairs, fewer than one batch of 371. "
-        "Set policy.train_global_batch_size=370 or less, or data.drop_last=false."
-    )
 
 
 def test_stopping_workers_twice_is_harmless():

@@ -1,0 +1,106 @@
+"""`policy.scheduler` by name: what it takes, and what is said of what it does not take."""
+
+import pytest
+import yaml
+
+from tandem.config.load import load_config
+from tandem.config.policy import Policy
+from tandem.errors import ConfigError
+
+
+def policy_of(*overrides: str) -> Policy:
+    return load_config(None, list(overrides)).config.policy
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, list(overrides))
+    return str(error.value).removeprefix("command line: ")
+
+
+def test_a_schedule_by_name_is_given_in_one_mapping_or_key_by_key():
+    given = policy_of("policy.scheduler={name: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.2}")
+    assert (
+        given.scheduler
+        == policy_of(
+            "policy.scheduler.name=cosine", "policy.scheduler.warmup_ratio=0.1", "policy.scheduler.min_lr_ratio=0.2"
+        ).scheduler
+    )
+
+
+def test_a_resolved_configuration_reads_as_the_same_schedule(tmp_path):
+    loaded = load_config(None, ["policy.scheduler={name: wsd, warmup_ratio: 0.1}"])
+    (tmp_path / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
+    assert yaml.safe_load(loaded.as_yaml())["policy"]["scheduler"] == {
+        "name": "wsd",
+        "warmup_ratio": 0.1,
+        "decay_ratio": 0.1,
+        "min_lr_ratio": 0.0,
+    }
+    assert load_config(str(tmp_path / "config.yaml"), []).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{name: linear, warmup_ratio: -0.1}", ".warmup_ratio = -0.1: input should be greater than or equal to 0."),
+        ("{name: linear, warmup_ratio: 1}", ".warmup_ratio = 1: input should be less than 1."),
+        ("{name: cosine, min_lr_ratio: 1.5}", ".min_lr_ratio = 1.5: input should be less than or equal to 1."),
+        ("{name: wsd, decay_ratio: 2}", ".decay_ratio = 2: input should be less than or equal to 1."),
+        (
+            "{name: wsd, warmup_ratio: 0.6, decay_ratio: 0.5}",
+            ": warmup_ratio = 0.6 and decay_ratio = 0.5 are more than the whole run: lower one until they add up to 1 or less.",
+        ),
+        (
+            "{name: constant, min_lr_ratio: 0.1}",
+            ".min_lr_ratio is not a setting of the schedule constant, which takes name, warmup_ratio. Steps in absolute "
+            "numbers are torch's schedulers' (docs/keys.md, Schedules).",
+        ),
+        (
+            "{name: cosine, warmup_steps: 20}",
+            ".warmup_steps is not a setting of the schedule cosine, which takes name, warmup_ratio, min_lr_ratio. Steps in "
+            "absolute numbers are torch's schedulers' (docs/keys.md, Schedules).",
+        ),
+        ("cosine", " = cosine is a text; write a mapping, such as {name: cosine, warmup_ratio: 0.1}."),
+        ("{warmup_ratio: 0.1}", " has no name; set policy.scheduler.name to linear, cosine, constant, wsd."),
+        ("3", " = 3: it is no mapping, such as {KEY: VALUE}."),
+        (
+            "[{name: cosine}]",
+            " is a list, which takes torch's schedulers and milestones; a schedule by name is written alone, such as "
+            "{name: cosine, warmup_ratio: 0.1}.",
+        ),
+    ],
+)
+def test_what_is_no_schedule_is_refused_in_one_sentence(given, said):
+    assert refused(f"policy.scheduler={given}") == f"policy.scheduler{said}"
+
+
+@pytest.mark.parametrize("name", ["cosin", "[a]", "torch.optim.lr_scheduler.CyclicLR"])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    shown = "['a']" if name == "[a]" else name
+    assert refused(f"policy.scheduler={{name: {name}}}").startswith(
+        f"policy.scheduler.name = {shown} is not known; there are linear, cosine, constant, wsd, and torch's: "
+        "torch.optim.lr_scheduler.LinearLR, "
+    )
+
+
+def test_parts_that_fill_the_whole_run_are_taken():
+    # 0.7 + 0.3 is 1, but 0.9 - 0.2 + 0.3 need not be: sums of shares are compared with a tolerance.
+    assert policy_of(f"policy.scheduler={{name: wsd, warmup_ratio: {0.1 + 0.2}, decay_ratio: 0.7}}").scheduler
+
+
+@pytest.mark.parametrize(
+    ("given", "spans"),
+    [
+        ("{name: linear}", True),
+        ("{name: cosine}", True),
+        ("{name: wsd}", True),
+        ("{name: constant, warmup_ratio: 0.1}", True),
+        ("{name: constant}", False),
+        ("{name: torch.optim.lr_scheduler.LinearLR}", False),
+        ("null", False),
+    ],
+)
+def test_a_schedule_that_is_a_share_of_the_run_depends_on_its_length(given, spans):
+    assert policy_of(f"policy.scheduler={given}").scheduler_spans_run is spans
+    assert not policy_of().scheduler_spans_run

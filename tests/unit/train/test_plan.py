@@ -1,0 +1,110 @@
+"""How many steps a run has, what is proposed where it would have none, and its sets in words."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.load import load_config
+from tandem.data.sets import Sets
+from tandem.errors import DataError
+from tandem.train.plan import plan_steps
+from tandem.train.setup import set_up
+
+CPU = torch.device("cpu")
+
+
+class Pairs:
+    """A set of which only the number of pairs of each preference is known."""
+
+    def __init__(self, *num_pairs: int):
+        self.num_pairs = np.array(num_pairs)
+
+
+def plan(sets: Pairs, *overrides: str):
+    config = load_config(None, ["policy.model_name=embedded", *overrides]).config
+    return plan_steps(Sets({}, sets, (), {}), config)  # type: ignore[arg-type]
+
+
+def proposal(sets: Pairs, *overrides: str) -> list[str]:
+    """The overrides that are proposed."""
+    with pytest.raises(DataError) as refused:
+        plan(sets, *overrides)
+    found = re.search(r"Set (.*), which gives (\d+) steps\.\Z", str(refused.value))
+    assert found
+    assert plan(sets, *overrides, *found[1].split()).num_steps == int(found[2])  # as printed
+    return [*found[1].split(), found[2]]
+
+
+def test_fewer_pairs_than_a_batch_are_refused_with_a_batch_size_that_works():
+    with pytest.raises(DataError) as refused:
+        plan(Pairs(*[1] * 200))
+    assert str(refused.value) == (
+        "the training set has 200 pairs, fewer than one batch of 256, so there would be no step. "
+        "Set policy.train_global_batch_size=8, which gives 25 steps."
+    )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "overrides", "proposed"),
+    [
+        ([1] * 45, [], ["policy.train_global_batch_size=2", "22"]),
+        ([1] * 45, ["dpo.max_num_epochs=4"], ["policy.train_global_batch_size=8", "20"]),
+        ([1] * 45, ["dpo.max_num_steps=5"], ["policy.train_global_batch_size=8", "5"]),
+        ([1] * 8, [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=3", "24"]),
+        ([1], [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=20", "20"]),
+        # A preference of three pairs is a batch by itself, however small batches are.
+        ([3] * 30, [], ["policy.train_global_batch_size=4", "29"]),
+    ],
+)
+def test_the_proposed_batch_gives_twenty_steps_and_runs_as_printed(pairs, overrides, proposed):
+    assert proposal(Pairs(*pairs), *overrides) == proposed
+
+
+def test_a_set_packed_as_a_whole_is_proposed_to_be_packed_by_batch(tmp_path):
+    rows = [{"prompt": f"p{i}", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    given = [f"data.train={tmp_path}/pairs.jsonl", "policy.packing.mode=dataset"]
+    with pytest.raises(DataError) as refused:
+        set_up(load_config(None, given).config, CPU)
+    assert str(refused.value) == (
+        "the training set has 40 pairs, fewer than one batch of 256, so there would be no step. "
+        "Set policy.packing.mode=batch policy.train_global_batch_size=2, which gives 20 steps."
+    )
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, num in (("a", 6), ("b", 1), ("v", 2), ("w", 3)):
+        rows = [{"prompt": f"{name} {i}", "chosen": "yes", "rejected": "no"} for i in range(num)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], {"training set": "the bundled pairs (370 pairs)", "validation set": "the bundled pairs (70 pairs)"}),
+        (["data.train=a.jsonl"], {"training set": "a.jsonl (6 pairs)", "validation set": "none"}),
+        (
+            ["data.train=[a.jsonl,b.jsonl]", "data.validation=v.jsonl", "data.val_data_paths={hard: w.jsonl}"],
+            {
+                "training sets": "a.jsonl (6 pairs) and b.jsonl (1 pair)",
+                "validation set default": "v.jsonl (2 pairs)",
+                "validation set hard": "w.jsonl (3 pairs)",
+            },
+        ),
+        (
+            ["data.train=a.jsonl", "data.validation_share=0.34"],
+            {
+                "training set": "a.jsonl (6 pairs); 4 pairs without those held out",
+                "validation set": "0.34 of the training preferences (2 pairs)",
+            },
+        ),
+    ],
+)
+def test_the_choices_name_every_set_and_its_pairs(files, overrides, said):
+    choices = set_up(load_config(None, ["policy.train_global_batch_size=1", *overrides]).config, CPU).choices()
+    assert {name: value for name, value in choices if "set" in name.split() or "sets" in name.split()} == said
