@@ -223,7 +223,7 @@ def prepare(
     """Tokenise and pack the training and validation sets ahead of training, and show what is in them."""
     from tandem.config.load import load_config, require_training_set
     from tandem.config.section import EMBEDDED
-    from tandem.paths import check_paths
+    from tandem.paths import check_output, check_paths
 
     changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = _with_option(changes, "--seed", "run.seed", seed)
@@ -231,12 +231,19 @@ def prepare(
     if from_nemo is None:
         require_training_set(loaded.config)
     lengths = _lengths(pack_sizes)
+    output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
+    if from_nemo is None:
+        check_output("--output-dir", output)
+        check_output("--to-nemo", nemo)
+        check_paths(loaded.config)
 
-    from tandem import prepare as preparing
     from tandem.train.report import Reporter
 
     reporter = Reporter("quiet" if quiet or as_json else "normal")
-    output = Path(output_dir) if output_dir else None
+    reporter.say(LOADING)
+
+    from tandem import prepare as preparing
+
     if from_nemo is not None:
         if to_nemo is not None or lengths:
             raise ConfigError(
@@ -250,10 +257,6 @@ def prepare(
         reporter.say("\nTrain on it:")
         reporter.command(tandem_command("train", *arguments))
         return
-    nemo = Path(to_nemo) if to_nemo else None
-    preparing.check_outputs(output, nemo)
-    check_paths(loaded.config)
-    reporter.say(LOADING)
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:
         print(preparing.as_json(prepared))

@@ -9,7 +9,7 @@ from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.files import find_files
 from tandem.data.hub import is_hub_name
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
 from tandem.model.source import check_path, refuse_missing
 from tandem.train.rundir import choose_run_dir, is_finished
 
@@ -59,3 +59,16 @@ def check_data(sets: Mapping[str, DatasetFields]) -> None:
     if problems:
         told = [f"{name}: {problem}" for name, problem in problems.items()]
         raise DataError("\n\n".join(told) if len(told) > 1 else str(next(iter(problems.values()))))
+
+
+def check_output(option: str, folder: Path | None) -> None:
+    """A folder to write into is empty and can be written to, before anything is read."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: {error.strerror}. Choose another folder.") from None
+    if filled:
+        raise ConfigError(f"{option} {folder}: not empty. Choose another, or empty it.")

@@ -26,6 +26,7 @@ from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
+from tandem.paths import check_output
 from tandem.train.machine import check_machine, this_device
 from tandem.train.plan import ENOUGH_STEPS
 from tandem.train.report import Reporter
@@ -86,7 +87,8 @@ def prepare_data(
 
     With `to_nemo`, write each as NeMo Aligner's packed files too.
     """
-    check_outputs(output, to_nemo)
+    check_output("--output-dir", output)
+    check_output("--to-nemo", to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
             f"--output-dir {output}: it would hold packs of the whole set, but data.validation_share = "
@@ -167,7 +169,7 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
     """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
     if output is None:
         raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
-    _check_output(output, "--output-dir")
+    check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
     try:
@@ -201,24 +203,6 @@ def training_arguments(overrides: Sequence[str], config_file: str | None, found:
     if found.num_pairs < load_config(config_file, arguments).config.policy.train_global_batch_size:
         arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
     return [*(["--config", config_file] if config_file else []), *arguments]
-
-
-def check_outputs(output: Path | None, to_nemo: Path | None) -> None:
-    _check_output(output, "--output-dir")
-    _check_output(to_nemo, "--to-nemo")
-
-
-def _check_output(folder: Path | None, option: str) -> None:
-    """A folder to write into that is empty, and can be written to, before anything is read."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        filled = any(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(f"{option} {folder}: {error.strerror}. Choose another folder.") from None
-    if filled:
-        raise ConfigError(f"{option} {folder}: not empty. Choose another, or empty it.")
 
 
 def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:

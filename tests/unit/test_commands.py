@@ -116,7 +116,7 @@ def test_every_command_of_the_readme_is_read_by_the_command_line(command):
 
     from tandem.cli import app
 
-    words = [word for word in shlex.split(command.split(" > ")[0]) if word != "..."]
+    words = [word for word in shlex.split(command.split(" > ")[0], comments=True) if word != "..."]
     name, *arguments = words[words.index("tandem") + 1 :]
     if name.startswith("--"):
         return

@@ -444,11 +444,11 @@ def test_the_command_for_imported_packs_names_model_limit_and_the_settings_given
         "train",
         "data.train.data_path='my packs/train'",
         "policy.model_name=model",
+        "policy.train_global_batch_size=2",
         "policy.model_name=embedded",
         "policy.max_total_sequence_length=300",
         "dpo.max_num_steps=2",
         "run.seed=7",
-        "policy.train_global_batch_size=1",
     ]
 
 
