@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from killing import SERVER
 from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.config.dpo import Dpo
@@ -150,6 +151,7 @@ def _gather(rank, path, answers):
 
 
 def test_workers_gather_the_pairs_of_all_in_order(tmp_path):
-    answers = processes.get_context("spawn").SimpleQueue()
-    processes.spawn(_gather, (str(tmp_path / "store"), answers), nprocs=2)
+    answers = SERVER.SimpleQueue()
+    given = (str(tmp_path / "store"), answers)
+    processes.start_processes(_gather, given, nprocs=2, start_method=SERVER.get_start_method())
     assert dict(answers.get() for _ in range(2)) == {0: [[0.0], [1.0, 1.0]], 1: [[0.0], [1.0, 1.0]]}
