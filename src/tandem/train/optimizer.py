@@ -38,6 +38,23 @@ def make_optimizer(
     return RoundedAdamW(parameters, rule, lr=kwargs.lr, seed=seed)
 
 
+def check_weights(policy: PolicyConfig, precision: str) -> None:
+    """Refuse bfloat16 weights where nothing would be computed with them."""
+    weights = policy.weights
+    if weights == "float32":
+        return
+    if policy.lora.enabled:
+        raise ConfigError(
+            f"policy.weights = {weights}: with adapters the model's own weights are frozen, and the few that are trained are "
+            "float32. Leave it out."
+        )
+    if precision != "bfloat16":
+        raise ConfigError(
+            f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
+            "policy.precision=bfloat16, or leave policy.weights out."
+        )
+
+
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:
     """One of torch's schedulers, several in a row at their milestones, a schedule by name, or a constant rate.
 

@@ -24,7 +24,7 @@ from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_le
 from tandem.packing.packs import open_packs
 from tandem.packing.schedule import Batches
 from tandem.train.adamw import state_bytes
-from tandem.train.optimizer import check_scheduler, highest_rate, schedule_in_words
+from tandem.train.optimizer import check_scheduler, check_weights, highest_rate, schedule_in_words
 from tandem.train.row_length import (
     RowLength,
     expected_need,
@@ -210,8 +210,18 @@ class Setup:
         )
 
 
-def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
-    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's."""
+def set_up(
+    config: Config,
+    device: torch.device,
+    bar: ProgressBar = no_bar,
+    share: Share = ALONE,
+    memory: int | None = None,
+) -> Setup:
+    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's.
+
+    `memory`: of the smallest device of all ranks, so that all choose the same rows; None: of this one. Ranks run this at
+    different times, so nothing in it may wait for another.
+    """
     check_cache_dir()
     check_packages(config.logger)
     check_scheduler(config.policy)
@@ -222,7 +232,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
     check_varlen(source, config.policy, precision, device)
-    _check_weights(config, precision)
+    check_weights(config.policy, precision)
     lora = plan_lora(source, config.policy.lora, device, precision)
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
@@ -232,10 +242,10 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
     need = expected_need(source, config.policy, lora, precision, share.num_workers, device)
-    usual = usual_row(need, config.policy, device)
+    usual = usual_row(need, config.policy, device, memory)
     train, validation = _packers(sets, config, source, usual, share)
     for packer in (train, *validation.values()):
-        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device)
+        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
     batches = Batches(
         train.store.num_pairs,
         config.policy.train_global_batch_size,
@@ -247,7 +257,7 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     )
     _check_packs(batches, train)
     num_steps, num_pairs = _length(batches, config)
-    refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
+    refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device, memory)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
     return Setup(
@@ -329,22 +339,6 @@ def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mod
 def _as_written(value: Any) -> str:
     """As in a configuration: true, not True."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _check_weights(config: Config, precision: str) -> None:
-    weights = config.policy.weights
-    if weights == "float32":
-        return
-    if config.policy.lora.enabled:
-        raise ConfigError(
-            f"policy.weights = {weights}: with adapters the model's own weights are frozen, and the few that are trained are "
-            "float32. Leave it out."
-        )
-    if precision != "bfloat16":
-        raise ConfigError(
-            f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
-            "policy.precision=bfloat16, or leave policy.weights out."
-        )
 
 
 def _named(name: str, folder: Path) -> str:

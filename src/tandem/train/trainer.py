@@ -13,18 +13,19 @@ from tandem.cache import remove_leftovers, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.data.sets import of_set
-from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
+from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
+from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
-from tandem.train.row_length import much_filler
+from tandem.train.row_length import device_memory, much_filler
 from tandem.train.rundir import (
     choose_run_dir,
     held,
@@ -51,7 +52,7 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
         reporter = Reporter("silent")
     try:
         return _train(loaded, reporter, workers, fresh=fresh, per_pair=per_pair)
-    except (AuditError, NonFiniteError, StoppedError) as error:
+    except (AuditError, DefectError, NonFiniteError, StoppedError) as error:
         # All workers meet these alike: one of them says so.
         raise error if workers.is_first else ToldError(error.exit_code) from None
 
@@ -65,7 +66,10 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
     share = Share(workers.number, workers.count)
-    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share))
+    # Before set_up, which ranks run one after another: rows must be as long on every rank.
+    memory = workers.lowest(device_memory(workers.device))
+    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
+    refuse_different_ranks(workers, lambda: derived(setup, run))
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
         workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
@@ -88,6 +92,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             try:
                 with stopping.losing_nothing():
                     training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
+                refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, per_pair)
@@ -135,6 +140,11 @@ def _run(t: Training, per_pair: Path | None) -> None:
     elif per_pair is not None:
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
+
+
+def _resumed_from(t: Training) -> dict[str, str]:
+    """What every rank must have read alike, from disks that may not be the same."""
+    return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
 def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
@@ -291,8 +301,8 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
     """Read a step's numbers, write and show them."""
     try:
         report = pending.read(t.setup.train.store)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"step {step}: {error}") from None
+    except (DefectError, NonFiniteError) as error:
+        raise type(error)(f"step {step}: {error}") from None
     record = {
         "step": step,
         "split": "train",
