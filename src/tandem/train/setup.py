@@ -10,7 +10,7 @@ import torch
 from tandem.cache import check_cache_dir
 from tandem.config.losses import BETA, LOSS_ARGUMENTS, averages, needs_reference, reads, spelled
 from tandem.config.schema import Config
-from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
+from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
@@ -126,7 +126,7 @@ class Setup:
             (
                 "length",
                 f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
-                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}",
+                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}{self._stops_early()}",
             ),
             (
                 "optimizer",
@@ -193,6 +193,10 @@ class Setup:
         shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != usual[name]]
         return "".join(f", {name} {_as_written(getattr(dpo, name))}" for name in shown)
 
+    def _stops_early(self) -> str:
+        patience = self.config.dpo.early_stopping_patience
+        return "" if patience is None else f"; at most {patience} validations without a better {self.tracked}"
+
     def _reached(self) -> str:
         """The highest rate, if the schedule does not come to the one that is named."""
         named, highest = f"{self.config.policy.optimizer.kwargs.lr:g}", f"{self.highest_rate:g}"
@@ -211,11 +215,7 @@ class Setup:
 
 
 def set_up(
-    config: Config,
-    device: torch.device,
-    bar: ProgressBar = no_bar,
-    share: Share = ALONE,
-    memory: int | None = None,
+    config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE, memory: int | None = None
 ) -> Setup:
     """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's.
 
@@ -246,16 +246,7 @@ def set_up(
     train, validation = _packers(sets, config, source, usual, share)
     for packer in (train, *validation.values()):
         refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
-    batches = Batches(
-        train.store.num_pairs,
-        config.policy.train_global_batch_size,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
-        packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
-    )
-    _check_packs(batches, train)
+    batches = _batches(train, sets, config)
     num_steps, num_pairs = _length(batches, config)
     refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device, memory)
     highest = highest_rate(config.policy, num_steps)
@@ -278,6 +269,20 @@ def set_up(
         num_pairs,
         highest,
     )
+
+
+def _batches(train: Packer, sets: Sets, config: Config) -> Batches:
+    batches = Batches(
+        train.store.num_pairs,
+        config.policy.train_global_batch_size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+        spans=sets.spans if any(span.weight != 1 for span in sets.spans) else (),
+        packs=open_packs(train) if config.policy.packing.mode == "dataset" else None,
+    )
+    _check_packs(batches, train)
+    return batches
 
 
 def _packers(
@@ -304,6 +309,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
             f"checkpointing.metric_name = {config.checkpointing.metric_name}: nothing is ever validated (dpo.val_period, "
             "val_at_start, val_at_end). Validate, or track train:loss."
         )
+    check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "

@@ -21,6 +21,8 @@ from tandem.packing.schedule import GlobalBatch
 from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
+from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
+from tandem.train.extension import check_extension
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
@@ -28,10 +30,10 @@ from tandem.train.report import Reporter
 from tandem.train.row_length import device_memory, much_filler
 from tandem.train.rundir import (
     choose_run_dir,
+    earlier_run,
     held,
+    is_asked_for_more,
     is_finished,
-    left_unfinished,
-    refuse_longer,
     refuse_others_checkpoints,
 )
 from tandem.train.setup import Setup, set_up
@@ -58,8 +60,8 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
 
 
 def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh: bool, per_pair: Path | None) -> Path:
-    run = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
-    if is_finished(run):
+    run, finished, more = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
+    if finished and not more:
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
             reporter.result(run)
@@ -70,17 +72,27 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     memory = workers.lowest(device_memory(workers.device))
     setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
     refuse_different_ranks(workers, lambda: derived(setup, run))
+    extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
+    if finished and more and extended_from is None:
+        reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
+        if per_pair is None:
+            reporter.result(run)
+            return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
         workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
+        if extended_from is not None:
+            reporter.say(
+                f"Extended from {extended_from} to {setup.num_steps} steps; its model is kept in {run}/model.step_{extended_from}"
+            )
         if workers.count > 1:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
         reporter.choices(setup.choices())
         reporter.say(f"Rows: {setup.rows}")
         reporter.say(f"Computed: {setup.computation()}")
-        if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
+        if not fresh and not checkpoints(kept) and (elder := earlier_run(run, loaded)):
             reporter.warn(elder)
         if filler := much_filler(setup.train, loaded.config.policy):
             reporter.warn(filler)
@@ -91,7 +103,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
+                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml(), extended_from)
                 refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
@@ -107,14 +119,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     return run
 
 
-def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> Path:
-    """The run's directory, after what can be refused without reading anything."""
+def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
+    """The run's directory, whether it is finished, and whether more than it has may be asked of it now."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
-    if is_finished(run):
-        refuse_longer(run, loaded)
-    return run
+    finished = is_finished(run)
+    return run, finished, finished and is_asked_for_more(run, loaded)
 
 
 def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
@@ -124,20 +135,22 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    remove_leftovers(run, "config.yaml", "verdicts.json", "model")
-    write_whole(run / "config.yaml", loaded.as_yaml(), "config")
+    remove_leftovers(run, "config.yaml", "verdicts.json", "metrics.step_*", "model")
+    if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
+        write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 
 
 def _run(t: Training, per_pair: Path | None) -> None:
-    if not is_finished(t.run):
+    if not t.workers.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), per_pair)
-    elif t.progress.step < t.setup.num_steps:
+    elif t.progress.step < t.setup.num_steps and not is_exhausted(t):
         raise CheckpointError(
             f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "
             "measure. Train again, with --fresh."
         )
     elif per_pair is not None:
+        put_back_best(t)
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
 
@@ -211,24 +224,28 @@ def _loop(t: Training) -> list[ValidationReport]:
     unread: list[tuple[int, PendingStep, float]] = []
     max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
-        if t.progress.owes_validation:
+        if t.progress.owes_validation and t.progress.step < total:
             _validate_and_save(t, saving=False)
-        for place, loaded in zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True):
+        ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True)
+        for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
             current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
-            validating, saving = _due(step, dpo.val_period, total), _saving(t, step)
+            validating, saving = step != total and _due(step, dpo.val_period), _saving(t, step)
             stopping = t.stopping.is_wanted()
             # A step is read once it is done, at most one step late: reading earlier would make the device wait.
             while unread and (
                 len(unread) > 1 or validating or saving or stopping or step == total or _is_done(t, unread[0][1])
             ):
                 _report(t, *unread.pop(0), bar)
-            t.progress = replace(t.progress, owes_validation=validating)
+            # After the last step too, though it is validated as the end is: the run may be extended from there.
+            t.progress = replace(t.progress, owes_validation=_due(step, dpo.val_period))
             if validating or saving or stopping:
                 _validate_and_save(t, saving=saving)
             t.saver.check()
+            if validating and is_exhausted(t):
+                break
     return before
 
 
@@ -253,6 +270,7 @@ def _validate_and_save(t: Training, *, saving: bool) -> None:
         if t.progress.owes_validation:
             step = t.progress.step
             t.reporter.validations(f"\nValidation after step {step}", t.validate())
+            saving = saving or must_be_kept(t)
         if saving:
             t.save()
     except StoppedError:
@@ -288,13 +306,13 @@ def _is_done(t: Training, pending: PendingStep) -> bool:
     return not t.workers.highest(not pending.is_done())
 
 
-def _due(step: int, period: int, total: int) -> bool:
-    return period > 0 and step % period == 0 and step != total
+def _due(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
 
 
 def _saving(t: Training, step: int) -> bool:
     checkpointing = t.setup.config.checkpointing
-    return checkpointing.enabled and _due(step, checkpointing.save_period, t.setup.num_steps)
+    return checkpointing.enabled and step != t.setup.num_steps and _due(step, checkpointing.save_period)
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
