@@ -258,7 +258,8 @@ def test_a_run_that_stopped_early_trains_on_with_more_patience_alone(tmp_path, d
     whole = short_run(tmp_path / "whole", *data, *EARLY, "dpo.early_stopping_patience=3")
     assert_same(run, whole)
     assert len(metrics_of(run)) == 8
-    assert (run / "model.step_4").is_dir()
+    assert (run / "model.step_2").is_dir()  # what was exported at step 4
+    assert (run / "metrics.step_4.jsonl").is_file()
 
 
 def test_every_pair_of_a_run_that_stopped_early_is_of_the_exported_step(tmp_path, data, measured):

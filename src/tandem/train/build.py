@@ -158,7 +158,7 @@ def build(
     torch.manual_seed(setup.config.run.seed + workers.number)
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
     if extended_from is not None:
-        workers.agreed(lambda: begin_extension(run, extended_from, progress.step, config), by=workers.is_first)
+        _extend(run, extended_from, progress, config, workers, reporter)
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
     if metrics.has_lost_lines:
@@ -189,6 +189,11 @@ def build(
     if checkpointing.enabled:
         saver.reserve(training.saved_tensors())
     return training
+
+
+def _extend(run: Path, trained: int, progress: Progress, config: str, workers: Workers, reporter: Reporter) -> None:
+    kept = workers.from_first(lambda: begin_extension(run, trained, progress.step, config))
+    reporter.say(f"The model that was exported is kept in {kept}")
 
 
 def _fingerprints(setup: Setup, workers: Workers, weights: str) -> dict[str, str]:

@@ -80,8 +80,8 @@ def _saved_bytes(place: Path) -> int | None:
         return None
 
 
-def begin_extension(run: Path, trained: int, resumed: int, config: str) -> None:
-    """Give the old export a name of its own, `model.step_N`, and the run the new configuration.
+def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
+    """Give the old export a name of its own, `model.step_N`, which is returned, and the run the new configuration.
 
     trained: the steps of the finished run. resumed: the step whose checkpoint was loaded.
     """
@@ -90,9 +90,16 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> None:
             f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. {INSTEAD}"
         )
     _copy(run / "metrics.jsonl", _free(run, f"metrics.step_{trained}", ".jsonl"))
-    (run / "model").rename(_free(run, f"model.step_{trained}"))
+    kept = (run / "model").rename(_free(run, f"model.step_{_exported_step(run, trained)}"))
     sync_file(run)
     write_whole(run / "config.yaml", config, "config")
+    return kept
+
+
+def _exported_step(run: Path, trained: int) -> int:
+    """The last one, unless the run stopped early: then its export was validated, and its line has the step."""
+    exported = [one["step"] for one in _records(run / "metrics.jsonl") if one["split"].startswith("exported-")]
+    return exported[-1] if exported else trained
 
 
 def _free(folder: Path, name: str, ending: str = "") -> Path:

@@ -83,9 +83,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
         if extended_from is not None:
-            reporter.say(
-                f"Extended from {extended_from} to {setup.num_steps} steps; its model is kept in {run}/model.step_{extended_from}"
-            )
+            reporter.say(f"Extended from {extended_from} to {setup.num_steps} steps")
         if workers.count > 1:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
