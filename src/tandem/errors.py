@@ -84,6 +84,18 @@ class AuditError(TandemError):
     exit_code = 1
 
 
+class RanksDifferError(TandemError):
+    """The ranks of a run would not train the same: nothing was trained."""
+
+    exit_code = 1
+
+
+class DefectError(TandemError):
+    """tandem did something that it never should: the run ends, and nothing of the step is saved."""
+
+    exit_code = 1
+
+
 class ToldError(TandemError):
     """Another worker could not go on and says why: this one ends with it, in silence."""
 

@@ -103,6 +103,17 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
     ) in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_finished_run_that_could_be_extended_is_told_of(here, capsys):
+    run("dpo.max_num_steps=4")
+    assert str(run()) == "runs/tandem-2"
+    assert (
+        "warning: runs/tandem-1 is finished and shorter, and the same but for that. To extend it: tandem train --resume "
+        "runs/tandem-1 dpo.max_num_steps=6"
+    ) in " ".join(capsys.readouterr().out.split())
+    run("dpo.max_num_steps=3")
+    assert "To extend it" not in capsys.readouterr().out
+
+
 def test_the_same_command_goes_on_with_its_own_run_whatever_ran_since(here):
     with killed_after(3):
         run()

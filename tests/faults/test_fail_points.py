@@ -1,5 +1,8 @@
 """Killed, or the disk full, at every named place: the same command goes on to the same end, bit for bit."""
 
+import shutil
+import signal
+
 import pytest
 from killing import assert_same, assert_whole, outcome
 
@@ -118,3 +121,44 @@ def test_the_run_to_compare_with_holds_what_is_compared(whole):
     assert len(set(losses)) == 4
     assert len(found["pairs"].splitlines()) == 36
     assert found["latest"] == "step_4"
+
+
+LONGER = ["dpo.max_num_steps=8", "dpo.max_num_epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def extended(small, whole, tmp_path_factory):
+    """The run of `SETTINGS`, extended; nothing interrupted it."""
+    return extend(small, whole, tmp_path_factory.mktemp("extended"))
+
+
+def extend(small, whole, folder, fail_at=""):
+    run, cache = folder / "run", whole.with_name("cache")
+    if not run.exists():
+        shutil.copytree(whole, run, symlinks=True)
+    ended = small.run(run, cache, *LONGER, fail_at=fail_at)
+    assert (ended.code, ended.err) == ((-signal.SIGKILL, "") if fail_at else (0, "")), ended
+    return run
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "config.rename",  # the old export has its new name, the old configuration is there
+        pytest.param(
+            "metrics.write:2", marks=pytest.mark.slow
+        ),  # of the validation that was not yet due at the old end
+        "step.done:3",
+        pytest.param("checkpoint.rename:2", marks=pytest.mark.slow),
+        pytest.param("checkpoint.prune:1", marks=pytest.mark.slow),
+        pytest.param("verdicts.rename", marks=pytest.mark.slow),
+        "model.rename",
+    ],
+)
+def test_killed_in_an_extension_it_goes_on_to_the_same_end(small, whole, extended, tmp_path, point):
+    run = extend(small, whole, tmp_path, fail_at=point)
+    assert not (run / "model").exists()
+    assert (run / "model.step_4").is_dir()
+    assert_whole(run / "checkpoints")
+    extend(small, whole, tmp_path)
+    assert_same(run, extended)

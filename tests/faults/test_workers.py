@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 
+import pytest
 from running import SHORT
 from several import start
 
@@ -59,3 +60,59 @@ def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_other
         "command goes on from the newest.\n",
         1,
     )
+
+
+# What differs between ranks is made to: the rest is the command itself.
+DIFFERENT_ROWS = """
+import os
+from tandem import cli
+from tandem.train import row_length
+row_length.ON_A_CPU = (1024, 512)[int(os.environ["RANK"])]
+cli.main()
+"""
+DIFFERENT_CARDS = """
+import os
+from tandem import cli
+from tandem.train import setup, trainer
+from tandem.train.row_length import RowLength
+trainer.device_memory = lambda device: (80, 60)[int(os.environ["RANK"])] * 2**30
+setup.usual_row = lambda need, policy, device, memory: RowLength(memory >> 26, f"fits in {memory >> 30} GiB")
+cli.main()
+"""
+
+
+def test_ranks_that_would_pack_differently_end_before_the_first_step(tmp_path):
+    command = [
+        sys.executable,
+        "-c",
+        DIFFERENT_ROWS,
+        "train",
+        *SHORT,
+        "run.dir=run",
+        "policy.train_global_batch_size=64",
+    ]
+    first, second = ends(start(2, command, tmp_path))
+    assert first[0].startswith(
+        "tandem: error: the ranks would not train the same:\n"
+        "  the row lengths of train: 256, 512, 768, 896, 1024 on rank 0; 128, 256, 384, 512 on rank 1\n"
+    ), first[0]
+    assert second[0] == ""
+    assert first[1] == second[1] == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_rows_fit_the_smallest_card(tmp_path):
+    command = [
+        sys.executable,
+        "-c",
+        DIFFERENT_CARDS,
+        "train",
+        *SHORT,
+        "run.dir=run",
+        "policy.train_global_batch_size=64",
+    ]
+    workers = start(2, [*command, "dpo.max_num_steps=2"], tmp_path)
+    said = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert "Rows: 1,024 tokens (auto: fits in 60 GiB)" in said[0][0]

@@ -46,6 +46,11 @@ class Dpo(Section):
     max_num_steps: Positive | None = Field(
         default=None, description="optimizer steps; null: as many as the epochs hold"
     )
+    early_stopping_patience: Positive | None = Field(
+        default=None,
+        description="stop after so many validations without improvement of checkpointing.metric_name, and export the best "
+        "checkpoint; null: never",
+    )
     val_period: int = Field(default=25, description="steps between validations; <= 0 turns off")
     val_batches: int | None = Field(default=None, description="batches per validation set; null or <= 0: all")
     val_global_batch_size: Positive | None = Field(

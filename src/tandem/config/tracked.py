@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.config.dpo import Dpo
 from tandem.errors import ConfigError
 
 # Metrics that every step and every validation has.
@@ -48,6 +49,24 @@ def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) ->
             f"{'higher' if higher else 'lower'} is better: the worst checkpoints would be kept. Set "
             f"checkpointing.higher_is_better={str(higher).lower()}."
         )
+
+
+def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
+    """Refuse to wait for an improvement that is never measured, or whose weights would be lost."""
+    patience, val_period = dpo.early_stopping_patience, dpo.val_period
+    if patience is None:
+        return
+    if tracked is None:
+        problem = "there is no validation set. Give data.validation"
+    elif tracked.split == "train":
+        problem = f"checkpointing.metric_name = {tracked} is not measured by validations. Track val_loss"
+    elif val_period <= 0:
+        problem = f"nothing is validated during training (dpo.val_period = {val_period}). Set dpo.val_period"
+    elif not saves:
+        problem = "no checkpoint is saved (checkpointing.enabled=false), so the best could not be exported. Save them"
+    else:
+        return
+    raise ConfigError(f"dpo.early_stopping_patience = {patience}: {problem}, or leave dpo.early_stopping_patience out.")
 
 
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:

@@ -56,6 +56,10 @@ class Workers:
         dist.all_reduce(given, dist.ReduceOp.MAX, group=self.host_group)
         return int(given)
 
+    def lowest(self, number: int) -> int:
+        """The lowest number that any worker gives; waits for the others."""
+        return -self.highest(-number)
+
     def everywhere(self, flag: Tensor) -> Tensor:
         """Whether a flag is true on every worker; known on the device, where it costs no wait of the host."""
         if self.count == 1:

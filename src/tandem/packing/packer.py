@@ -13,7 +13,7 @@ from tandem.data.store import TokenStore
 from tandem.errors import ConfigError
 from tandem.packing.binning import Bins, pack_into_bins
 from tandem.packing.layout import Arrangement, Pack, join, lay_out
-from tandem.packing.sharing import FloatArray, row_cost, share_out
+from tandem.packing.sharing import FloatArray, Round, row_cost, share_out
 
 # FlexAttention works in blocks of this many positions; a row is a whole number of them.
 BLOCK = 128
@@ -63,18 +63,22 @@ class Packer:
 
         `bounds` says where one pack ends and the next begins, if that was settled before.
         """
-        costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
-        bins, num_workers, together = self.bins(preferences, bounds), self.share.num_workers, self.packs_per_micro_batch
-        # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
-        free = self.arrangement != "separate" and bounds is None and together == 1
-        rounds = share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=num_workers, tightly=free)
-        for length, same in groupby(rounds, key=lambda round: round.length):
+        together = self.packs_per_micro_batch
+        for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
             waiting = [round.packs[self.share.worker].tolist() for round in same]
             while waiting:
                 # What is left is taken in powers of two: each number of rows is compiled.
                 size = together if len(waiting) >= together else 2 ** (len(waiting).bit_length() - 1)
                 yield join([self.row(chosen, length) for chosen in waiting[:size]])
                 waiting = waiting[size:]
+
+    def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:
+        """The packs of all workers, one for each in every round."""
+        costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
+        bins, num_workers = self.bins(preferences, bounds), self.share.num_workers
+        # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
+        free = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
+        return share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=num_workers, tightly=free)
 
     def alone(self) -> "Packer":
         """The same for one worker that computes everything itself."""

@@ -159,7 +159,22 @@ def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule
     """
     given = (lr, rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.eps)
     same = [torch.full_like(count, number) for number in given]
-    return torch.stack([*same, 1 - rule.beta1**count, 1 - rule.beta2**count, grad_scale, skipped])
+    debias1, debias2 = 1 - rule.beta1**count, 1 - rule.beta2**count
+    return torch.stack([*same, debias1, debias2, _largest_step(count, rule), grad_scale, skipped])
+
+
+def _largest_step(count: Tensor, rule: Rule) -> Tensor:
+    """The largest step that AdamW can make after `count` gradients of any size, as a multiple of the learning rate.
+
+    mean = (1 - beta1) sum beta1^k g_k, square = (1 - beta2) sum beta2^k g_k^2, so with r = beta1^2 / beta2 (Cauchy-Schwarz)
+    |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). Betas 0.9 and 0.98: 1 at the first step, 1.7 in the end.
+    """
+    if rule.beta2 == 0:
+        return torch.full_like(count, float("inf"))
+    ratio = rule.beta1**2 / rule.beta2
+    total = count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+    debias1, debias2 = 1 - rule.beta1**count, 1 - rule.beta2**count
+    return (1 - rule.beta1) * (total * debias2 / (1 - rule.beta2)).sqrt() / debias1
 
 
 def _update(
@@ -173,13 +188,16 @@ def _update(
     stochastic: bool,
 ) -> None:
     """One tensor's update, in place. start: what the place of its first number is to the hash that makes its chances."""
-    rate, weight_decay, toward1, toward2, eps, debias1, debias2, grad_scale, skipped = scalars.unbind()
+    rate, weight_decay, toward1, toward2, eps, debias1, debias2, largest, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale
     old_mean = _decoded(mean, scales[0], MEAN) if scales else mean.float()
     old_square = _decoded(square, scales[1], SQUARE) if scales else square.float()
     new_mean = old_mean + (slope - old_mean) * toward1
     new_square = old_square + (slope * slope - old_square) * toward2
     step = new_mean / debias1 / ((new_square / debias2).sqrt() + eps)
+    if scales:
+        # Codes are coarse: a square may have become 0 although its mean did not.
+        step = step.clamp(-largest, largest)
     moved = weight.float() * (1 - rate * weight_decay) - rate * step
 
     places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape)

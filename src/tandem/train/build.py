@@ -30,6 +30,7 @@ from tandem.train.checkpoint import (
     set_newer_aside,
     state_tensors,
 )
+from tandem.train.extension import begin_extension
 from tandem.train.host_copy import HostCopier
 from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
 from tandem.train.optimizer import make_optimizer, make_scheduler
@@ -128,7 +129,15 @@ class Training:
         return state_tensors(self.policy, optimizer, self.workers.number)
 
 
-def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stopping: Stopping, config: str) -> Training:
+def build(
+    setup: Setup,
+    run: Path,
+    workers: Workers,
+    reporter: Reporter,
+    stopping: Stopping,
+    config: str,
+    extended_from: int | None,  # the last step of a finished run that is to be longer
+) -> Training:
     """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
@@ -144,28 +153,20 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
     )
     scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
-    fingerprints = {"training data": setup.train.store.fingerprint, "start model": weights}
-    if (other := setup.reference_source) is not None:
-        fingerprints["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
+    fingerprints = _fingerprints(setup, workers, weights)
     folder = setup.checkpoint_dir(run)
     # Before it all workers draw alike (new weights must agree), from here on each its own.
     torch.manual_seed(setup.config.run.seed + workers.number)
     progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
-    if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
-        reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
+    if extended_from is not None:
+        _extend(run, extended_from, progress, config, workers, reporter)
     sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
     metrics = _metrics_file(run, progress, workers, reporter)
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
     ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
-    saver = Saver(
-        folder,
-        checkpointing.keep_top_k,
-        workers,
-        HostCopier(workers.device, optimizer),
-        ranking=ranking,
-        took=partial(stopping.took, "save"),
-    )
+    copier, took = HostCopier(workers.device, optimizer), partial(stopping.took, "save")
+    saver = Saver(folder, checkpointing.keep_top_k, workers, copier, ranking=ranking, took=took)
     training = Training(
         setup,
         run,
@@ -191,6 +192,19 @@ def build(setup: Setup, run: Path, workers: Workers, reporter: Reporter, stoppin
     return training
 
 
+def _extend(run: Path, trained: int, progress: Progress, config: str, workers: Workers, reporter: Reporter) -> None:
+    kept = workers.from_first(lambda: begin_extension(run, trained, progress.step, config))
+    reporter.say(f"The model that was exported is kept in {kept}")
+
+
+def _fingerprints(setup: Setup, workers: Workers, weights: str) -> dict[str, str]:
+    """What a run trains on and from, by content. weights: of the start model."""
+    found = {"training data": setup.train.store.fingerprint, "start model": weights}
+    if (other := setup.reference_source) is not None:
+        found["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
+    return found
+
+
 def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:
     dpo = setup.config.dpo
     return [
@@ -207,6 +221,8 @@ def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet
 
 def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Reporter) -> MetricsFile | NoMetricsFile:
     """metrics.jsonl, cut back to where the run goes on from."""
+    if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
+        reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
     kept = None if is_finished(run) else progress.metrics_bytes
     metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
     if metrics.has_lost_lines:

@@ -189,6 +189,12 @@ def load_checkpoint(
     return progress
 
 
+def load_weights(place: Path, policy: Policy) -> None:
+    """Put back the trained weights of a checkpoint, and nothing else of it."""
+    weights = {f"policy.{name}": part_of(parameter) for name, parameter in policy.trained()}
+    fill_parts(place / "tensors", weights)
+
+
 def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
     """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
     tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}

@@ -23,6 +23,7 @@ from tandem.model.adapter_files import read_adapter
 from tandem.model.policy import Policy
 from tandem.model.source import find_model
 from tandem.train.build import Training
+from tandem.train.early_stopping import EarlyStop, is_exhausted, put_back_best
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
 from tandem.train.per_pair import PerPairFile
@@ -41,6 +42,9 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     _tell_memory(t)
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records(), t.setup.config)
+    if (stop := put_back_best(t)) is not None:
+        verdicts = [stop.verdict, *verdicts]
+        after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
     if per_pair is not None:
@@ -48,14 +52,16 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     model = t.run / "model"
     start = {(one.split, one.data, one.num_pairs) for one in before}
     if after and all((one.split, one.data, one.num_pairs) in start for one in after):
-        t.reporter.change("\nValidation", ("before", "after"), before, after)
+        t.reporter.change("\nValidation", ("before", f"step {stop.exported_step}" if stop else "after"), before, after)
     else:
-        t.reporter.validations("\nValidation after training", after)
+        t.reporter.validations(
+            f"\nValidation of step {stop.exported_step}" if stop else "\nValidation after training", after
+        )
     dtype = _export(t, model, after)
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
-    _tell(t, model, dtype, per_pair)
+    _tell(t, model, dtype, per_pair, stop)
     _tell_next(t, model, loaded)
 
 
@@ -91,13 +97,14 @@ def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.d
     return dtype
 
 
-def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None) -> None:
+def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, stop: EarlyStop | None) -> None:
     """Where everything is, and what could come next."""
     config = t.setup.config
     t.reporter.end(f"Done. Everything is in {t.run}")
     alone = t.setup.lora is not None and not config.export.merge_lora
     what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
-    t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}")
+    of_step = f": step {stop.exported_step}, the best" if stop else ""
+    t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
         t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
@@ -160,13 +167,18 @@ def _sets(loaded: LoadedConfig) -> list[DatasetFields]:
 
 def _validated_and_saved(t: Training) -> list[ValidationReport]:
     """The last validation, and the last checkpoint, which is whole on disk when this returns."""
+    if is_exhausted(t):  # by the validation of this step
+        t.save()
+        t.saver.wait()
+        return []
     # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
-    trained_bytes = t.metrics.size()
+    trained_bytes, owed = t.metrics.size(), t.progress.owes_validation
     ranked = False
     try:
         reports = t.validate() if t.setup.config.dpo.val_at_end else []
         ranked = True
     finally:
+        t.progress = replace(t.progress, owes_validation=owed)
         t.save(trained_bytes, ranked=ranked)
         t.saver.wait()
     return reports

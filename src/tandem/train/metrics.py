@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference
 from tandem.data.selection import Preferences, by_source
+from tandem.errors import DefectError
 from tandem.model.transfer import OnItsWay, to_host
 from tandem.model.workers import Workers
 from tandem.packing.layout import IntArray, Pack
@@ -148,6 +149,29 @@ def _joined(tables: Sequence[PairTable]) -> PairTable:
         return tables[0]
     names = [field.name for field in fields(PairTable)]
     return PairTable(*(np.concatenate([getattr(table, name) for table in tables]) for name in names))
+
+
+def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> None:
+    """DefectError unless the pairs that all ranks computed are those of these preferences, each exactly once.
+
+    A preference that is in a batch twice (a set of weight 2) has each of its pairs twice.
+    """
+    wanted = np.bincount(preferences, minlength=len(store))  # how often each pair of each preference
+    pairs, times = np.unique(np.stack([table.preference, table.winner, table.loser]), axis=1, return_counts=True)
+    owner = pairs[0]
+    excess = int(np.maximum(times - wanted[owner], 0).sum())
+    num_wanted = int((wanted * store.num_pairs).sum())
+    missing = num_wanted - (len(table) - excess)
+    if excess == missing == 0 and len(table.sft) == len(preferences):
+        return
+    covered = np.bincount(owner, np.minimum(times, wanted[owner]), len(store))
+    wrong = [*np.flatnonzero(covered < wanted * store.num_pairs), *owner[times > wanted[owner]]]
+    first = f" The first is at {store.place(int(wrong[0]))}." if wrong else ""
+    raise DefectError(
+        f"of the {num_wanted} pairs of this batch {missing} were not computed, and {excess} were computed too often or do not "
+        f"belong to it.{first} This is a defect of tandem, not of the data or the configuration; nothing of it was saved. Please "
+        "report it with the run's config.yaml; the same command resumes from the newest checkpoint."
+    )
 
 
 def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) -> dict[str, float]:

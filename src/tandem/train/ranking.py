@@ -34,6 +34,26 @@ class Ranking:
             self._measured, self._pairs = [], pairs  # a new list: another thread may be looking at the old one
         self._measured.append((record["step"], record.get(self._tracked.metric, math.nan)))
 
+    def best_step(self) -> int | None:
+        """After which step the metric was best, of equal values the first; None if it was never a number."""
+        best = self._best()
+        return None if best is None else self._measured[best][0]
+
+    def best_value(self) -> float:
+        best = self._best()
+        return math.nan if best is None else self._measured[best][1]
+
+    def num_since_best(self) -> int:
+        """How many times the metric was measured since then, in vain."""
+        best = self._best()
+        return len(self._measured) - (0 if best is None else best + 1)
+
+    def _best(self) -> int | None:
+        values = [
+            (self._sign * value, place) for place, (_, value) in enumerate(self._measured) if math.isfinite(value)
+        ]
+        return min(values)[1] if values else None
+
     def rank(self, step: int) -> tuple[bool, float, int]:
         """Lower is better; weights from before the metric was measured come last, the newer first.
 

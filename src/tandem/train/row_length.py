@@ -73,13 +73,13 @@ def expected_need(
     return Need(num, _fixed_bytes(num, policy, lora, precision, num_workers), per_token, head)
 
 
-def usual_row(need: Need, policy: PolicyConfig, device: torch.device) -> RowLength:
-    """On a GPU the longest row that is expected to fit."""
+def usual_row(need: Need, policy: PolicyConfig, device: torch.device, memory: int | None = None) -> RowLength:
+    """On a GPU the longest row that is expected to fit. `memory`: of the smallest device of all ranks; None: of this one."""
     if policy.packing.mode == "dataset":
         return RowLength(DATASET_PACK, "usual for a set packed once")
     if device.type != "cuda":
         return RowLength(ON_A_CPU, "usual on a CPU")
-    room, together = _memory(device), policy.packing.packs_per_micro_batch
+    room, together = memory or device_memory(device), policy.packing.packs_per_micro_batch
     busy = BUSY / need.num_weights / together
     useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
     fits = (length for length in useful if need.fixed + need.passing(length * together) <= USED * room)
@@ -94,10 +94,15 @@ def usual_row(need: Need, policy: PolicyConfig, device: torch.device) -> RowLeng
 
 
 def refuse_what_is_too_large(
-    need: Need, packer: Packer, batch: GlobalBatch, policy: PolicyConfig, device: torch.device
+    need: Need,
+    packer: Packer,
+    batch: GlobalBatch,
+    policy: PolicyConfig,
+    device: torch.device,
+    memory: int | None = None,
 ) -> None:
     """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
-    room, whose = _memory(device), "a GPU" if device.type == "cuda" else "a machine"
+    room, whose = memory or device_memory(device), "a GPU" if device.type == "cuda" else "a machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
     together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_workers))
@@ -163,7 +168,9 @@ def much_filler(packer: Packer, policy: PolicyConfig) -> str | None:
     )
 
 
-def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: torch.device) -> None:
+def refuse_large_masks(
+    length: int, tree: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
+) -> None:
     """Where attention takes masks, of flags and then of numbers, what cannot fit is not begun. length: of a row; tree: the
     largest in it."""
     kind = attention_kind(policy, device)
@@ -171,7 +178,7 @@ def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: tor
         return
     tokens = policy.packing.packs_per_micro_batch * length
     needed = tokens * length * (FLAG + NUMBER) if kind == "sdpa" else tokens * tree * FLAG + tree**2 * NUMBER
-    room = _memory(device)
+    room = memory or device_memory(device)
     if needed > room:
         cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
         where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
@@ -182,8 +189,8 @@ def refuse_large_masks(length: int, tree: int, policy: PolicyConfig, device: tor
         )
 
 
-def _memory(device: torch.device) -> int:
-    """All of the device's: of a CPU, the machine's."""
+def device_memory(device: torch.device) -> int:
+    """All of the device's, in bytes: of a CPU, the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

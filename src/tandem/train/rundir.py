@@ -20,6 +20,7 @@ MAY_CHANGE = (
     "run.deterministic",
     "dpo.max_num_steps",
     "dpo.max_num_epochs",
+    "dpo.early_stopping_patience",
     "dpo.val_",
     "data.validation",
     "data.num_workers",
@@ -69,23 +70,36 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
 
-def left_unfinished(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
-    """Of a new run's elder that could have gone on under this configuration: that it is there, and the command that goes on."""
+def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
+    """Of a new run's predecessor that this configuration could resume or extend: what it is, and the command that does it."""
     if loaded.config.run.dir is not None:
         return None
     stem, _, number = run.name.rpartition("-")
     elder = run.with_name(f"{stem}-{int(number) - 1}") if number.isdigit() else run
-    stored = _stored_config(elder) if elder != run and not is_finished(elder) else None
+    stored = _stored_config(elder) if elder != run else None
     if stored is None or _differences(stored, loaded):
         return None
     old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [override(key, new.get(key)) for key in keys]
+    how = tandem_command("train", "--resume", str(elder), *changed)
+    if not is_finished(elder):
+        return (
+            f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To resume "
+            "it:",
+            how,
+        )
+    longer = [key in LENGTH and _is_greater(new.get(key), old.get(key)) for key in keys]
     return (
-        f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To go on with "
-        "it:",
-        tandem_command("train", "--resume", str(elder), *changed),
+        (f"{elder} is finished and shorter, and the same but for that. To extend it:", how)
+        if keys and all(longer)
+        else None
     )
+
+
+def _is_greater(new: int | None, old: int | None) -> bool:
+    """Of limits, of which null is none."""
+    return old is not None and (new is None or new > old)
 
 
 def _numbers(parent: Path, stem: str) -> list[int]:
@@ -114,9 +128,16 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
             "put it back from there, or choose another run.dir."
         )
     if differences := _differences(stored, loaded):
+        by_share = loaded.config.policy.scheduler_spans_run and any(
+            f"  {key}:" in " ".join(differences) for key in LENGTH
+        )
+        why = "policy.scheduler is a share of the run, so its length decides the learning rate of every step.\n"
         raise CheckpointError(
-            f"{run} holds a run with another configuration:\n" + "\n".join(differences) + "\n"
-            "Take the old values back, or choose another run.dir for another run."
+            f"{run} holds a run with another configuration:\n"
+            + "\n".join(differences)
+            + "\n"
+            + (why if by_share else "")
+            + "Take the old values back, or choose another run.dir for another run."
         )
 
 
@@ -142,15 +163,10 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
         )
 
 
-def refuse_longer(run: Path, loaded: LoadedConfig) -> None:
-    """A finished run is exported: it does not go on because a longer one is asked for now."""
+def is_asked_for_more(run: Path, loaded: LoadedConfig) -> bool:
+    """Whether a finished run was configured to end elsewhere than it would now: only then may there be more to train."""
     old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
-    for key in ("dpo.max_num_steps", "dpo.max_num_epochs"):
-        if key in old and old[key] != new[key]:
-            raise CheckpointError(
-                f"{run} is finished, with {key} = {old[key]}; it does not go on with {new[key]}. Choose another run.dir, or "
-                "--fresh without --resume."
-            )
+    return any(old.get(key) != new.get(key) for key in (*LENGTH, "dpo.early_stopping_patience"))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from tandem.cache import check_cache_dir
 from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, needs_reference, reads, spelled
 from tandem.config.schema import Config
-from tandem.config.tracked import TrackedMetric, check_direction, tracked_metric
+from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.selection import Preferences
 from tandem.data.sets import ProgressBar, Sets, no_bar, open_sets
@@ -131,7 +131,7 @@ class Setup:
             (
                 "length",
                 f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
-                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}",
+                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}{self._stops_early()}",
             ),
             (
                 "optimizer",
@@ -198,6 +198,10 @@ class Setup:
         shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != usual[name]]
         return "".join(f", {name} {_as_written(getattr(dpo, name))}" for name in shown)
 
+    def _stops_early(self) -> str:
+        patience = self.config.dpo.early_stopping_patience
+        return "" if patience is None else f"; at most {patience} validations without a better {self.tracked}"
+
     def _reached(self) -> str:
         """The highest rate, if the schedule does not come to the one that is named."""
         named, highest = f"{self.config.policy.optimizer.kwargs.lr:g}", f"{self.highest_rate:g}"
@@ -215,13 +219,19 @@ class Setup:
         )
 
 
-def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE) -> Setup:
-    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's."""
+def set_up(
+    config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE, memory: int | None = None
+) -> Setup:
+    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's.
+
+    `memory`: of the smallest device of all ranks, so that all choose the same rows; None: of this one. Ranks run this at
+    different times, so nothing in it may wait for another.
+    """
     check_packages(config.logger)
     attention_kind(config.policy, device)
     source = check_model(config)
     machine = check_machine(config, source, device)
-    return fit_rows(open_inputs(config, source, bar), machine, share)
+    return fit_rows(open_inputs(config, source, bar), machine, share, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +268,15 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     return Inputs(config, source, reference_source, template, sets, plan_steps(sets, config))
 
 
-def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE) -> Setup:
-    """Rows as long as the machine's memory allows; refused where a run cannot fit."""
+def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int | None = None) -> Setup:
+    """Rows as long as the device's memory allows, or `memory`, if given; refused where a run cannot fit."""
     config, source, device, plan = inputs.config, inputs.source, machine.device, inputs.plan
     need = expected_need(source, config.policy, machine.lora, machine.precision, share.num_workers, device)
-    usual = usual_row(need, config.policy, device)
+    usual = usual_row(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual, share)
     for packer in (train, *validation.values()):
-        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device)
-    refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device)
+        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
+    refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device, memory)
     return Setup(
         config,
         device,
@@ -311,6 +321,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
             f"checkpointing.metric_name = {config.checkpointing.metric_name}: nothing is ever validated (dpo.val_period, "
             "val_at_start, val_at_end). Validate, or track train:loss."
         )
+    check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "

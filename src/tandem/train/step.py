@@ -20,7 +20,7 @@ from tandem.loss.objective import pair_loss, preference_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.schedule import GlobalBatch
-from tandem.train.metrics import PairLedger, PairTable, summarise
+from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
 from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
 
 
@@ -79,8 +79,12 @@ class PendingStep:
         return self.clock.is_over()
 
     def read(self, store: Preferences) -> StepReport:
-        """The report; NonFiniteError if the loss or the gradient was not finite (the update was then skipped)."""
+        """The report; NonFiniteError if the loss or the gradient was not finite (the update was then skipped).
+
+        DefectError if the pairs of all ranks are not those of the batch.
+        """
         table, (norm,) = self.ledger.read(self.side.workers)
+        check_pairs(table, self.batch.preferences, store)
         if not (np.isfinite(table.loss).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._blame(table, norm, store))
         metrics = summarise(table, self.side.dpo, self.side.precision, store)

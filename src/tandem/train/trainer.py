@@ -14,25 +14,28 @@ from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.data.sets import of_set
-from tandem.errors import AuditError, CheckpointError, NonFiniteError, StoppedError, ToldError
+from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.positions import long_sequences
 from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
+from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
+from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
+from tandem.train.extension import check_extension
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
-from tandem.train.row_length import much_filler
+from tandem.train.row_length import device_memory, much_filler
 from tandem.train.rundir import (
     choose_run_dir,
+    earlier_run,
     held,
+    is_asked_for_more,
     is_finished,
-    left_unfinished,
-    refuse_longer,
     refuse_others_checkpoints,
 )
 from tandem.train.setup import Setup, set_up
@@ -53,25 +56,36 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
         reporter = Reporter("silent")
     try:
         return _train(loaded, reporter, workers, fresh=fresh, per_pair=per_pair)
-    except (AuditError, NonFiniteError, StoppedError) as error:
+    except (AuditError, DefectError, NonFiniteError, StoppedError) as error:
         # All workers meet these alike: one of them says so.
         raise error if workers.is_first else ToldError(error.exit_code) from None
 
 
 def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh: bool, per_pair: Path | None) -> Path:
-    run = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
-    if is_finished(run):
+    run, finished, more = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
+    if finished and not more:
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
             reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
     share = Share(workers.number, workers.count)
-    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share))
+    # Before set_up, which ranks run one after another: rows must be as long on every rank.
+    memory = workers.lowest(device_memory(workers.device))
+    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
+    refuse_different_ranks(workers, lambda: derived(setup, run))
+    extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
+    if finished and more and extended_from is None:
+        reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
+        if per_pair is None:
+            reporter.result(run)
+            return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
         workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
+        if extended_from is not None:
+            reporter.say(f"Extended from {extended_from} to {setup.num_steps} steps")
         if workers.count > 1:
             reporter.say(f"Workers: {workers.count}")
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
@@ -79,8 +93,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
         reporter.say(f"Rows: {setup.rows}")
         reporter.say(f"Computed: {setup.computation()}")
-        if not fresh and not checkpoints(kept) and (elder := left_unfinished(run, loaded)):
-            reporter.warn(elder[0], command=elder[1])
+        if not fresh and not checkpoints(kept) and (earlier := earlier_run(run, loaded)):
+            reporter.warn(earlier[0], command=earlier[1])
         if filler := much_filler(setup.train, loaded.config.policy):
             reporter.warn(filler)
         _warn_of_lost_updates(setup, reporter)
@@ -91,7 +105,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml())
+                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml(), extended_from)
+                refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
@@ -106,14 +121,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     return run
 
 
-def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> Path:
-    """The run's directory, after what can be refused without reading anything."""
+def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
+    """The run's directory, whether it is finished, and whether more than it has may be asked of it now."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
-    if is_finished(run):
-        refuse_longer(run, loaded)
-    return run
+    finished = is_finished(run)
+    return run, finished, finished and is_asked_for_more(run, loaded)
 
 
 def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
@@ -123,22 +137,29 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "model")
-    write_whole(run / "config.yaml", loaded.as_yaml(), "config")
+    remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "metrics.step_*", "model")
+    if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
+        write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 
 
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
-    if not is_finished(t.run):
+    if not t.workers.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), loaded, per_pair)
-    elif t.progress.step < t.setup.num_steps:
+    elif t.progress.step < t.setup.num_steps and not is_exhausted(t):
         raise CheckpointError(
             f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "
             "measure. Train again, with --fresh."
         )
     elif per_pair is not None:
+        put_back_best(t)
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
+
+
+def _resumed_from(t: Training) -> dict[str, str]:
+    """What every rank must have read alike, from disks that may not be the same."""
+    return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
 def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
@@ -214,24 +235,28 @@ def _loop(t: Training) -> list[ValidationReport]:
     unread: list[tuple[int, PendingStep, float]] = []
     max_grad_norm = t.setup.config.policy.max_grad_norm
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
-        if t.progress.owes_validation:
+        if t.progress.owes_validation and t.progress.step < total:
             _validate_and_save(t, saving=False)
-        for place, loaded in zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True):
+        ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True)
+        for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
             current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
-            validating, saving = _due(step, dpo.val_period, total), _saving(t, step)
+            validating, saving = step != total and _due(step, dpo.val_period), _saving(t, step)
             stopping = t.stopping.is_wanted()
             # A step is read once it is done, at most one step late: reading earlier would make the device wait.
             while unread and (
                 len(unread) > 1 or validating or saving or stopping or step == total or _is_done(t, unread[0][1])
             ):
                 _report(t, *unread.pop(0), bar)
-            t.progress = replace(t.progress, owes_validation=validating)
+            # After the last step too, though it is validated as the end is: the run may be extended from there.
+            t.progress = replace(t.progress, owes_validation=_due(step, dpo.val_period))
             if validating or saving or stopping:
                 _validate_and_save(t, saving=saving)
             t.saver.check()
+            if validating and is_exhausted(t):
+                break
     return before
 
 
@@ -256,6 +281,7 @@ def _validate_and_save(t: Training, *, saving: bool) -> None:
         if t.progress.owes_validation:
             step = t.progress.step
             t.reporter.validations(f"\nValidation after step {step}", t.validate())
+            saving = saving or must_be_kept(t)
         if saving:
             t.save()
     except StoppedError:
@@ -291,21 +317,21 @@ def _is_done(t: Training, pending: PendingStep) -> bool:
     return not t.workers.highest(not pending.is_done())
 
 
-def _due(step: int, period: int, total: int) -> bool:
-    return period > 0 and step % period == 0 and step != total
+def _due(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
 
 
 def _saving(t: Training, step: int) -> bool:
     checkpointing = t.setup.config.checkpointing
-    return checkpointing.enabled and _due(step, checkpointing.save_period, t.setup.num_steps)
+    return checkpointing.enabled and step != t.setup.num_steps and _due(step, checkpointing.save_period)
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
     try:
         report = pending.read(t.setup.train.store)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"step {step}: {error}") from None
+    except (DefectError, NonFiniteError) as error:
+        raise type(error)(f"step {step}: {error}") from None
     record = {
         "step": step,
         "split": "train",

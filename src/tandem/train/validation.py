@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tandem.config.losses import scope_of
@@ -13,7 +14,7 @@ from tandem.model.policy import Policy
 from tandem.packing.layout import IntArray, Pack
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import Batches
-from tandem.train.metrics import PairLedger, PairTable, summarise
+from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
 from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
 
 
@@ -72,7 +73,8 @@ def measure(
     check: Callable[[], None] = lambda: None,
 ) -> PairTable:
     """The numbers of every pair of a set, or of its first batches."""
-    packs = (pack for portion in portions(packer, batch_size)[:max_batches] for pack in packer.micro_batches(portion))
+    measured = portions(packer, batch_size)[:max_batches]
+    packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()
     with policy.computing():
         for outcome in _outcomes(policy, side, packs):
@@ -81,6 +83,7 @@ def measure(
             check()
     ledger.send()
     table, _ = ledger.read(side.workers)
+    check_pairs(table, np.concatenate(measured), packer.store)
     return table
 
 

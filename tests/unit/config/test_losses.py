@@ -232,6 +232,7 @@ def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
         "sft_average_log_probs",
         "max_num_epochs",
         "max_num_steps",
+        "early_stopping_patience",
         "val_period",
         "val_batches",
         "val_global_batch_size",

@@ -163,6 +163,51 @@ def test_codes_keep_the_mean_and_the_largest(how):
     torch.testing.assert_close(total / 2000, values, atol=2e-6, rtol=0.02)
 
 
+def largest_steps(how, gradient, steps=40):
+    """Of every step the largest change of a weight, as a multiple of the learning rate."""
+    parameter = torch.nn.Parameter(torch.zeros(16, 512))
+    optimizer: Any = RoundedAdamW([parameter], how, lr=1.0, seed=1)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+    for step in range(steps):
+        before = parameter.detach().clone()
+        parameter.grad = gradient(torch.randn(16, 512, generator=torch.Generator().manual_seed(step)))
+        optimizer.step()
+        yield (parameter.detach() - before).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda noise: noise * torch.logspace(-9, 0, 512),  # hundreds of times the rate without the limit
+        lambda noise: 0.01 * noise * (noise.abs() > 2),  # four times
+    ],
+    ids=["of very different sizes", "rare"],
+)
+@pytest.mark.parametrize("beta2", [0.98, 0.999])
+def test_steps_with_8_bit_moments_stay_within_what_adamw_can_do(gradient, beta2):
+    how = Rule(0.9, beta2, 1e-8, 0.0, True, "int8")
+    for number, largest in enumerate(largest_steps(how, gradient), start=1):
+        assert largest <= 1.0001 * adamw._largest_step(torch.tensor(float(number)), how).item()
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.98), (0.9, 0.999), (0.9, 0.81), (0.95, 0.5), (0.0, 0.9)])
+def test_the_largest_step_is_that_of_the_worst_gradients(beta1, beta2):
+    """With gradients (beta1 / beta2)^k, k steps before the last, AdamW's step is the largest there is."""
+    how = Rule(beta1, beta2, 0.0, 0.0, True, "int8")
+    for count in (1, 2, 10, 30):
+        ago = torch.arange(count, dtype=torch.float64)
+        limit = adamw._largest_step(torch.tensor(float(count)), how).item()
+
+        def step(gradients, ago=ago, count=count):
+            mean = (1 - beta1) * (beta1**ago * gradients).sum() / (1 - beta1**count)
+            square = (1 - beta2) * (beta2**ago * gradients**2).sum() / (1 - beta2**count)
+            return (mean / square.sqrt()).item()
+
+        assert step((beta1 / beta2) ** ago) == pytest.approx(limit, rel=1e-4)
+        other = torch.randn(100, count, generator=torch.Generator().manual_seed(count)).double()
+        assert max(step(gradients) for gradients in other) <= limit * 1.0001
+
+
 def test_a_row_of_zeros_has_codes_of_zero():
     codes, top = adamw._encoded(torch.zeros(2, 16), SQUARE, torch.zeros(2, 16, dtype=torch.int32))
     assert not codes.any()

@@ -124,14 +124,11 @@ def test_a_finished_run_without_its_checkpoint_has_nothing_to_measure(run, tmp_p
     )
 
 
-def test_a_finished_run_does_not_become_longer(run, tmp_path):
-    run()
-    with pytest.raises(CheckpointError) as error:
-        run("dpo.max_num_steps=9")
-    assert str(error.value) == (
-        f"{tmp_path}/run is finished, with dpo.max_num_steps = 4; it does not go on with 9. Choose another run.dir, or --fresh "
-        "without --resume."
-    )
+def test_an_extended_run_is_measured_at_its_new_end(run, tmp_path):
+    lines, folder = run()
+    longer, _ = run("dpo.max_num_steps=6")
+    assert longer != lines
+    assert (folder / "model.step_4").is_dir()
 
 
 def test_the_verdicts_of_a_run_are_kept(run):

@@ -296,3 +296,14 @@ def test_on_a_gpu_only_what_was_asked_to_be_dense_is_refused(monkeypatch):
 def test_a_run_asks_before_its_weights_load(monkeypatch):
     with pytest.raises(OutOfMemoryError, match="the run needs about 2 GiB of a GPU that has 1: "):
         set_up(load_config(None, []).config, with_card(1, monkeypatch))
+
+
+def test_rows_fit_the_smallest_card_of_all_ranks(monkeypatch):
+    policy, card = Policy(), with_card(139, monkeypatch)
+    need = need_of("1.5B", policy)
+    assert usual_row(need, policy, card).tokens == 16384
+    assert usual_row(need, policy, card, memory=60 * GIB).tokens == 8192
+    with pytest.raises(OutOfMemoryError, match="of a GPU that has 24:"):
+        refuse_what_is_too_large(need, *of_rows(2048), policy, card, memory=24 * GIB)
+    with pytest.raises(ConfigError, match=r"and there are 1\.0"):
+        refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), card, memory=GIB)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
 from tandem.config.policy import Optimizer, OptimizerKwargs
-from tandem.errors import NonFiniteError
+from tandem.errors import DefectError, NonFiniteError
 from tandem.model.load import load_policy
 from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
@@ -184,3 +184,14 @@ def test_the_gradient_norm_of_many_numbers_is_exact_on_a_cpu():
     many.weight.grad = torch.randn(3000, 3000, generator=torch.Generator().manual_seed(0))
     exact = many.weight.grad.double().norm().item()
     assert step_module.grad_norm(many).item() == pytest.approx(exact, rel=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_step_over_other_pairs_than_its_batchs_is_found_out(started):
+    setup, side, policy = started
+    batch, other = setup.batches.epoch(0)[:2]
+    optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
+    step = train_step(policy, side, packs_of(setup, other), batch, optimizer, max_grad_norm=1.0)
+    with pytest.raises(
+        DefectError, match="of the 4 pairs of this batch 4 were not computed, and 4 were computed too often"
+    ):
+        step.read(setup.train.store)

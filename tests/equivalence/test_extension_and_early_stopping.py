@@ -1,0 +1,324 @@
+"""A finished run that is extended = one that was that long from the start; a run that stops early exports its best step."""
+
+import json
+from unittest import mock
+
+import pytest
+from killing import assert_whole
+from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
+from safetensors.torch import load_file
+from several import run_together
+
+from tandem.cache import read_manifest
+from tandem.errors import CheckpointError, ConfigError
+from tandem.train import build as build_module
+from tandem.train import extension, ranking
+from tandem.train.checkpoint import checkpoints, step_of
+
+SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
+FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """So few pairs that eight steps pass over them twice."""
+    folder = tmp_path_factory.mktemp("data")
+    return [*SAVING, few_pairs(folder, 20), "data.validation_share=0.2", "dpo.max_num_epochs=3"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data):
+    return short_run(tmp_path_factory.mktemp("whole") / "run", *data, EIGHT)
+
+
+@pytest.fixture
+def finished(tmp_path, data):
+    return short_run(tmp_path / "run", *data, FOUR)
+
+
+def assert_same(run, whole):
+    for split in ("train", "validation-default", "exported-default"):
+        assert metrics_of(run, split) == metrics_of(whole, split)
+    assert largest_difference(weights_of(run), weights_of(whole)) == 0.0
+    assert json.loads((run / "verdicts.json").read_text()) == json.loads((whole / "verdicts.json").read_text())
+
+
+def test_extended_equals_trained_at_once_bit_for_bit_and_the_old_export_is_kept(finished, whole, data, capsys):
+    old, metrics = weights_of(finished), (finished / "metrics.jsonl").read_bytes()
+    short_run(finished, *data, EIGHT)
+    assert_same(finished, whole)
+    kept = finished / "model.step_4/model.safetensors"
+    assert kept.is_file()
+    assert largest_difference(load_file(kept), old) == 0.0
+    assert (finished / "metrics.step_4.jsonl").read_bytes() == metrics
+    assert "max_num_steps: 8" in (finished / "config.yaml").read_text()
+    assert_whole(finished / "checkpoints")
+
+
+def test_more_epochs_extend_a_run_too_and_again(tmp_path, data):
+    run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=null")
+    first = len(metrics_of(run))
+    for epochs in (2, 3):
+        short_run(run, *data, f"dpo.max_num_epochs={epochs}", "dpo.max_num_steps=null")
+    assert len(metrics_of(run)) == 3 * first
+    assert sorted(path.name for path in run.glob("model*")) == [
+        "model",
+        f"model.step_{first}",
+        f"model.step_{2 * first}",
+    ]
+    at_once = short_run(tmp_path / "at-once", *data, "dpo.max_num_epochs=3", "dpo.max_num_steps=null")
+    assert metrics_of(run) == metrics_of(at_once)
+    assert largest_difference(weights_of(run), weights_of(at_once)) == 0.0
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_killed_in_the_extension_it_resumes_to_the_same_end(finished, whole, data, step):
+    with killed_after(step):
+        short_run(finished, *data, EIGHT)
+    assert not (finished / "model").exists()
+    assert (finished / "model.step_4").is_dir()
+    short_run(finished, *data, EIGHT)
+    assert_same(finished, whole)
+
+
+@pytest.mark.parametrize(
+    ("dies_in", "name", "is_finished"),
+    [
+        ("before the metrics are copied", "_copy", True),
+        ("before the rename", "_free", True),
+        ("after the rename", "sync_file", False),
+        ("before the configuration is written", "write_whole", False),
+    ],
+)
+def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, whole, data, dies_in, name, is_finished):
+    real, calls = getattr(extension, name), []
+
+    def dying(*given):
+        calls.append(given)
+        if (name == "sync_file" and given[0] != finished) or (name == "_free" and len(calls) == 1):
+            return real(*given)
+        raise Killed
+
+    with mock.patch.object(extension, name, dying), pytest.raises(Killed):
+        short_run(finished, *data, EIGHT)
+    assert (finished / "model").is_dir() == is_finished
+    assert "max_num_steps: 4" in (finished / "config.yaml").read_text()
+    short_run(finished, *data, EIGHT)
+    assert_same(finished, whole)
+    assert len(list(finished.glob("model.step_4*"))) == 1
+
+
+def test_the_old_command_after_a_kill_in_the_extension_exports_the_old_model_again(finished, whole, data):
+    """And extended again, neither of the two exports is overwritten."""
+    old = weights_of(finished)
+    with mock.patch.object(extension, "write_whole", side_effect=Killed), pytest.raises(Killed):
+        short_run(finished, *data, EIGHT)
+    short_run(finished, *data, FOUR)
+    assert largest_difference(weights_of(finished), old) == 0.0
+    short_run(finished, *data, EIGHT)
+    assert_same(finished, whole)
+    assert {path.name for path in finished.glob("model*")} == {"model", "model.step_4", "model.step_4.2"}
+
+
+def refused(run, *overrides):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(CheckpointError) as error:
+        short_run(run, *overrides)
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    assert before == after
+    return str(error.value)
+
+
+def test_a_run_without_its_last_checkpoint_is_not_extended(finished, data):
+    place = finished / "checkpoints/step_4"
+    place.rename(finished / "elsewhere")
+    assert refused(finished, *data, EIGHT) == (
+        f"{finished} is finished, but the checkpoint of its last step, {place}, is gone, so it cannot be extended from 4 to 8 "
+        "steps. Choose another run.dir, or --fresh without --resume."
+    )
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_extended(finished, data):
+    (finished / "checkpoints/step_4/config.yaml").write_text("damaged")
+    with pytest.raises(CheckpointError) as error:
+        short_run(finished, *data, EIGHT)
+    assert str(error.value) == (
+        f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. Choose another "
+        "run.dir, or --fresh without --resume."
+    )
+    assert (finished / "model").is_dir()
+    assert "max_num_steps: 4" in (finished / "config.yaml").read_text()
+
+
+def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
+    run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
+    assert refused(run, *data, EIGHT) == (
+        f"{run}/checkpoints/step_4: saved without the optimizer's states (checkpointing.save_optimizer=false), so the run cannot "
+        "be extended from 4 to 8 steps exactly. Choose another run.dir, or --fresh without --resume."
+    )
+
+
+def test_a_run_is_not_shortened_and_as_many_steps_are_nothing_to_do(finished, data):
+    assert refused(finished, *data, "dpo.max_num_steps=2") == (
+        f"{finished} is finished, with 4 steps; it cannot be shortened to 2. A longer one would extend it. Choose another "
+        "run.dir, or --fresh without --resume."
+    )
+    before = (finished / "metrics.jsonl").read_bytes()
+    short_run(finished, *data, FOUR, "dpo.max_num_epochs=7")  # four steps end it first
+    assert (finished / "metrics.jsonl").read_bytes() == before
+    assert not list(finished.glob("model.step_*"))
+
+
+def test_under_a_schedule_that_is_a_share_of_the_run_its_length_stays(tmp_path, data):
+    by_share = [*data, "policy.scheduler={name: cosine, warmup_ratio: 0.1}"]
+    run = short_run(tmp_path / "run", *by_share, FOUR)
+    message = (
+        f"{run} holds a run with another configuration:\n"
+        "  dpo.max_num_steps: 4 there, 8 now\n"
+        "policy.scheduler is a share of the run, so its length decides the learning rate of every step.\n"
+        "Take the old values back, or choose another run.dir for another run."
+    )
+    assert refused(run, *by_share, EIGHT) == message
+
+
+# --- early stopping ---
+
+LOSSES = {1: 0.9, 2: 0.5, 3: 0.6, 4: 0.5, 5: 0.4, 6: 0.3, 7: 0.2, 8: 0.1}  # of equal values the first is the best
+EARLY = ["dpo.val_period=1", "dpo.early_stopping_patience=2", "checkpointing.save_period=100", EIGHT]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Validation losses as they are in LOSSES, so that the best step is known."""
+    real = build_module.validate
+
+    def told(policy, validation, check=lambda: None):
+        report = real(policy, validation, check)
+        step = told.step()
+        report.metrics["loss"] = LOSSES.get(step, report.metrics["loss"])
+        return report
+
+    progress = {}
+    validate = build_module.Training.validate
+
+    def noting(self):
+        progress["step"] = self.progress.step
+        return validate(self)
+
+    told.step = lambda: progress["step"]
+    monkeypatch.setattr(build_module, "validate", told)
+    monkeypatch.setattr(build_module.Training, "validate", noting)
+
+
+def test_a_run_without_improvement_stops_and_exports_its_best_step(tmp_path, data, measured, capsys):
+    run = short_run(tmp_path / "run", *data, *EARLY)
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3, 4]
+    two = short_run(tmp_path / "two", *data, "dpo.val_period=1", "dpo.max_num_steps=2")
+    assert largest_difference(weights_of(run), weights_of(two)) == 0.0
+    first = json.loads((run / "verdicts.json").read_text())[0]
+    assert first == {
+        "name": "stopped_early",
+        "split": "validation-default",
+        "text": "stopped early at step 4 of 8: the last 2 validations were no better than that of step 2 by loss (0.5000). Step "
+        "2 is exported.",
+    }
+    assert metrics_of(run, "exported-default")[-1]["step"] == 2
+    assert {step_of(place) for place in checkpoints(run / "checkpoints")} == {1, 2, 4}
+    read_manifest(run / "checkpoints/step_4")
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_killed_a_run_stops_early_at_the_same_step(tmp_path, data, measured, step):
+    whole = short_run(tmp_path / "whole", *data, *EARLY)
+    with killed_after(step):
+        short_run(tmp_path / "cut", *data, *EARLY)
+    cut = short_run(tmp_path / "cut", *data, *EARLY)
+    assert_same(cut, whole)
+
+
+def test_killed_while_the_best_is_exported_a_run_does_not_train_on(tmp_path, data, measured):
+    whole = short_run(tmp_path / "whole", *data, *EARLY)
+    with mock.patch("tandem.train.finish._export", side_effect=Killed), pytest.raises(Killed):
+        short_run(tmp_path / "cut", *data, *EARLY)
+    cut = short_run(tmp_path / "cut", *data, *EARLY)
+    assert_same(cut, whole)
+
+
+def test_a_run_that_stopped_early_trains_on_with_more_patience_alone(tmp_path, data, measured):
+    run = short_run(tmp_path / "run", *data, *EARLY)
+    assert refused(run, *data, *EARLY, "dpo.max_num_steps=9") == (
+        f"{run} stopped early, 2 validations after its best at step 2, and under dpo.early_stopping_patience = 2 it would stop "
+        "again at once. To extend it, set dpo.early_stopping_patience to null or to more than 2."
+    )
+    short_run(run, *data, *EARLY, "dpo.early_stopping_patience=3")
+    whole = short_run(tmp_path / "whole", *data, *EARLY, "dpo.early_stopping_patience=3")
+    assert_same(run, whole)
+    assert len(metrics_of(run)) == 8
+    assert (run / "model.step_2").is_dir()  # what was exported at step 4
+    assert (run / "metrics.step_4.jsonl").is_file()
+
+
+def test_every_pair_of_a_run_that_stopped_early_is_of_the_exported_step(tmp_path, data, measured):
+    pairs = [tmp_path / "while.jsonl", tmp_path / "after.jsonl", tmp_path / "two.jsonl"]
+    short_run(tmp_path / "run", *data, *EARLY, per_pair=pairs[0])
+    short_run(tmp_path / "run", *data, *EARLY, per_pair=pairs[1])
+    short_run(tmp_path / "two", *data, "dpo.val_period=1", "dpo.max_num_steps=2", per_pair=pairs[2])
+    assert pairs[0].read_bytes() == pairs[1].read_bytes() == pairs[2].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["dpo.val_period=0"], "nothing is validated during training (dpo.val_period = 0). Set dpo.val_period"),
+        (
+            ["checkpointing.metric_name=train:loss"],
+            "checkpointing.metric_name = train:loss is not measured by validations. Track val_loss",
+        ),
+        (
+            ["checkpointing.enabled=false"],
+            "no checkpoint is saved (checkpointing.enabled=false), so the best could not be exported. Save them",
+        ),
+        (["data.validation=null", "data.validation_share=0"], "there is no validation set. Give data.validation"),
+    ],
+)
+def test_patience_that_nothing_can_exhaust_is_refused(tmp_path, data, overrides, reason):
+    with pytest.raises(ConfigError) as error:
+        short_run(tmp_path / "run", *data, *EARLY, *overrides)
+    assert str(error.value) == (f"dpo.early_stopping_patience = 2: {reason}, or leave dpo.early_stopping_patience out.")
+
+
+def test_patience_counts_what_was_measured_since_the_best():
+    found = ranking.Ranking(
+        ranking.TrackedMetric("validation-default", "loss"),
+        higher_is_better=False,
+        records=[{"step": 0, "split": "validation-default", "loss": 0.1}],
+    )
+    assert (found.best_step(), found.num_since_best()) == (None, 0)
+    for step, (loss, best, since) in enumerate(
+        [(0.9, 1, 0), (0.9, 1, 1), (float("nan"), 1, 2), (0.8, 4, 0), (0.85, 4, 1)], start=1
+    ):
+        found.note({"step": step, "split": "validation-default", "loss": loss})
+        assert (found.best_step(), found.num_since_best()) == (best, since)
+    found.note({"step": 6, "split": "validation-default", "loss": 0.99, "data": "other pairs"})
+    assert (found.best_step(), found.num_since_best(), found.best_value()) == (6, 0, 0.99)
+
+
+@pytest.mark.slow
+def test_several_workers_extend_a_run_and_stop_early_together(tmp_path, data):
+    """The tokens of the completions never change: after the first validation nothing improves."""
+    never = ["checkpointing.metric_name=val_tokens_chosen_mean", *EARLY]
+    runs = {"long": [*data, FOUR], "./long": [*data, EIGHT], "early": [*data, *never]}
+    said = run_together(2, [[*SHORT, *own, f"run.dir={name}"] for name, own in runs.items()], tmp_path)
+    assert "Extended from 4 to 8 steps" in said[0]
+    assert (tmp_path / "long/model.step_4").is_dir()
+    at_once = short_run(tmp_path / "at-once", *data, EIGHT)
+    losses = [[line["loss"] for line in metrics_of(run)] for run in (tmp_path / "long", at_once)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    early = tmp_path / "early"
+    assert len(metrics_of(early)) == 3
+    one = short_run(tmp_path / "one", *data, "dpo.max_num_steps=1")
+    assert largest_difference(weights_of(early), weights_of(one)) < 5e-6
