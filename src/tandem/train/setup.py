@@ -19,6 +19,7 @@ from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError, DataError
 from tandem.model.load import attention_in_words, attention_kind, check_packable, check_varlen, dropouts, has_experts
 from tandem.model.lora import LoraPlan, plan_lora
+from tandem.model.parallel import check_layers
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer, prepared_lengths
 from tandem.packing.packs import open_packs
@@ -249,6 +250,8 @@ def set_up(config: Config, device: torch.device, bar: ProgressBar = no_bar, shar
     refuse_what_is_too_large(need, train, batches.epoch(0)[0], config.policy, device)
     highest = highest_rate(config.policy, num_steps)
     compiles = _compiles(config, device, precision, source)
+    if compiles or share.num_workers > 1 or config.policy.activation_checkpointing != "none":
+        compiles = check_layers(source, config.policy, share.num_workers) and compiles
     return Setup(
         config,
         device,
