@@ -253,6 +253,18 @@ def test_adapters_alone_are_loaded_by_peft_with_the_same_logps(trained):
     assert moved == {f"model.layers.{i}.self_attn.{one}.weight" for i in range(2) for one in ("q_proj", "v_proj")}
 
 
+@pytest.mark.bfloat16
+def test_a_model_published_in_float16_is_frozen_in_bfloat16_where_that_is_computed(tmp_path):
+    start = shutil.copytree(MODEL, tmp_path / "float16")
+    plain_model(start).to(torch.float16).save_pretrained(start)
+    settings = [*SMALL, f"policy.model_name={start}", "policy.precision=bfloat16", "dpo.max_num_steps=1"]
+    setup = set_up_with(*settings)
+    assert setup.source.dtype == torch.float16 and setup.lora.dtype == torch.bfloat16
+    run = run_few(tmp_path / "run", *settings)
+    assert metrics_of(run)[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert {tensor.dtype for tensor in weights_of(run).values()} == {torch.float16}
+
+
 def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
     start = shutil.copytree(embedded_model(), tmp_path / "start")  # of so many weights that chances even out
     plain_model(start).to(torch.bfloat16).save_pretrained(start)

@@ -150,26 +150,40 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    pack: PackMask,
+    pack: PackMask | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0,  # not applied: models are in evaluation mode, but some of transformers' pass it even then
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """[rows, heads, length, dim] in; [rows, length, heads, dim] out, by the rule of the pack."""
+    if pack is None:
+        raise TandemError(
+            "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
+        )
+    if attention_mask is not None:
+        raise TandemError(
+            "this model's attention has a mask of its own, which packing does not know and must not ignore. Train it with "
+            "policy.packing.mode=none."
+        )
     for name, given in others.items():
         if given is not None and name not in HARMLESS:
             raise TandemError(
                 f"this model's attention takes {name}, which packing does not know and must not ignore. "
                 "Train it with policy.packing.mode=none."
             )
-    mask = pack.masks[sliding_window]
+    if sliding_window not in pack.masks:
+        raise TandemError(
+            f"this model's attention has a window of {sliding_window} tokens that its configuration does not name. Train it with "
+            "policy.packing.mode=none."
+        )
     if _calls is not None:
-        _calls.append(1)
+        _calls.append(sliding_window)
         # Only counted: uncompiled, FlexAttention would fill the memory with the scores of whole rows.
         return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+    mask = pack.masks[sliding_window]
     if pack.kind == "flex":
         options = FOR_SMALL_BLOCKS if pack.block == SMALL_BLOCK else None
         out = _flex(query, key, value, mask, scaling, softcap, s_aux, options)
@@ -181,7 +195,7 @@ def attend(
             )
         out = attend_runs(query, key, value, mask, scaling)
     else:
-        dense = partial(_dense, dropout=dropout, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        dense = partial(_dense, scaling=scaling, softcap=softcap, s_aux=s_aux)
         out = _tree_by_tree(query, key, value, mask, dense) if pack.kind == "trees" else dense(query, key, value, mask)
     return out.transpose(1, 2).contiguous(), None
 
@@ -206,14 +220,13 @@ def _dense(
     value: Tensor,
     mask: Tensor,
     *,
-    dropout: float,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
     if softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
     return _explicit(query, key, value, mask, scaling, softcap, s_aux)
 
 
@@ -274,12 +287,12 @@ def _flex(
     return (out * keep.unsqueeze(-1)).to(out.dtype)
 
 
-_calls: list[int] | None = None
+_calls: list[int | None] | None = None
 
 
 @contextmanager
-def counted_calls() -> Iterator[list[int]]:
-    """Collect one entry per call of `attend` inside the block, which computes nothing there."""
+def counted_calls() -> Iterator[list[int | None]]:
+    """Collect the sliding window of every call of `attend` inside the block, which computes nothing there."""
     global _calls
     _calls = []
     try:

@@ -1,6 +1,5 @@
 """A ModelSource in; the Policy with weights on their device out."""
 
-import copy
 from typing import Any
 
 import torch
@@ -9,14 +8,16 @@ from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
 from tandem.model.policy import Policy, auto_head_chunk
-from tandem.model.source import ModelSource, one_line
+from tandem.model.source import ModelSource, described, one_line
+from tandem.model.trial import check_forward, is_out_of_memory
 
-# Parts of the names of settings that add randomness while training.
+# Parts of the names of settings that add randomness in training mode.
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
-    """Refuse packing where a mask cannot keep sequences apart, before any weights load."""
+    """Refuse, before any weights load, what is not a causal model, and packing where a mask cannot keep sequences apart."""
+    model_class = _model_class(source)
     _refuse_row_dependent_positions(source, policy)
     if policy.packing.mode == "none":
         return
@@ -24,11 +25,24 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     mixing = {
         kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind
     }
-    if mixing or _stateful(source.config):
+    if mixing or getattr(model_class, "_is_stateful", False):
         kinds = ", ".join(sorted(mixing)) or config.model_type
         raise ConfigError(
             f"{source.key} = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
             "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
+        )
+    if not model_class._can_set_attn_implementation():
+        raise _attention_is_fixed(source)
+    if getattr(config, "index_topk", None):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its attention selects the tokens that it sees (index_topk), which packs cannot pass "
+            "on to it. Train it unpacked: policy.packing.mode=none."
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and policy.max_total_sequence_length > chunk:
+        raise ConfigError(
+            f"{source.key} = {source.name}: its attention works in chunks of {chunk} tokens, which packs do not have. Set "
+            f"policy.max_total_sequence_length={chunk} or less, or policy.packing.mode=none."
         )
 
 
@@ -53,7 +67,10 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     quantization: Any = None,
 ) -> Policy:
-    """The model, loaded straight to its device, dropout off. What is trained is float32; what is frozen may be less."""
+    """The model, loaded straight to its device. What is trained is float32; what is frozen may be less.
+
+    In evaluation mode: what is trained is what the exported model computes, without dropout, noise or sampled experts.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -61,11 +78,11 @@ def load_policy(
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(source.folder),
-            config=without_dropout(source.config),
+            config=source.config,
             dtype=dtype,
             quantization_config=quantization,
             device_map=device,
-            attn_implementation=IMPLEMENTATION if packed else _plain_attention(source.config),
+            attn_implementation=IMPLEMENTATION if packed else _plain_attention(source),
             trust_remote_code=False,
             use_safetensors=True,
         )
@@ -74,18 +91,35 @@ def load_policy(
             f"{source.key} = {source.name}: its weights are not readable as safetensors ({one_line(error)}). "
             "Is the download whole?"
         ) from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # a table of classes by their names
+            raise _attention_is_fixed(source) from None
+        raise ConfigError(
+            f"{source.key} = {source.name}: transformers cannot load it ({described(error)}). Choose another model, or "
+            "download it again."
+        ) from error
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
-    return Policy(model.train(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
+    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
+    check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
+    return loaded
 
 
 def empty_model(source: ModelSource) -> Any:
     """The model without weights, to look at its layers."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
+    except Exception as error:
+        raise ConfigError(
+            f"{source.key} = {source.name}: transformers cannot build a {source.config.model_type} model from this "
+            f"configuration ({described(error)}). Choose another model."
+        ) from None
 
 
 def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
@@ -139,29 +173,35 @@ def has_experts(config: Any) -> bool:
 def dropouts(config: Any) -> dict[str, float]:
     """The settings of a model that add randomness while training and are not 0."""
     values = config.get_text_config().to_dict()
+    if config.get_text_config().model_type == "phimoe":
+        values.pop("router_jitter_noise")  # by which its router compares scores, in evaluation too
     return {k: v for k, v in values.items() if any(part in k for part in RANDOM) and isinstance(v, float) and v > 0}
 
 
-def without_dropout(config: Any) -> Any:
-    """A copy: the export keeps the model's own settings."""
-    config = copy.deepcopy(config)
-    for name in dropouts(config):
-        setattr(config.get_text_config(), name, 0.0)
-    return config
-
-
-def _plain_attention(config: Any) -> str:
+def _plain_attention(source: ModelSource) -> str:
     # transformers' SDPA path drops a soft-cap of attention scores without a word.
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+    capped = getattr(source.config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped or not _model_class(source)._supports_sdpa else "sdpa"
 
 
-def _stateful(config: Any) -> bool:
+def _attention_is_fixed(source: ModelSource) -> ConfigError:
+    return ConfigError(
+        f"{source.key} = {source.name}: the attention of {_model_class(source).__name__} in transformers cannot be replaced, so "
+        "packed sequences would see each other. Train it unpacked: policy.packing.mode=none."
+    )
+
+
+def _model_class(source: ModelSource) -> Any:
+    """The class that transformers loads for a causal language model with this configuration."""
     from transformers import AutoModelForCausalLM
 
     try:
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
+        text = source.config.get_text_config()
+        if any(getattr(text, name, None) is None for name in ("hidden_size", "num_hidden_layers", "vocab_size")):
+            raise KeyError
+        return AutoModelForCausalLM._model_mapping[type(source.config)]
+    except (KeyError, ValueError):  # ValueError: it has several language models
         raise ConfigError(
-            f"model type {config.model_type!r} is not a causal language model that transformers knows."
+            f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model that "
+            "transformers knows. Choose a model that continues text."
         ) from None
-    return bool(getattr(model_class, "_is_stateful", False))

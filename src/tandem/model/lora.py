@@ -96,8 +96,10 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
     targets = _targets(model, source, lora) if start is None else _targets_of(start, model, source, lora)
-    # A frozen weight is never updated: where bfloat16 is computed with, the dtype it was published in holds all of it.
-    dtype = source.dtype if precision == "bfloat16" else torch.float32
+    # A frozen weight is never updated: where bfloat16 is computed with, the dtype it was published in holds all of it. But
+    # float16 and bfloat16 do not multiply.
+    frozen = torch.bfloat16 if source.dtype == torch.float16 else source.dtype
+    dtype = frozen if precision == "bfloat16" else torch.float32
     plan = LoraPlan(
         lora.dim if start is None else start.dim,
         lora.alpha if start is None else start.alpha,
@@ -139,6 +141,8 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
     """A name for what the policy computes as it starts; with new adapters it is what the base model computes."""
     weights = weights_fingerprint(source)
+    if plan is not None and (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
+        weights = fingerprint(weights, "frozen in bfloat16")  # rounded otherwise than weights that are trained
     if plan is None or (plan.start is None and plan.quantization is None):
         return weights
     return fingerprint(weights, None if plan.start is None else plan.start.content(), plan.quantization)

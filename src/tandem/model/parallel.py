@@ -3,10 +3,14 @@
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from tandem.config.policy import Policy as PolicyConfig
+from tandem.errors import ConfigError
 from tandem.model.attention import block_size
 from tandem.model.gradient_sums import GradientSums
-from tandem.model.policy import Policy
+from tandem.model.load import empty_model
+from tandem.model.policy import Policy, trunk_of
 from tandem.model.rounding import cast_by_chance, salt_in_policy
+from tandem.model.source import ModelSource
 from tandem.model.workers import Workers
 from tandem.model.working_copy import WorkingCopy
 
@@ -63,7 +67,26 @@ def frozen(policy: Policy) -> Policy:
 
 def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
     """The repeated layers of the trunk."""
-    return list(policy.model.base_model.layers)
+    return list(trunk_of(policy.model).layers)
+
+
+def check_layers(source: ModelSource, policy: PolicyConfig, num_workers: int) -> bool:
+    """Whether `decoder_layers` finds the layers of a model. Refused where they are needed, before any weights load."""
+    if isinstance(getattr(trunk_of(empty_model(source)), "layers", None), torch.nn.ModuleList):
+        return True
+    again = policy.activation_checkpointing
+    needed = {
+        f"policy.activation_checkpointing = {again}": (again != "none", "Leave it out."),
+        "policy.compile = true": (policy.compile is True, "Use policy.compile=auto."),
+        f"{num_workers} workers": (num_workers > 1, "Train it with one."),
+    }
+    for what, (is_needed, way_out) in needed.items():
+        if is_needed:
+            raise ConfigError(
+                f"{what}: needs the list of a model's layers, which {source.name} (model type {source.config.model_type}) does "
+                f"not have where other models have it. {way_out}"
+            )
+    return False
 
 
 def compile_layers(policy: Policy) -> None:

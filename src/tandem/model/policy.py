@@ -111,7 +111,7 @@ class Policy(nn.Module):
     def _trunk(self, inputs: PackInputs) -> Tensor:
         # A pack's own rule replaces the mask that transformers would make.
         arguments = {"attention_mask": None, "pack": inputs.mask} if self.packed else {"attention_mask": inputs.mask}
-        out = self.model.base_model(
+        out = trunk_of(self.model)(
             input_ids=inputs.token_ids, position_ids=inputs.position_ids, use_cache=False, **arguments
         )
         return out.last_hidden_state
@@ -165,6 +165,12 @@ class Policy(nn.Module):
         return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
 
 
+def trunk_of(model: Any) -> Any:
+    """The part of a causal language model below its head."""
+    # Llama 4's text model calls it by another name than the one that it declares.
+    return model.base_model if model.base_model is not model else model.model
+
+
 def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
     """In place of a head's output: the same product, not rounded to bfloat16."""
     if output.dtype.itemsize >= torch.float32.itemsize:
@@ -191,11 +197,12 @@ def head_rule(model: Any) -> HeadRule:
     scale = 1.0
     if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
         scale = float(given)
-    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite
-        scale = 1 / float(given)
+    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite divides by it
+        scale = float(given) if config.model_type == "hyperclovax" else 1 / float(given)
     elif isinstance(given := getattr(config, "lm_head_multiplier", None), int | float):  # Falcon-H1
         scale = float(given)
-    return HeadRule(scale, getattr(config, "final_logit_softcapping", None))
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+    return HeadRule(scale, next((cap for name in names if (cap := getattr(config, name, None))), None))
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:

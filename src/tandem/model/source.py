@@ -197,5 +197,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not readable as JSON: {error}") from None
 
 
+def described(error: Exception) -> str:
+    """An error that is not known, as part of a sentence."""
+    return f"{type(error).__name__}: {one_line(error).rstrip('.')}"
+
+
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]

@@ -214,5 +214,6 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
     chosen = getattr(config, "num_experts_per_tok", None)
     wide = getattr(config, "moe_intermediate_size", None) if chosen else None
     wide = wide * chosen if wide else (getattr(config, "intermediate_size", None) or 4 * hidden)
+    wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
     numbers = KEPT[policy.activation_checkpointing] * (OF_HIDDEN * hidden + OF_INTERMEDIATE * wide)
     return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)

@@ -19,6 +19,7 @@ from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
 from tandem.model.load import attention_in_words, attention_kind, check_packable, dropouts
 from tandem.model.lora import LoraPlan
+from tandem.model.parallel import check_layers
 from tandem.model.positions import check_positions
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer
@@ -277,11 +278,14 @@ def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int
     for packer in (train, *validation.values()):
         refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
     refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device, memory)
+    compiles = machine.compiles
+    if compiles or share.num_workers > 1 or config.policy.activation_checkpointing != "none":
+        compiles = check_layers(source, config.policy, share.num_workers) and compiles
     return Setup(
         config,
         device,
         machine.precision,
-        machine.compiles,
+        compiles,
         source,
         machine.lora,
         inputs.reference_source,

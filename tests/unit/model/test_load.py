@@ -3,9 +3,10 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from models import tiny_config
+from models import random_preference, tiny_config
 
 from tandem.config.load import load_config
 from tandem.config.policy import Packing, Policy
@@ -16,6 +17,7 @@ from tandem.model.load import attention_kind, check_packable, dropouts, load_pol
 from tandem.model.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
 from tandem.model.tiny import tiny_model
 from tandem.model.workers import stop_workers
+from tandem.packing.layout import lay_out
 from tandem.train.setup import set_up
 
 CPU = torch.device("cpu")
@@ -178,12 +180,21 @@ def test_flex_attention_is_refused_on_the_cpu():
     )
 
 
-def test_dropout_and_jitter_are_switched_off_and_told(folder):
+def test_dropout_and_jitter_are_switched_off_and_reported(folder):
     source = find_model(Policy(model_name=str(rewritten(folder, attention_dropout=0.25, router_jitter_noise=0.01))))
     assert dropouts(source.config) == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
     policy = load_policy(source, Policy(), CPU)
-    assert dropouts(policy.model.config) == {}
-    assert policy.model.model.layers[0].self_attn.attention_dropout == 0.0
+    assert not any(module.training for module in policy.model.modules())
+
+
+@pytest.mark.parametrize("mode", ["batch", "none"])
+def test_a_model_with_dropout_computes_the_same_twice_with_gradients_too(folder, mode):
+    source = find_model(Policy(model_name=str(rewritten(folder, attention_dropout=0.25))))
+    policy = load_policy(source, Policy(packing=Packing(mode=mode)), CPU)
+    preference = random_preference(np.random.default_rng(0))
+    pack = lay_out([0], [preference], length=128, arrangement="shared" if mode == "batch" else "separate")
+    inputs = policy.inputs(pack, CPU)
+    assert torch.equal(policy(inputs), policy(inputs))
 
 
 def test_weights_load_as_float32_whatever_they_are_on_disk(folder):

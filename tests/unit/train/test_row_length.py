@@ -44,6 +44,18 @@ def need_of(shape, policy, num_workers=1, lora=None, device="cuda"):
     )
 
 
+def test_a_size_per_layer_counts_as_their_mean():
+    sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    gemma = {**sizes, "activation_sparsity_pattern": None, "vocab_size": 64, "vocab_size_per_layer_input": 64}
+
+    def per_token(intermediate):
+        config = AutoConfig.for_model("gemma3n_text", **gemma, intermediate_size=intermediate)
+        source = ModelSource("it", Path(), config)
+        return expected_need(source, Policy(), None, "float32", 1, torch.device("cpu")).per_token
+
+    assert per_token([4096, 8192]) == per_token(6144)
+
+
 def with_card(gib, monkeypatch):
     memory = SimpleNamespace(total_memory=int(gib * GIB))
     monkeypatch.setattr(row_length.torch.cuda, "get_device_properties", lambda device: memory)

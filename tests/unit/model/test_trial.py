@@ -1,0 +1,238 @@
+"""A model that cannot be trained, or not in packs, is refused by one sentence: most before its weights load."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from architectures import make_model, tiny_config
+from models import embedded_model, random_preference
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.config.policy import Packing, Policy
+from tandem.config.schema import Config
+from tandem.errors import ConfigError, TandemError
+from tandem.model.attention import attend
+from tandem.model.load import check_packable, load_policy
+from tandem.model.parallel import check_layers
+from tandem.model.source import ModelSource, find_model
+from tandem.packing.layout import lay_out
+from tandem.train.setup import set_up
+
+CPU = torch.device("cpu")
+MODES = ["batch", "none"]
+
+
+def policy(model="it", *, mode="batch", **settings):
+    return Policy(model_name=str(model), packing=Packing(mode=mode), max_total_sequence_length=256, **settings)
+
+
+def made(folder, model_type, **changes):
+    """A tiny model of a type, some of its configuration changed."""
+    folder.mkdir()
+    make_model(folder, model_type)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def loaded(folder, mode):
+    given = policy(folder, mode=mode)
+    source = find_model(given)
+    check_packable(source, given)
+    return load_policy(source, given, CPU)
+
+
+def refusal(call, *given, **named):
+    with pytest.raises(ConfigError) as refused:
+        call(*given, **named)
+    return str(refused.value)
+
+
+def source_of(model_type, **changes):
+    return ModelSource("it", None, AutoConfig.for_model(model_type, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", ["t5", "qwen2_vl", "mistral3", "musicgen", "blt"])
+def test_what_is_not_a_causal_model_is_refused_before_weights_load(model_type, mode):
+    assert refusal(check_packable, source_of(model_type), policy(mode=mode)) == (
+        f"policy.model_name = it: model type {model_type!r} is not a causal language model that transformers knows. Choose a "
+        "model that continues text."
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path, mode):
+    folder = made(tmp_path / "model", "bert")
+    message = refusal(loaded, folder, mode)
+    assert message.startswith(
+        f"policy.model_name = {folder}: not a causal language model: a later token changes the log-probabilities of those "
+        "before it by 0."
+    )
+    assert message.endswith("nats. Its configuration says is_decoder=false. Choose a model that continues text.")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class"),
+    [("falcon", "FalconForCausalLM"), ("gptj", "GPTJForCausalLM"), ("gpt_neo", "GPTNeoForCausalLM")],
+)
+def test_attention_chosen_by_class_is_refused_packed_and_exact_unpacked(tmp_path, model_type, model_class):
+    folder = made(tmp_path / "model", model_type)
+    assert refusal(loaded, folder, "batch") == (
+        f"policy.model_name = {folder}: the attention of {model_class} in transformers cannot be replaced, so packed sequences "
+        "would see each other. Train it unpacked: policy.packing.mode=none."
+    )
+    assert difference_to_plain(loaded(folder, "none")) < 2e-6
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
+def test_layers_that_do_not_pass_the_mask_on_are_refused_packed_and_exact_unpacked(tmp_path, model_type):
+    folder = made(tmp_path / "model", model_type)
+    assert refusal(loaded, folder, "batch") == (
+        f"policy.model_name = {folder}: this model's layers do not pass the pack's mask on to attention. Train it with "
+        "policy.packing.mode=none."
+    )
+    assert difference_to_plain(loaded(folder, "none")) < 2e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_is_exact_in_either_mode(tmp_path, model_type, mode):
+    assert difference_to_plain(loaded(made(tmp_path / "model", model_type), mode)) < 2e-6
+
+
+def test_the_trial_takes_every_kind_of_attention(tmp_path):
+    folder = made(tmp_path / "model", "llama")
+    for attention, share_prompts in (("varlen", False), ("sdpa", True)):
+        packing = Packing(share_prompts=share_prompts)
+        given = Policy(model_name=str(folder), attention=attention, packing=packing)
+        load_policy(find_model(given), given, CPU)
+
+
+def test_a_model_without_sdpa_is_loaded_unpacked_with_eager_attention(tmp_path):
+    policy = loaded(made(tmp_path / "model", "gpt_oss"), "none")
+    assert policy.model.config._attn_implementation == "eager"
+
+
+def test_experts_are_never_sampled_and_the_published_jitter_decides(tmp_path):
+    """PhiMoE's router compares scores by its jitter in evaluation too, and samples experts in training mode."""
+    folder = made(tmp_path / "model", "phimoe", router_jitter_noise=0.3)
+    policy = loaded(folder, "batch")
+    assert not policy.model.training
+    assert policy.model.config.router_jitter_noise == 0.3
+    published = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        want = published(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, 9:-1].gather(-1, ids[0, 10:, None])
+    torch.testing.assert_close(policy.plain_logps(ids[0, :10], ids[0, 10:]), want[:, 0], atol=2e-5, rtol=0)
+
+
+def test_chunks_shorter_than_the_sequences_are_refused_packed():
+    source = source_of("llama4_text", attention_chunk_size=128)
+    assert refusal(check_packable, source, policy()) == (
+        "policy.model_name = it: its attention works in chunks of 128 tokens, which packs do not have. Set "
+        "policy.max_total_sequence_length=128 or less, or policy.packing.mode=none."
+    )
+    check_packable(source, policy(mode="none"))
+    check_packable(source_of("llama4_text", attention_chunk_size=256), policy())
+
+
+def test_attention_that_selects_its_tokens_is_refused_packed():
+    assert refusal(check_packable, source_of("deepseek_v32"), policy()) == (
+        "policy.model_name = it: its attention selects the tokens that it sees (index_topk), which packs cannot pass on to it. "
+        "Train it unpacked: policy.packing.mode=none."
+    )
+
+
+def test_a_window_that_only_the_mask_has_is_refused_where_sequences_are_longer(tmp_path):
+    folder = made(tmp_path / "model", "phimoe", sliding_window=100)
+    assert refusal(loaded, folder, "batch") == (
+        f"policy.model_name = {folder}: 0 of 4 layers pass their window of 100 tokens on to attention, so in a pack the others "
+        "would see further back. Set policy.max_total_sequence_length=100 or less, or policy.packing.mode=none."
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 256}))
+    loaded(folder, "batch")
+
+
+def test_what_transformers_cannot_build_is_refused(tmp_path):
+    folder = made(tmp_path / "model", "diffllama", attention_dropout=0.1)
+    given = policy(folder, activation_checkpointing="full")
+    assert refusal(check_layers, find_model(given), given, 1) == (
+        f"policy.model_name = {folder}: transformers cannot build a diffllama model from this configuration (ValueError: "
+        "DiffLlama does not support `attention_dropout > 0`: the differential attention mechanism has no paper-defined dropout "
+        "semantics). Choose another model."
+    )
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    folder = made(tmp_path / "model", "llama", intermediate_size=40)
+    message = refusal(loaded, folder, "none")
+    assert message.startswith(f"policy.model_name = {folder}: transformers cannot load it (RuntimeError: ")
+    assert message.endswith("Choose another model, or download it again.")
+
+
+def test_an_error_that_is_not_known_is_refused_by_one_sentence(tmp_path, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    def failing(*given, **named):
+        raise KeyError("nothing")
+
+    folder = made(tmp_path / "model", "llama")
+    monkeypatch.setattr(LlamaModel, "forward", failing)
+    message = refusal(loaded, folder, "batch")
+    assert message.startswith(f"policy.model_name = {folder}: a few tokens through LlamaForCausalLM of transformers 5.")
+    assert message.endswith("end in KeyError: 'nothing'. Try policy.packing.mode=none.")
+    assert refusal(loaded, folder, "none").endswith("end in KeyError: 'nothing'. Choose another model.")
+
+
+def test_a_model_s_own_mask_is_not_ignored():
+    query = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(TandemError) as refused:
+        attend(torch.nn.Module(), query, query, query, torch.ones(4, 4), pack=object())  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "this model's attention has a mask of its own, which packing does not know and must not ignore. Train it with "
+        "policy.packing.mode=none."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "message"),
+    [
+        ({"activation_checkpointing": "full"}, 1, "policy.activation_checkpointing = full: {} Leave it out."),
+        ({"compile": True}, 1, "policy.compile = true: {} Use policy.compile=auto."),
+        ({}, 2, "2 workers: {} Train it with one."),
+    ],
+)
+def test_a_multimodal_model_s_layers_are_refused_where_they_are_needed(settings, workers, message):
+    why = "needs the list of a model's layers, which it (model type gemma3) does not have where other models have it."
+    source = ModelSource("it", None, tiny_config("gemma3"))  # type: ignore[arg-type]
+    assert refusal(check_layers, source, policy(**settings), workers) == message.format(why)
+
+
+def test_layers_are_looked_for_before_weights_load(tmp_path):
+    model = made(tmp_path / "model", "gemma3")
+    template = {"chat_template": str(embedded_model() / "chat_template.jinja")}
+    given = Policy(model_name=str(model), activation_checkpointing="full", tokenizer=template)
+    assert refusal(set_up, Config(policy=given), CPU).startswith(
+        "policy.activation_checkpointing = full: needs the list"
+    )
+
+
+def test_without_a_list_of_layers_nothing_is_compiled_unless_asked_for():
+    assert not check_layers(ModelSource("it", None, tiny_config("gemma3")), policy(), 1)  # type: ignore[arg-type]
+    assert check_layers(ModelSource("it", None, tiny_config("llama4_text")), policy(), 1)  # type: ignore[arg-type]
+
+
+def difference_to_plain(policy):
+    """Largest difference of a token in rows to the plain forward, in nats."""
+    rng = np.random.default_rng(0)
+    preferences = [random_preference(rng, max_prompt=20, max_completion=20) for _ in range(3)]
+    arrangement = "shared" if policy.packed else "separate"
+    inputs = policy.inputs(lay_out(range(3), preferences, length=128, arrangement=arrangement), CPU)
+    sequences = [(one.prompt, completion) for one in preferences for completion in one.completions]
+    with torch.no_grad():
+        got = policy(inputs)[: inputs.num_scored]
+    plain = [policy.plain_logps(*(torch.from_numpy(ids.astype(np.int64)) for ids in pair)) for pair in sequences]
+    return float((got - torch.cat(plain)).abs().mean())
