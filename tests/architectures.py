@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from tandem.errors import TandemError
-from tandem.train import build
+from tandem.train import references
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 HEADER = "| model type | packed | unpacked |\n|---|---|---|\n"
@@ -291,7 +291,7 @@ def outcome(folder: Path, model: Path, mode: Mode) -> Outcome:
         audits.append(audit(*given, **named))
         return audits[-1]
 
-    audit = build.audit
+    audit = references.audit
     settings = [
         f"policy.model_name={model}",
         f"policy.packing.mode={mode}",
@@ -302,7 +302,7 @@ def outcome(folder: Path, model: Path, mode: Mode) -> Outcome:
         f"data.train.data_path={_pairs(folder)}",
         f"reference.cache_dir={folder / mode / 'reference'}",
     ]
-    with mock.patch.object(build, "audit", audited):
+    with mock.patch.object(references, "audit", audited):
         try:
             run = short_run(folder / mode, *settings)
         except TandemError as error:
