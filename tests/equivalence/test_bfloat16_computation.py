@@ -52,7 +52,7 @@ def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, b
     monkeypatch.setattr(working_copy, "rounded", lambda weight, start: weight.bfloat16())
     to_the_nearest = short_run(tmp_path / "nearest", *GENTLE, BFLOAT16, f"policy.model_name={start}")
     assert margin(exactly) > 0
-    assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.2)
+    assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.3)
     assert margin(to_the_nearest) < 0.6 * margin(exactly)
 
 

@@ -96,7 +96,7 @@ def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
     assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/tandem-2"
     assert (
         "warning: runs/tandem-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
-        "alone, which changes nothing that is learned. To go on with it: "
+        "alone, which changes nothing that is learned. To resume it: "
         + tandem_command(
             "train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1"
         )
@@ -107,8 +107,8 @@ def test_a_finished_run_that_could_be_extended_is_told_of(here, capsys):
     run("dpo.max_num_steps=4")
     assert str(run()) == "runs/tandem-2"
     assert (
-        "warning: runs/tandem-1 is finished and shorter, and the same but for that. To extend it: tandem train --resume "
-        "runs/tandem-1 dpo.max_num_steps=6"
+        "warning: runs/tandem-1 is finished and shorter, and the same but for that. To extend it: "
+        + tandem_command("train", "--resume", "runs/tandem-1", "dpo.max_num_steps=6")
     ) in " ".join(capsys.readouterr().out.split())
     run("dpo.max_num_steps=3")
     assert "To extend it" not in capsys.readouterr().out

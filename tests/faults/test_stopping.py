@@ -93,7 +93,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
 
 def test_before_the_first_step_a_stop_waits_for_nothing(tmp_path, monkeypatch, capfd):
     with signalled(monkeypatch, build, "load_sharded", 1, signal.SIGINT):
-        monkeypatch.setattr(build, "_references", lambda *_: pytest.fail("it went on"))
+        monkeypatch.setattr(build, "make_references", lambda *_: pytest.fail("it went on"))
         with pytest.raises(StoppedError) as stopped:
             short_run(tmp_path / "run")
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGINT", 130)

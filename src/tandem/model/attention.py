@@ -253,9 +253,15 @@ def _explicit(
     return weights.to(value.dtype) @ value
 
 
+def allow_many_graphs() -> None:
+    """One for every length of rows, with and without gradients: beyond torch's own limit of 8, code quietly runs uncompiled."""
+    torch._dynamo.config.recompile_limit = 64
+
+
 @cache
 def _flex_compiled() -> Any:
     """FlexAttention compiled by itself. Made when it is first called, since torch takes a second to import its compiler."""
+    allow_many_graphs()
     return torch.compile(flex_attention, dynamic=False)
 
 

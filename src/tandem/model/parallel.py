@@ -5,7 +5,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
-from tandem.model.attention import block_size
+from tandem.model.attention import allow_many_graphs, block_size
 from tandem.model.gradient_sums import GradientSums
 from tandem.model.load import empty_model
 from tandem.model.policy import Policy, trunk_of
@@ -92,9 +92,8 @@ def check_layers(source: ModelSource, policy: PolicyConfig, num_workers: int) ->
 def compile_layers(policy: Policy) -> None:
     """Compile each layer on its own: one graph serves all layers of a kind.
 
-    A layer has a graph per pack length, with and without gradients, and per kind of attention. Beyond torch's own limit
-    of 8 it would quietly run uncompiled.
+    A layer has a graph per pack length, with and without gradients, and per kind of attention.
     """
-    torch._dynamo.config.recompile_limit = 64
+    allow_many_graphs()
     for layer in decoder_layers(policy):
         layer.compile(fullgraph=True, dynamic=False)

@@ -181,7 +181,9 @@ def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture
     step = train_step(
         as_policy(model), side, packs, GlobalBatch(0, np.arange(3), len(losses)), recorder, max_grad_norm=None
     )
-    metrics = step.read(Selection({}, np.arange(3))).metrics
+    store = Selection({}, np.arange(3))
+    vars(store)["num_pairs"] = np.array([len(preference.pairs) for preference in several])
+    metrics = step.read(store).metrics
     assert metrics["preference_loss"] == pytest.approx(weighed.item(), rel=2e-5)
     assert metrics["loss"] == pytest.approx((weighed + share * sft).item(), rel=2e-5)
     for parameter, gradient in want.items():

@@ -145,6 +145,7 @@ def test_a_run_under_a_schedule_by_name_resumes_bit_for_bit(tmp_path):
     assert str(refused.value) == (
         f"{tmp_path}/cut holds a run with another configuration:\n"
         "  dpo.max_num_steps: 6 there, 8 now\n"
+        "policy.scheduler is a share of the run, so its length decides the learning rate of every step.\n"
         "Take the old values back, or choose another run.dir for another run."
     )
     cut = short_run(tmp_path / "cut", *settings)

@@ -92,9 +92,9 @@ def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monke
 @pytest.mark.parametrize(
     ("shape", "card", "settings", "tokens", "measured"),
     [
-        ("1.5B", 139, {}, 16384, 60.7),
-        ("1.5B", 139, FEW_BITS, 16384, 46.3),
-        ("8B", 139, FEW_BITS, 8192, 97.8),
+        ("1.5B", 139, {}, 16384, 61.3),
+        ("1.5B", 139, FEW_BITS, 16384, 49.8),
+        ("8B", 139, FEW_BITS, 8192, 115.6),
         ("0.5B", 24, {"activation_checkpointing": "selective"}, 16384, 16.5),
     ],
 )
@@ -108,7 +108,7 @@ def test_the_estimate_is_near_what_was_measured(shape, card, settings, tokens, m
 def test_the_reason_is_told(monkeypatch):
     assert row("0.5B", monkeypatch).reason == "expected to take 44 of 139 GiB; longer ones gain little"
     assert row("1.5B", monkeypatch).reason == "expected to take 63 of 139 GiB; longer ones gain little"
-    assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 100 of 139 GiB; longer ones would not fit"
+    assert row("8B", monkeypatch, **FEW_BITS).reason == "expected to take 115 of 139 GiB; longer ones would not fit"
 
 
 def test_rows_of_a_batch_are_not_so_short_that_the_gpu_would_wait(monkeypatch):
