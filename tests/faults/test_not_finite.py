@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 from killing import assert_same
-from running import metrics_of, short_run
+from running import few_pairs, metrics_of, short_run
 
 from tandem.errors import NonFiniteError
+from tandem.model.reference import LiveReference
 from tandem.train import step, trainer
 from tandem.train.checkpoint import checkpoints, step_of
 
@@ -79,3 +80,22 @@ def test_the_command_ends_in_its_code_and_one_message(small, tmp_path):
         r"tandem: error: step 2: loss \S+, gradient norm nan: not finite. The update was skipped and .*\n", ended.err
     )
     assert not (tmp_path / "run/model").exists()
+
+
+def test_a_live_reference_that_is_not_finite_is_named_and_not_the_learning_rate(tmp_path, monkeypatch):
+    real, calls = LiveReference.token_logps, []
+
+    def spoiled(self, pack, inputs):
+        calls.append(1)
+        values = real(self, pack, inputs)
+        return values * float("nan") if len(calls) > 2 else values  # the audit sees two at most
+
+    monkeypatch.setattr(LiveReference, "token_logps", spoiled)
+    with pytest.raises(NonFiniteError) as stopped:
+        short_run(tmp_path / "run", "reference.mode=live", few_pairs(tmp_path))
+    assert re.fullmatch(
+        r"step \d: the reference gives the pairs at .*few\.jsonl:\d+.* log-probabilities that are not finite\. The update was "
+        r"skipped and nothing was saved\. Look at these rows; if others fail too, the reference model itself overflows: try "
+        r"policy\.precision=float32\.",
+        str(stopped.value),
+    )

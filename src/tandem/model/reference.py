@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
-from tandem.errors import NonFiniteError
+from tandem.errors import DefectError, NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
@@ -154,7 +154,13 @@ def compute_reference(
             first, last = asked.indices[0], asked.indices[-1]
             before = int(ends[first - 1]) if first else 0
             values = np.zeros(int(ends[last]) - before, np.float32)
-            for index, part in (one for of_worker in workers.gather(asked.read(store)) for one in of_worker):
+            computed = [one for of_rank in workers.gather(asked.read(store)) for one in of_rank]
+            if sorted(index for index, _ in computed) != asked.indices.tolist():
+                raise DefectError(
+                    f"the reference of {len(asked.indices)} preferences was to be computed, and that of {len(computed)} was. This "
+                    "is a defect of tandem; nothing was cached or trained. Please report it with the run's config.yaml."
+                )
+            for index, part in computed:
                 values[ends[index] - before - len(part) : ends[index] - before] = part
                 _refuse_not_finite(part, store, index)
             if out is not None:

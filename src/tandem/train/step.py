@@ -102,11 +102,17 @@ class PendingStep:
     def _blame(self, table: PairTable, norm: float, store: Preferences) -> str:
         dpo = self.side.dpo
         loss = dpo.preference_loss_weight * table.loss.mean() + dpo.sft_loss_weight * table.sft.mean()
+        # A cached reference was checked when it was computed; a live one is met here first.
+        if wrong := table.preference[~np.isfinite(table.reference_chosen + table.reference_rejected)].tolist():
+            return (
+                f"the reference gives the pairs at {_places(wrong, store)} log-probabilities that are not finite. The update was "
+                "skipped and nothing was saved. Look at these rows; if others fail too, the reference model itself overflows: "
+                "try policy.precision=float32."
+            )
         # Sorted over the batch, a loss stands in no pair's place.
-        culprits = table.preference[~np.isfinite(table.loss)] if _is_of_pairs(dpo) else []
-        named = list(dict.fromkeys(store.place(int(index)) for index in culprits))
-        if named:
-            where = f"Pairs at: {', '.join(named[:10])}. Look at these rows, or lower"
+        culprits = table.preference[~np.isfinite(table.loss)].tolist() if _is_of_pairs(dpo) else []
+        if culprits:
+            where = f"Pairs at: {_places(culprits, store)}. Look at these rows, or lower"
         elif math.isfinite(loss):
             where = "Every loss was finite. Lower"
         else:
@@ -115,6 +121,11 @@ class PendingStep:
             f"loss {loss:g}, gradient norm {norm:g}: not finite. The update was skipped and "
             f"nothing was saved. {where} the learning rate."
         )
+
+
+def _places(preferences: list[int], store: Preferences) -> str:
+    """Of the first few, each once."""
+    return ", ".join(list(dict.fromkeys(store.place(index) for index in preferences))[:10])
 
 
 def train_step(

@@ -10,7 +10,7 @@ from models import model_folder, tiny_model
 from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
 from tandem.config.load import load_config
-from tandem.errors import AuditError, NonFiniteError
+from tandem.errors import AuditError, DefectError, NonFiniteError
 from tandem.model import attention, audit, policy, reference
 from tandem.model.audit import start_loss_verdict
 from tandem.model.workers import start_workers
@@ -369,4 +369,12 @@ def test_reference_values_that_are_not_finite_are_refused_at_their_row_and_not_c
         "computed from it. Nothing was cached or trained. Look at this row; if others fail too, the reference model itself "
         "overflows: try policy.precision=float32."
     )
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_preference_whose_reference_no_rank_computed_is_a_defect_and_not_zeros(tmp_path, monkeypatch):
+    read = reference._Asked.read
+    monkeypatch.setattr(reference._Asked, "read", lambda self, store: read(self, store)[1:])
+    with pytest.raises(DefectError, match=r"the reference of 40 preferences was to be computed, and that of 39 was\."):
+        short_run(tmp_path / "run", few_pairs(tmp_path), f"reference.cache_dir={tmp_path}/cache")
     assert not list((tmp_path / "cache").glob("*"))
