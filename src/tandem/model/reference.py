@@ -157,8 +157,8 @@ def compute_reference(
             computed = [one for of_rank in workers.gather(asked.read(store)) for one in of_rank]
             if sorted(index for index, _ in computed) != asked.indices.tolist():
                 raise DefectError(
-                    f"the reference of {len(asked.indices)} preferences was to be computed, and that of {len(computed)} was. This "
-                    "is a defect of tandem; nothing was cached or trained. Please report it with the run's config.yaml."
+                    f"the reference of {len(asked.indices)} preferences was to be computed, and that of {len(computed)} was. "
+                    "This is a defect of tandem; nothing was cached or trained. Please report it with the run's config.yaml."
                 )
             for index, part in computed:
                 values[ends[index] - before - len(part) : ends[index] - before] = part
