@@ -119,6 +119,15 @@ def test_the_cast_by_chance_is_the_one_of_the_cpu_bit_for_bit(shape, start):
     assert torch.equal(rounded(values.cuda(), start).cpu(), rounded(values, start))
 
 
+def test_what_is_not_finite_stays_so_in_the_cast():
+    """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32).repeat(2000)
+    values = bits.view(torch.float32)
+    made = rounded(values.cuda(), 7).cpu()
+    assert torch.equal(made.isnan(), values.isnan())
+    assert not made.isfinite().any()
+
+
 def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
     """By one launch, also of weights smaller than a block, of whole blocks and a part, and where one has other memory."""
     from torch import nn

@@ -6,9 +6,11 @@ model: a model that is refused leaves nothing in the cache.
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ NUM_PREFERENCES = 4
 # no longer than this, which is past every sliding window and chunk in use.
 MAX_AUDIT_TOKENS = 16_384
 SHARE_OF_FREE_MEMORY = 0.5
+MEMORY = Path("/proc/meminfo")  # of the host; Linux has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +184,19 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Most of what is not free holds files that were read, the model's among them, and is given up when it is needed.
+    if MEMORY.is_file() and (found := re.search(r"^MemAvailable: +(\d+) kB", MEMORY.read_text(), re.MULTILINE)):
+        return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed: bool) -> None:
+    if not torch.isfinite(one.packed).all():
+        raise AuditError(
+            f"audit: {model}: {one.place}: its log-probabilities are not finite, so no loss can be computed. Nothing was "
+            "trained. Either its weights hold numbers that are not finite, and it must be downloaded again, or it overflows: try "
+            "policy.precision=float32."
+        )
     if not one.plain_difference <= tolerance:
         rows, advice = (
             ("packed", "Train this model with policy.packing.mode=none, and report it.")

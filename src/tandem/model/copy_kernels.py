@@ -25,6 +25,7 @@ def _mixed(number):
 @triton.jit
 def _by_chance(bits, at, start):
     up = (bits & 0xFFFF) > 0xFFFF - (_mixed(at.to(tl.int32) + start) & 0xFFFF)
+    up = up & ((bits & 0x7F800000) != 0x7F800000)
     return ((bits >> 16) + up.to(tl.int32)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 

@@ -50,13 +50,19 @@ def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -
     """Some RoPE scalings are chosen by the longest position in a batch of rows, packed or not: one sequence changes another."""
     config = source.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-    if rope.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
-        raise ConfigError(
-            f"{source.key} = {source.name}: beyond {original} tokens its {rope['rope_type']} position scaling depends on the "
-            "longest sequence computed at the same time, so training would not be exact. Set "
-            f"policy.max_total_sequence_length={original} or less."
-        )
+    of_model = getattr(config, "max_position_embeddings", None)
+    for kind in (
+        rope,
+        *(kind for kind in rope.values() if isinstance(kind, dict)),
+    ):  # one for each type of layer, in some
+        # Longrope changes at the one number, dynamic at the other.
+        original = min((one for one in (kind.get("original_max_position_embeddings"), of_model) if one), default=0)
+        if kind.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
+            raise ConfigError(
+                f"{source.key} = {source.name}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the "
+                "longest sequence computed at the same time, so training would not be exact. Set "
+                f"policy.max_total_sequence_length={original} or less."
+            )
 
 
 def load_policy(

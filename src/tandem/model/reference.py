@@ -16,6 +16,7 @@ from tandem.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.data.selection import Preferences
 from tandem.errors import DefectError, NonFiniteError
 from tandem.failpoints import fail_point
+from tandem.model.attention import PackMask
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
 from tandem.model.workers import Workers
@@ -41,7 +42,11 @@ class LiveReference:
 
     @torch.no_grad()
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
-        return self.policy(inputs)
+        # Inputs are the policy's. A reference that is another model may have other windows.
+        mask, own = inputs.mask, self.policy
+        if isinstance(mask, PackMask) and not (own.windows <= mask.masks.keys() and own.block == mask.block):
+            inputs = own.inputs(pack, inputs.token_ids.device)
+        return own(inputs)
 
 
 @dataclass(frozen=True, slots=True)

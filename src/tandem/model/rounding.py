@@ -14,13 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+EXPONENT = 0x7F800000  # all of its bits: infinite, or NaN
+
 
 def to_bfloat16(value: Tensor, chance: Tensor) -> Tensor:
-    """float32 to one of its neighbours: the upper where the bits that go and 16 bits of chance make a whole."""
+    """float32 to one of its neighbours: the upper where the bits that go and 16 bits of chance make a whole.
+
+    NaN stays as it is: what a GPU computes for it, all ones, has 0 for its upper neighbour.
+    """
     bits = value.view(torch.int32)
     below = bits & -0x10000
     # Chance itself is never taken for a float: where inductor computes it in 64 bits, Triton refuses that.
-    up = (bits & 0xFFFF) > 0xFFFF - (chance & 0xFFFF)
+    up = ((bits & 0xFFFF) > 0xFFFF - (chance & 0xFFFF)) & ((bits & EXPONENT) != EXPONENT)
     return torch.where(up, below + 0x10000, below).view(torch.float32).to(torch.bfloat16)
 
 

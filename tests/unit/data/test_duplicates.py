@@ -179,3 +179,16 @@ def test_the_store_keeps_the_digest_of_every_row():
     store = opened("data.train=a.jsonl").read["train"]
     assert store.digests.tolist() == [int.from_bytes(digest_of(row), "little") for row in store]
     assert store.digests.dtype == np.uint64
+
+
+def test_a_damaged_store_without_duplicates_is_named():
+    write("pairs.jsonl", pair("one"), pair("one"), pair("two"))
+    store = opened("data.train=pairs.jsonl", "data.duplicates=drop").read["train"]
+    tokens = store.folder / "tokens.arrow"
+    tokens.write_bytes(tokens.read_bytes() + b"x")
+    with pytest.raises(DataError) as caught:
+        opened("data.train=pairs.jsonl", "data.duplicates=drop")
+    assert str(caught.value) == (
+        f"{tokens} does not match its SHA-256 in the manifest: it was changed or cut off. The tokenised data is damaged: remove "
+        f"{store.folder} and start again."
+    )

@@ -2,18 +2,22 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from models import model_folder, tiny_model
+from models import as_policy, model_folder, random_preference, tiny_model
 from running import SHORT, few_pairs, killed_after, metrics_of, short_run
+from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.errors import AuditError, DefectError, NonFiniteError
 from tandem.model import attention, audit, policy, reference
 from tandem.model.audit import start_loss_verdict
+from tandem.model.tiny import tiny_model as tiny_folder
 from tandem.model.workers import start_workers
+from tandem.packing.layout import lay_out
 from tandem.train.report import Reporter
 from tandem.train.setup import set_up
 from tandem.train.trainer import train
@@ -182,6 +186,35 @@ def test_cached_reference_equals_the_live_one(tmp_path):
         )
 
 
+def test_a_live_reference_that_is_another_model_has_its_own_windows():
+    rng, device = np.random.default_rng(0), torch.device("cpu")
+    pack = lay_out([0], [random_preference(rng, max_prompt=40, max_completion=30)], length=128)
+    other = as_policy(tiny_model("mistral"))
+    with torch.no_grad():
+        want = other(other.inputs(pack, device))
+    live = reference.LiveReference(other)
+    for architecture in ("llama", "mistral"):
+        inputs = as_policy(tiny_model(architecture, seed=1)).inputs(pack, device)
+        assert torch.equal(live.token_logps(pack, inputs), want)
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.bfloat16)])
+def test_weights_that_are_not_finite_are_refused(tmp_path, precision):
+    """As a GPU writes them: in bfloat16, too, they must not turn into zeros."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder())
+    model.model.layers[0].mlp.up_proj.weight.data[0].view(torch.int32).fill_(0x7FFFFFFF)
+    folder = shutil.copytree(tiny_folder(), tmp_path / "model")
+    model.save_pretrained(folder)
+    with pytest.raises(AuditError) as caught:
+        short_run(tmp_path / "run", f"policy.model_name={folder}", f"policy.precision={precision}", few_pairs(tmp_path))
+    assert str(caught.value) == (
+        f"audit: policy.model_name = {folder}: {tmp_path}/few.jsonl:5 (completion 0): its log-probabilities are not finite, so "
+        "no loss can be computed. Nothing was trained. Either its weights hold numbers that are not finite, and it must be "
+        "downloaded again, or it overflows: try policy.precision=float32."
+    )
+    assert_nothing_was_trained(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("plain", "rounding", "tolerance"),
     [(0.079, 0.02, None), (0.009, 0.0001, None), (0.081, 0.02, "0.08"), (0.011, 0.0001, "0.01"), (0.32, 5.0, "0.25")],
@@ -252,6 +285,17 @@ def test_a_long_preference_is_audited_as_far_as_its_eager_forward_fits_in_memory
     # 4 heads x (2 x 4 + 4) bytes x n^2 + 96 words x (4 + 8) bytes x n = half of what is free: n = 1000
     monkeypatch.setattr(audit, "_free_memory", lambda _: 2 * (4 * 12 * 1000**2 + 96 * 12 * 1000))
     assert audit._longest_that_fits(made, cpu) == 1000
+
+
+def test_memory_that_holds_files_counts_as_free(monkeypatch, tmp_path):
+    cpu, given = torch.device("cpu"), tmp_path / "meminfo"
+    given.write_text("MemTotal:       4000 kB\nMemFree:         100 kB\nMemAvailable:   3000 kB\n")
+    monkeypatch.setattr(audit, "MEMORY", given)
+    assert audit._free_memory(cpu) == 3000 * 1024
+    # no such file, and no count of free pages: a Mac
+    monkeypatch.setattr(audit, "MEMORY", tmp_path / "nothing")
+    monkeypatch.setattr(audit.os, "sysconf", {"SC_PHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert audit._free_memory(cpu) == 7 * 4096
 
 
 def test_what_was_too_long_to_audit_is_reported(tmp_path, capsys, monkeypatch):

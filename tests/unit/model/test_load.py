@@ -159,6 +159,25 @@ def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(f
 
 
 @pytest.mark.parametrize(
+    ("max_positions", "rope"),
+    [
+        # each type of layer has its own
+        (100, {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}),
+        (800, {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 100}}),
+        # dynamic scaling begins where the model's positions end, whatever they were extended from
+        (100, {"rope_type": "dynamic", "original_max_position_embeddings": 200}),
+    ],
+)
+def test_position_scaling_of_some_layers_alone_is_found_too(folder, max_positions, rope):
+    config = find_model(Policy(model_name=str(folder))).config
+    config.max_position_embeddings, config.rope_parameters = max_positions, rope
+    source = ModelSource("it", folder, config)
+    check_packable(source, Policy(max_total_sequence_length=100))
+    with pytest.raises(ConfigError, match=r"beyond 100 tokens its (dynamic|longrope) position scaling depends on"):
+        check_packable(source, Policy(max_total_sequence_length=101))
+
+
+@pytest.mark.parametrize(
     ("device", "policy", "kind"),
     [
         ("cuda", {}, "flex"),

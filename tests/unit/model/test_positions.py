@@ -48,6 +48,15 @@ def source(architecture="llama", key="policy.model_name", **changes):
             },
             400,
         ),
+        # without a factor, the two numbers give it
+        (
+            "llama",
+            {
+                "max_position_embeddings": 400,
+                "rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 100},
+            },
+            400,
+        ),
         # others keep the extended number: Llama 3.1, Gemma 3
         (
             "llama",

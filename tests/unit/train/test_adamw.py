@@ -80,6 +80,15 @@ def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
     assert rounding.to_bfloat16(smaller, chance).float().mean().item() == pytest.approx(0.999, abs=1e-4)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000])
+def test_what_is_not_finite_stays_so_whatever_the_chance(bits):
+    """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
+    value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
+    chance = rounding.mixed(torch.arange(1000, dtype=torch.int32))
+    assert torch.equal(rounding.to_bfloat16(value, chance).isnan(), value.isnan())
+    assert not rounding.to_bfloat16(value, chance).isfinite().any()
+
+
 def test_bfloat16_weights_move_on_average_as_float32_ones_do_and_by_nearest_rounding_they_do_not():
     start = [torch.full((64, 512), 1.0), torch.ones(512)]
 
