@@ -24,7 +24,7 @@ from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
 from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
-from tandem.train.extension import check_extension
+from tandem.train.extension import check_extension, refuse_shortening
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
@@ -74,6 +74,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     memory = workers.lowest(device_memory(workers.device))
     setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
     refuse_different_ranks(workers, lambda: derived(setup, run))
+    if not finished:
+        workers.from_first(lambda: refuse_shortening(run, setup))
     extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
