@@ -74,8 +74,6 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     memory = workers.lowest(device_memory(workers.device))
     setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
     refuse_different_ranks(workers, lambda: derived(setup, run))
-    if not finished:
-        workers.from_first(lambda: refuse_shortening(run, setup))
     extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
@@ -141,6 +139,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
     remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "metrics.step_*", "model")
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
+        refuse_shortening(run, setup)
         write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 

@@ -341,7 +341,7 @@ def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tm
     ) in said
 
 
-def test_a_damaged_reference_of_a_resumed_run_is_computed_again_under_the_name_of_what_computes_it(tmp_path, monkeypatch):
+def test_a_damaged_reference_of_a_resumed_run_is_computed_under_another_name(tmp_path, monkeypatch):
     import transformers
 
     cache = tmp_path / "cache"
