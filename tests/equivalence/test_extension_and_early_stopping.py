@@ -154,6 +154,16 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_extended(finished, data):
     assert "max_num_steps: 4" in (finished / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("lost", ["cut off", "gone"])
+def test_a_run_whose_last_checkpoint_cannot_be_read_is_not_extended(finished, data, lost):
+    tensors = finished / "checkpoints/step_4/tensors/worker_0.safetensors"
+    tensors.write_bytes(b"") if lost == "cut off" else tensors.unlink()
+    assert refused(finished, *data, EIGHT) == (
+        f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. Choose another "
+        "run.dir, or --fresh without --resume."
+    )
+
+
 def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
@@ -171,6 +181,18 @@ def test_a_run_is_not_shortened_and_as_many_steps_are_nothing_to_do(finished, da
     short_run(finished, *data, FOUR, "dpo.max_num_epochs=7")  # four steps end it first
     assert (finished / "metrics.jsonl").read_bytes() == before
     assert not list(finished.glob("model.step_*"))
+
+
+def test_an_unfinished_run_is_not_made_shorter_than_it_is_but_may_end_where_it_is(tmp_path, data):
+    run = tmp_path / "run"
+    with killed_after(5):
+        short_run(run, *data, EIGHT)
+    assert refused(run, *data, "dpo.max_num_steps=3") == (
+        f"{run} has trained 4 steps already; it cannot be shortened to 3. With dpo.max_num_steps and dpo.max_num_epochs ask for "
+        "4 or more, or choose another run.dir."
+    )
+    short_run(run, *data, FOUR)
+    assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4]
 
 
 def test_under_a_schedule_that_is_a_share_of_the_run_its_length_stays(tmp_path, data):

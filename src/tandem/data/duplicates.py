@@ -107,7 +107,10 @@ def _dropped(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
             _copy_rejects(store.folder / "rejects.jsonl", aside / "rejects.jsonl", rejects)
             facts: dict[str, Any] = {**_facts(store, kept, rejects, aside), "fingerprint": own}
             write_manifest(aside, **facts)
-    return TokenStore(folder, read_manifest(folder))
+    try:
+        return TokenStore(folder, read_manifest(folder))
+    except (ValueError, OSError) as error:  # pyarrow's of a damaged file is a ValueError
+        raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
 
 
 def _copy_rows(source: Path, target: Path, kept: np.ndarray[Any, np.dtype[np.bool_]]) -> None:

@@ -106,7 +106,7 @@ def cached_reference(
     """
     store = packer.store
     # One rank of each machine keeps what all of them compute.
-    missing = workers.agreed(lambda: not _is_sound(place), by=workers.is_first_here) or False
+    missing = workers.agreed(lambda: not is_sound(place), by=workers.is_first_here) or False
     if workers.highest(missing):
         with ExitStack() as stack:
             model = policy()
@@ -123,7 +123,7 @@ def cached_reference(
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
 
-def _is_sound(place: Path) -> bool:
+def is_sound(place: Path) -> bool:
     """A cache that is there but damaged is moved aside, to be computed anew: it holds nothing that cannot be."""
     if not place.is_dir():
         return False

@@ -11,8 +11,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from tandem.cache import sync_file, write_whole
 from tandem.errors import CheckpointError
+from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.parts import names_in
 from tandem.train.ranking import Ranking
 from tandem.train.setup import Setup
@@ -45,13 +48,38 @@ def check_extension(run: Path, setup: Setup) -> int | None:
             f"{run} is finished, but the checkpoint of its last step, {place}, is gone, so it cannot be extended from {trained} "
             f"to {asked} steps. {INSTEAD}"
         )
-    if not any(name.startswith("optimizer.") for name in names_in(place / "tensors")):
+    if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
             f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so the run cannot be extended "
             f"from {trained} to {asked} steps exactly. {INSTEAD}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
+
+
+def refuse_shortening(run: Path, setup: Setup) -> None:
+    """A run that is not finished, and was trained further already than it is asked for now."""
+    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.num_steps
+    if trained > asked:
+        raise CheckpointError(
+            f"{run} has trained {trained} steps already; it cannot be shortened to {asked}. With dpo.max_num_steps and "
+            f"dpo.max_num_epochs ask for {trained} or more, or choose another run.dir."
+        )
+
+
+def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
+    """The names of what the last checkpoint holds. One that is not even readable is refused before weights load."""
+    try:
+        found = names_in(place / "tensors")
+    except (OSError, SafetensorError):
+        found = set()
+    if not found:
+        raise CheckpointError(_damaged(run, trained))
+    return found
+
+
+def _damaged(run: Path, trained: int) -> str:
+    return f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. {INSTEAD}"
 
 
 def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
@@ -86,9 +114,7 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
     trained: the steps of the finished run. resumed: the step whose checkpoint was loaded.
     """
     if resumed != trained:
-        raise CheckpointError(
-            f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. {INSTEAD}"
-        )
+        raise CheckpointError(_damaged(run, trained))
     _copy(run / "metrics.jsonl", _free(run, f"metrics.step_{trained}", ".jsonl"))
     kept = (run / "model").rename(_free(run, f"model.step_{_exported_step(run, trained)}"))
     sync_file(run)

@@ -111,8 +111,21 @@ def _arguments(scheduler: Scheduler) -> str:
 
 
 def check_scheduler(policy: PolicyConfig) -> None:
-    """Build the schedule once over nothing, so that a wrong argument is told before any weights load."""
-    make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr), policy, num_steps=1)
+    """Build the schedule once over nothing, so that a wrong argument is told before any weights load.
+
+    Some of torch's schedulers divide by theirs only when they are stepped.
+    """
+    rate = policy.optimizer.kwargs.lr
+    make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), policy, num_steps=1)
+    given = policy.scheduler if isinstance(policy.scheduler, list) else [policy.scheduler]
+    for one in (one for one in given if isinstance(one, Scheduler)):
+        alone = _one(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), one)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+                alone.step()
+        except (ArithmeticError, TypeError, ValueError) as error:
+            name = one.name.rsplit(".", 1)[-1]
+            raise ConfigError(f"policy.scheduler: {name} {_arguments(one)} cannot be stepped: {error}.") from None
 
 
 def highest_rate(policy: PolicyConfig, num_steps: int) -> float:

@@ -21,6 +21,7 @@ from tandem.model.reference import (
     NoReference,
     Reference,
     cached_reference,
+    is_sound,
     reference_name,
     tokens_prefix,
 )
@@ -128,7 +129,9 @@ def _places_of_references(
         before = started.get(name, places[name])
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
             continue
-        if workers.from_first(lambda place=folder / before: place.is_dir()):
+        # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
+        whole = workers.agreed(lambda place=folder / before: is_sound(place), by=workers.is_first_here)
+        if not workers.highest(whole is False):  # on any machine
             places[name] = before
         else:
             reporter.warn(

@@ -24,7 +24,7 @@ from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, step_of
 from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
-from tandem.train.extension import check_extension
+from tandem.train.extension import check_extension, refuse_shortening
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
 from tandem.train.per_pair import check_per_pair
@@ -140,6 +140,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
     remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "metrics.step_*", "model")
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
+        refuse_shortening(run, setup)
         write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 

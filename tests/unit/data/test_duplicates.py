@@ -89,6 +89,18 @@ def test_a_dropped_set_is_found_again_in_the_cache(monkeypatch):
     assert again.train.fingerprint == first.train.fingerprint != opened("data.train=a.jsonl").train.fingerprint
 
 
+def test_a_dropped_set_that_is_damaged_in_the_cache_is_refused_with_its_folder():
+    write("a.jsonl", pair("hi"), pair("hi"))
+    folder = opened("data.train=a.jsonl", "data.duplicates=drop").read["train"].folder
+    (folder / "rejects.jsonl").write_text("damaged", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        opened("data.train=a.jsonl", "data.duplicates=drop")
+    assert str(error.value) == (
+        f"{folder}/rejects.jsonl does not match its SHA-256 in the manifest: it was changed or cut off. The tokenised data is "
+        f"damaged: remove {folder} and start again."
+    )
+
+
 def test_a_later_training_set_loses_what_an_earlier_one_has():
     write("a.jsonl", pair("hi"), pair("so"))
     write("b.jsonl", pair("so"), pair("ah"), pair("ah"))

@@ -385,6 +385,23 @@ def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tm
     ) in said
 
 
+def test_a_damaged_reference_of_a_resumed_run_is_computed_under_another_name(tmp_path, monkeypatch):
+    import transformers
+
+    cache = tmp_path / "cache"
+    given = [few_pairs(tmp_path), f"reference.cache_dir={cache}", "checkpointing.save_period=2"]
+    with killed_after(3):
+        short_run(tmp_path / "run", *given)
+    started = {place.name for place in cache.iterdir()}
+    for name in started:
+        (cache / name / "logps.f32").write_bytes(b"damaged")
+    monkeypatch.setattr(transformers, "__version__", "99.0")
+    short_run(tmp_path / "run", *given)
+    sound = {place.name for place in cache.iterdir() if place.suffix != ".damaged"}
+    assert len(sound) == len(started)
+    assert not sound & started
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_reference_values_that_are_not_finite_are_refused_at_their_row_and_not_cached(tmp_path, monkeypatch, value):
     few = few_pairs(tmp_path)

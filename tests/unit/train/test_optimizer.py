@@ -6,8 +6,8 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler, get_wsd_schedule
 
 from tandem.config.load import load_config
-from tandem.errors import CheckpointError
-from tandem.train.optimizer import highest_rate, make_scheduler, schedule_in_words
+from tandem.errors import CheckpointError, ConfigError
+from tandem.train.optimizer import check_scheduler, highest_rate, make_scheduler, schedule_in_words
 
 LR = 8e-4
 
@@ -154,3 +154,22 @@ def test_a_run_under_a_schedule_by_name_resumes_bit_for_bit(tmp_path):
         [0, 5e-4, 1e-3, 0.86819e-3, 0.55e-3, 0.23181e-3], rel=1e-4
     )
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
+
+
+COSINE, STEPS = "torch.optim.lr_scheduler.CosineAnnealingLR", "torch.optim.lr_scheduler.StepLR"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (f"{{name: {COSINE}, kwargs: {{T_max: 0}}}}", "CosineAnnealingLR (T_max=0)"),
+        (
+            f"[{{name: {COSINE}, kwargs: {{T_max: 9}}}}, {{name: {STEPS}, kwargs: {{step_size: 0}}}}, {{milestones: [2]}}]",
+            "StepLR (step_size=0)",
+        ),
+    ],
+)
+def test_a_scheduler_that_divides_by_nothing_is_refused_before_it_is_stepped(schedule, told):
+    with pytest.raises(ConfigError) as error:
+        check_scheduler(policy_of(schedule))
+    assert str(error.value) == f"policy.scheduler: {told} cannot be stepped: integer modulo by zero."

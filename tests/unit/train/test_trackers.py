@@ -212,6 +212,18 @@ def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tm
     assert orphan.returncode == 1
 
 
+def test_wandb_is_told_no_earlier_step_than_the_last_for_it_would_drop_it(monkeypatch, tmp_path):
+    """As the measured export of a run that stopped early is: it belongs to the best step."""
+    steps, warned = tmp_path / "steps", Said()
+    put_in_front(monkeypatch, tmp_path / "p", log=f"open({str(steps)!r}, 'a').write(f'{{step}} {{list(metrics)}}\\n')")
+    feed = feed_of(tmp_path, warned)
+    for step, name in ((3, "train/loss"), (4, "train/loss"), (2, "exported-default/loss")):
+        feed.put(step, {name: 0.5})
+    feed.close()
+    assert warned == []
+    assert steps.read_text().splitlines() == ["3 ['train/loss']", "4 ['train/loss']", "4 ['exported-default/loss']"]
+
+
 # The run that a tracker has
 
 

@@ -106,9 +106,12 @@ class Wandb:
             settings=wandb.Settings(console="off"),
         )
         self.place = self._run.url or str(Path(self._run.dir).parent)
+        self._reached = opening.step
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
+        # W&B drops what is of an earlier step than the last, as the export of a run that stopped early is.
+        self._reached = max(self._reached, step)
+        self._run.log(metrics, step=self._reached)
 
     def close(self) -> None:
         self._run.finish()
