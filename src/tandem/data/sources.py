@@ -210,7 +210,8 @@ def _numbered(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, bytes]
 def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
     """The rows of a table with a header line, values as texts; a row is numbered by the line it begins on."""
     csv.field_size_limit(MAX_BYTES)  # Python's own limit, 128 kB, is less than some answers
-    reader = csv.DictReader(_decoded(file, path), strict=True)
+    damaged: dict[int, str] = {}  # lines that are not UTF-8, until their row has been read
+    reader = csv.DictReader(_decoded(file, path, damaged), strict=True)
     try:
         names = list(reader.fieldnames or [])
         if names and (other := _no_header(names)):
@@ -223,7 +224,11 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
             texts = [text for text in value.values() if text is not None]
             num_fields = len(texts) + len(surplus)
             number = reader.line_num - sum(text.count("\n") for text in chain(texts, surplus))
-            if num_fields != len(names):
+            if damaged:
+                message = "; ".join(damaged.values())
+                damaged.clear()
+                yield number, RowError(f"{path}:{number}", "not UTF-8", f"{message}. Save the file as UTF-8."), 0
+            elif num_fields != len(names):
                 message = f"{num_fields} fields where the header has {len(names)}."
                 yield number, RowError(f"{path}:{number}", "wrong number of fields", message), 0
             elif (column := next((name for name, text in value.items() if _is_python_list(text)), None)) is not None:
@@ -271,13 +276,16 @@ def _with_numbers(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _decoded(file: io.BufferedReader, path: Path) -> Iterator[str]:
+def _decoded(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> Iterator[str]:
+    """The lines as text; one that is not UTF-8 is noted in `damaged`, unless it is the header."""
     for number, line in _numbered(file, path):
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            place = f"{path}:{number}"
-            raise DataError(f"{place}: not UTF-8 at byte {error.start} of the line. Save the file as UTF-8.") from None
+            damaged[number] = f"not UTF-8 at byte {error.start} of line {number}"
+            if number == 1:
+                raise DataError(f"{path}:1: {damaged[1]}. Save the file as UTF-8.") from None
+            yield line.decode("utf-8", errors="replace")
 
 
 def _kind_of_table(opening: bytes, path: Path) -> str | None:
