@@ -132,7 +132,7 @@ class Setup:
             (
                 "length",
                 f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
-                f"epochs: {dpo.max_num_epochs}; seed: {c.run.seed}{self._stops_early()}",
+                f"epochs: {dpo.max_num_epochs}{self._before_steps()}; seed: {c.run.seed}{self._stops_early()}",
             ),
             (
                 "optimizer",
@@ -198,6 +198,14 @@ class Setup:
         shown = [name for name in own if usual[name] or getattr(dpo, name) != usual[name]]
         shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != usual[name]]
         return "".join(f", {name} {_as_written(getattr(dpo, name))}" for name in shown)
+
+    @property
+    def ends_with_epochs(self) -> bool:
+        """Whether the epochs hold fewer steps than dpo.max_num_steps."""
+        return self.num_steps < (self.config.dpo.max_num_steps or 0)
+
+    def _before_steps(self) -> str:
+        return f", which end before dpo.max_num_steps={self.config.dpo.max_num_steps}" if self.ends_with_epochs else ""
 
     def _stops_early(self) -> str:
         patience = self.config.dpo.early_stopping_patience

@@ -77,6 +77,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
     extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
+        _warn_of_epochs(setup, reporter)
         if per_pair is None:
             reporter.result(run)
             return run
@@ -203,6 +204,16 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
         reporter.warn(
             f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
             f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
+        )
+
+
+def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
+    """Of a finished run that is asked for more steps than its epochs hold."""
+    dpo = setup.config.dpo
+    if setup.ends_with_epochs:
+        reporter.warn(
+            f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
+            f"step {setup.num_steps}. Raise dpo.max_num_epochs to extend it."
         )
 
 
