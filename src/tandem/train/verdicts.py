@@ -124,14 +124,14 @@ def _diverged(course: Course) -> str | None:
     if bounded and abs(margin) > ABSURD_MARGIN:
         signs.append(f"half of the margins are {'above' if margin > 0 else 'below'} {margin:.3g}")
     if nats > max(ABSURD_NATS, 2 * _chosen_nats(before)):
-        signs.append(f"the chosen completions cost {nats:.3g} nats a token, where guessing costs 12 at most")
+        signs.append(f"the chosen completions cost {nats:.3g} nats a token, where guessing costs less than 13")
     step = course.training[-1] if course.training else {}
     if step.get("grad_norm") == 0 and step["accuracy"] < 1:
         signs.append(f"the gradient of the last step is 0, with an accuracy of {step['accuracy']:.3f} on its pairs")
     if not signs:
         return None
     rate = course.config.policy.optimizer.kwargs.lr
-    return f"training diverged: {'; '.join(signs)}. The model is unusable: {SMALLER_RATE} (now {rate:g})."
+    return f"training diverged: {'; '.join(signs)}. The model of step {last['step']} is unusable: {SMALLER_RATE} (now {rate:g})."
 
 
 def _chosen_nats(record: Record) -> float:
