@@ -168,9 +168,15 @@ def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Pat
     """Files of a repository of the hub."""
     refuse_missing(key, name)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{key} = {name}: there is no such folder here, the hub cannot be reached, and no copy of such a model was fetched "
+            "before. Check the path, or the name and the connection."
+        ) from None
     except Exception as error:
         raise ConfigError(
             f"{key} = {name}: neither a directory here nor to be had from the hub: {one_line(error)} "
