@@ -278,13 +278,14 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     packer, on_gpu = setup.train, setup.device.type == "cuda"
     smallest = int(np.argmin(packer.sizes))
     lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
-    with reporter.progress("Compiling", len(lengths)) as done:
-        for length in lengths:
-            rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
-            with policy.computing():
-                policy(policy.inputs(join(rows), setup.device)).sum().backward()
-            done()
-            check()
+    if lengths:
+        with reporter.progress("Compiling", len(lengths)) as done:
+            for length in lengths:
+                rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
+                with policy.computing():
+                    policy(policy.inputs(join(rows), setup.device)).sum().backward()
+                done()
+                check()
     policy.zero_grad()
     if not on_gpu:
         return None

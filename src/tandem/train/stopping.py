@@ -90,7 +90,8 @@ def stopped_by_signals(
             first = "finished and saved" if saves else "finished"
             again = " Once more stops at once." if alone else ""
             with suppress(OSError):  # the terminal may be gone
-                os.write(2, f"tandem: stopping: the step is {first} first.{again}\n".encode())
+                start = "\n" if os.isatty(2) else ""  # the cursor may be at the end of a progress bar, or of ^C
+                os.write(2, f"{start}tandem: stopping: the step is {first} first.{again}\n".encode())
 
     # Under nohup a closed terminal is to be ignored.
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
