@@ -344,3 +344,18 @@ def test_several_workers_extend_a_run_and_stop_early_together(tmp_path, data):
     assert len(metrics_of(early)) == 3
     one = short_run(tmp_path / "one", *data, "dpo.max_num_steps=1")
     assert largest_difference(weights_of(early), weights_of(one)) < 5e-6
+
+
+def test_more_steps_than_the_epochs_hold_are_not_an_extension_and_the_run_says_why(tmp_path, data, capfd):
+    one_epoch = [*data, "dpo.max_num_epochs=1"]
+    run = short_run(tmp_path / "run", *one_epoch, "dpo.max_num_steps=null")
+    steps = extension.last_step(run)
+    before = (run / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    short_run(run, *one_epoch, "dpo.max_num_steps=99")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    printed = "".join(capfd.readouterr())
+    assert (
+        f"warning: dpo.max_num_steps = 99 is not reached: dpo.max_num_epochs = 1 ends the run at step {steps}. "
+        "Raise dpo.max_num_epochs to extend it." in printed
+    )

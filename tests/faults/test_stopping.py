@@ -18,7 +18,7 @@ from tandem.model import reference
 from tandem.train import build, checkpoint, step, trainer
 from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.report import Reporter
-from tandem.train.stopping import Stopping
+from tandem.train.stopping import Stopping, stopped_by_signals
 
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
@@ -89,6 +89,29 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, pla
     # The writer works behind the run's back: a signal while it writes is met in whatever step runs then.
     assert found == kept or (place == "while saving" and found[0] == 2)
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
+
+
+@pytest.mark.parametrize(("is_terminal", "start"), [(True, "\n"), (False, "")])
+def test_on_a_terminal_the_message_begins_on_a_line_of_its_own(monkeypatch, capfd, is_terminal, start):
+    monkeypatch.setattr(os, "isatty", lambda _: is_terminal)  # where ^C or a progress bar is at the cursor
+    with stopped_by_signals(Stopping()):
+        os.kill(os.getpid(), signal.SIGINT)
+    message = "tandem: stopping: the step is finished and saved first. Once more stops at once.\n"
+    assert capfd.readouterr().err == start + message
+
+
+def test_layers_that_are_not_compiled_show_no_bar_for_it(tmp_path, monkeypatch):
+    shown = []
+    real = Reporter.progress
+
+    def watched(self, what, *arguments, **options):
+        shown.append(what)
+        return real(self, what, *arguments, **options)
+
+    monkeypatch.setattr(Reporter, "progress", watched)
+    short_run(tmp_path / "run")
+    assert "Training" in shown
+    assert "Compiling" not in shown
 
 
 def test_before_the_first_step_a_stop_waits_for_nothing(tmp_path, monkeypatch, capfd):

@@ -315,11 +315,19 @@ def test_a_csv_row_with_another_number_of_fields_is_refused_and_the_next_one_rea
     assert after.value == {"a": "1", "b": "2", "c": "3"}
 
 
+def test_a_csv_row_that_is_not_utf8_is_refused_and_the_next_one_read(read, tmp_path):
+    first, over_lines, after = read("pairs.csv", b'a,b\n1,\xff\n2,"x\n\xe9"\n3,4\n')
+    assert str(first) == f"{tmp_path}/pairs.csv:2: not UTF-8 at byte 2 of line 2. Save the file as UTF-8."
+    assert str(over_lines) == f"{tmp_path}/pairs.csv:3: not UTF-8 at byte 0 of line 4. Save the file as UTF-8."
+    assert {first.reason, over_lines.reason} == {"not UTF-8"}
+    assert after.value == {"a": "3", "b": "4"}
+
+
 BAD_CSV = {
     "open quote": (b'a,b\n1,2\n3,"4\n5\n', "pairs.csv:3: malformed csv in the row from here: unexpected end of data."),
     "after a quote": (b'a,b\n1,"2"x\n', "pairs.csv:2: malformed csv in the row from here: ',' expected after '\"'."),
     "header": (b'a,"b\n', "pairs.csv:1: malformed csv in the row from here: unexpected end of data."),
-    "not UTF-8": (b"a,b\n1,2\n3,\xff\n", "pairs.csv:3: not UTF-8 at byte 2 of the line. Save the file as UTF-8."),
+    "not UTF-8": (b"a,\xff\n1,2\n", "pairs.csv:1: not UTF-8 at byte 2 of line 1. Save the file as UTF-8."),
     "duplicate column": (b"a,b,a\n1,2,3\n", "pairs.csv:1: the column 'a' stands twice in the header. Remove one."),
     "nameless columns": (b"a,,\n1,2,3\n", "pairs.csv:1: the column '' stands twice in the header. Remove one."),
 }

@@ -3,9 +3,11 @@
 import json
 import shutil
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from models import random_preference, tiny_config
 
 from tandem.config.load import load_config
@@ -114,7 +116,22 @@ def test_a_file_of_a_tokenizer_is_told_its_folder(tmp_path):
     assert str(refused.value) == f"policy.tokenizer.name = {file}: a file of a tokenizer. Give its folder: {tmp_path}."
 
 
-def test_a_hub_name_that_cannot_be_had_is_one_line():
+def test_a_folder_that_is_not_here_without_a_hub_is_one_sentence(monkeypatch):
+    def unreachable(*_, **__):
+        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known\nAn error happened")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    assert refusal(model_name="runs/tandem-1") == (
+        "policy.model_name = runs/tandem-1: there is no such folder here, the hub cannot be reached, and no copy of such a model "
+        "was fetched before. Check the path, or the name and the connection."
+    )
+
+
+def test_a_hub_name_that_cannot_be_had_is_one_line(monkeypatch):
+    def refused(*_, **__):
+        raise OSError("Repository Not Found\nCheck the name")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
     message = refusal(model_name="someone/something")
     assert message.startswith(
         "policy.model_name = someone/something: neither a directory here nor to be had from the hub: "

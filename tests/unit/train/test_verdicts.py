@@ -247,8 +247,8 @@ def test_a_run_that_diverged_is_called_so_and_nothing_else():
     steps = [{**SOUND, "split": "train", "step": i + 1, "accuracy": 0.4, "grad_norm": 0.0} for i in range(2)]
     assert found([*steps, *course({}, absurd)]) == {
         "diverged": "training diverged: half of the margins are below -3.6e+06; the chosen completions cost 1.2e+06 nats a "
-        "token, where guessing costs 12 at most; the gradient of the last step is 0, with an accuracy of 0.400 on its pairs. The "
-        "model is unusable: try a smaller policy.optimizer.kwargs.lr (now 5e-06)."
+        "token, where guessing costs less than 13; the gradient of the last step is 0, with an accuracy of 0.400 on its pairs. "
+        "The model of step 10 is unusable: try a smaller policy.optimizer.kwargs.lr (now 5e-06)."
     }
 
 
