@@ -103,7 +103,7 @@ def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, s
     t.reporter.end(f"Done. Everything is in {t.run}")
     alone = t.setup.lora is not None and not config.export.merge_lora
     what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
-    of_step = f": step {stop.exported_step}, the best" if stop else ""
+    of_step = f": step {stop.exported_step}, the best checkpoint" if stop else ""
     t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
