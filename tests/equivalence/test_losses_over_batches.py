@@ -13,7 +13,7 @@ from models import as_policy, plain_token_logps, random_preference, tiny_model
 
 from tandem.config.dpo import Dpo
 from tandem.errors import NonFiniteError
-from tandem.model.reference import LiveReference
+from tandem.model.reference import LiveReference, NoReference
 from tandem.model.workers import start_workers
 from tandem.packing.packer import Packer
 from tandem.packing.schedule import GlobalBatch
@@ -255,17 +255,14 @@ def test_validation_of_some_batches_is_over_those_alone():
 # What is said of a loss that is not finite
 
 
-class Poisoned:
-    def token_logps(self, pack, inputs):
-        return torch.full((len(inputs.target_ids),), torch.nan)
-
-
 def spoiled():
     store, model = preferences(), tiny_model("llama", seed=0)
-    side = Side(Poisoned(), Dpo(preference_loss="aot"), start_workers(), "float32")
+    side = Side(NoReference(), Dpo(preference_loss="aot"), start_workers(), "float32")
     batch = GlobalBatch(0, np.arange(len(store)), NUM_PAIRS)
     packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
-    step = train_step(as_policy(model), side, packs, batch, Recorder(model), max_grad_norm=None)
+    policy = as_policy(model)
+    policy.register_forward_hook(lambda module, given, logps: logps * torch.nan)
+    step = train_step(policy, side, packs, batch, Recorder(model), max_grad_norm=None)
     with pytest.raises(NonFiniteError) as stopped:
         step.read(store)
     return str(stopped.value)

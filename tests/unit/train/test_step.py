@@ -1,5 +1,6 @@
 """One optimizer step: clipping, and what happens when a number is not finite."""
 
+import numpy as np
 import pytest
 import torch
 from models import plain_token_logps
@@ -58,24 +59,29 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
     batch = setup.batches.epoch(0)[0]
     culprit = int(batch.preferences[3])
 
-    class Poisoned:
-        def token_logps(self, pack, inputs):
-            logps = side.reference.token_logps(pack, inputs)
-            owners = torch.from_numpy(pack.preferences[pack.owner])
-            poisoned = (owners == culprit)[inputs.completion[: inputs.num_scored]]
-            logps[: inputs.num_scored][poisoned] = float("nan")
-            return logps
+    packs = list(packs_of(setup, batch))
 
+    def poisoned(module, given, logps):
+        """The policy's own numbers of one preference: a reference that is not finite has a message of its own."""
+        (inputs,) = given
+        pack = next(pack for pack in packs if np.array_equal(pack.token_ids, inputs.token_ids.numpy()))
+        owners = torch.from_numpy(pack.preferences[pack.owner] == culprit)
+        factor = torch.ones_like(logps)
+        factor[: inputs.num_scored][owners[inputs.completion[: inputs.num_scored]]] = float("nan")
+        return logps * factor
+
+    hook = policy.register_forward_hook(poisoned)
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     before = whole(policy)
     step = train_step(
         policy,
-        Side(Poisoned(), side.dpo, side.workers, "float32"),
-        packs_of(setup, batch),
+        side,
+        packs,
         batch,
         optimizer,
         max_grad_norm=1.0,
     )
+    hook.remove()
     store = setup.train.store
     with pytest.raises(NonFiniteError) as stopped:
         step.read(store)
