@@ -16,9 +16,11 @@ from tandem import cli
 from tandem.config.load import LoadedConfig, load_config
 from tandem.embedded.files import TRAIN
 from tandem.model.tiny import tiny_model
+from tandem.train import finish
 from tandem.train.finish import REAL_MODEL, with_real_model
 from tandem.train.report import Reporter
 from tandem.train.trainer import train
+from tandem.train.verdicts import Verdict
 
 # Of a model of one's own, by other names than usual, in a folder with a space.
 OWN_KEYS = ["data.default.prompt_key=the question", "data.default.chosen_key=good", "data.default.rejected_key=bad"]
@@ -181,3 +183,13 @@ def test_an_unfinished_run_continues_as_printed(tmp_path, monkeypatch, capsys):
         cli.main()
     assert ended.value.code in (None, 0)
     assert "Done. Everything is in runs/tandem-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["diverged", "only_hurt"])
+def test_nothing_is_suggested_after_a_run_that_made_the_model_worse(tmp_path, capsys, monkeypatch, name):
+    """Its learning rate would be taken to another model."""
+    monkeypatch.setattr(finish, "judge", lambda *_: [Verdict(name, "train", "Lower the learning rate.")])
+    train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", "dpo.max_num_steps=1"]), Reporter())
+    said = capsys.readouterr().out
+    assert "train: Lower the learning rate." in said
+    assert "Next:" not in said

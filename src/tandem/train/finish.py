@@ -62,7 +62,9 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
     _tell(t, model, dtype, per_pair, stop)
-    _tell_next(t, model, loaded)
+    # A model that training made worse is not used, nor are its settings taken to another: the verdict says what to change.
+    if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
+        _tell_next(t, model, loaded)
 
 
 def _tell_memory(t: Training) -> None:
