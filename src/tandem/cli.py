@@ -10,9 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from tandem import __version__
-from tandem.commands import key_of, override, tandem_command
+from tandem.commands import key_of, override
 from tandem.errors import (
-    CheckpointError,
     ConfigError,
     DiskError,
     StoppedError,
@@ -92,25 +91,14 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
     """Train on preferences. Without any argument: the embedded default, a tiny model on bundled pairs."""
-    from tandem.cache import is_checkpoint
     from tandem.config.load import load_config, require_training_set
-    from tandem.paths import check_run
-    from tandem.train.rundir import no_run
+    from tandem.paths import check_resumed, check_run
 
     continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
         if config is not None or fresh:
             raise ConfigError("--resume takes its configuration from DIR: leave out --config and --fresh.")
-        if is_checkpoint(Path(resume)):
-            whole = Path(resume).resolve().parent.parent
-            raise CheckpointError(
-                f"--resume {resume}: a checkpoint, not a run. A run goes on from its newest whole one: --resume {whole}"
-            )
-        if not (Path(resume) / "config.yaml").is_file():
-            inside = (Path(resume).resolve().parent / "config.yaml").is_file()
-            hint = f" Is --resume {Path(resume).parent} meant?" if inside else ""
-            what = no_run(Path(resume)) if Path(resume).exists() else "there is no such directory"
-            raise CheckpointError(f"--resume {resume}: {what}.{hint}")
+        check_resumed(Path(resume))
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
         loaded = load_config(config, overrides or [])
@@ -251,11 +239,10 @@ def prepare(
             )
         if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
             raise ConfigError("--from-nemo reads its FILE in place of data.train: leave out data.train.")
+        if output is None:
+            raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
-        reporter.preflight([found], {found.name: Path(str(output)) / found.name / "rejects.jsonl"})
-        arguments = preparing.training_arguments(changes, config, found, Path(str(output)))
-        reporter.say("\nTrain on it:")
-        reporter.command(tandem_command("train", *arguments))
+        preparing.show_imported(found, output, changes, config, reporter)
         return
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:

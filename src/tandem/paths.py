@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.cache import is_checkpoint
 from tandem.config.datasets import DatasetFields
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.files import find_files
 from tandem.data.hub import is_hub_name
-from tandem.errors import ConfigError, DataError
+from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.model.source import check_path, refuse_missing
-from tandem.train.rundir import choose_run_dir, is_finished
+from tandem.train.rundir import choose_run_dir, is_finished, no_run
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
@@ -22,6 +23,20 @@ def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> No
         check_per_pair(per_pair)
     if per_pair is not None or not is_finished(choose_run_dir(loaded, fresh=fresh)):
         check_paths(loaded.config)
+
+
+def check_resumed(run: Path) -> None:
+    """Refuse a directory given to --resume that is not a run, and say what it is."""
+    if is_checkpoint(run):
+        raise CheckpointError(
+            f"--resume {run}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
+            f"{run.resolve().parent.parent}"
+        )
+    if not (run / "config.yaml").is_file():
+        inside = (run.resolve().parent / "config.yaml").is_file()
+        hint = f" Is --resume {run.parent} meant?" if inside else ""
+        what = no_run(run) if run.exists() else "there is no such directory"
+        raise CheckpointError(f"--resume {run}: {what}.{hint}")
 
 
 def check_paths(config: Config) -> None:

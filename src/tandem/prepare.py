@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.cache import published, read_manifest, write_manifest
-from tandem.commands import changed, key_of, override
+from tandem.commands import changed, key_of, override, tandem_command
 from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
@@ -165,10 +165,8 @@ def _written(
     return folders
 
 
-def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Preflight:
+def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
     """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
-    if output is None:
-        raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
     check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
@@ -187,6 +185,15 @@ def prepare_from_nemo(config: Config, file: Path, output: Path | None) -> Prefli
         shutil.rmtree(folder)
         _write(kept, [], folder)
     return preflight("train", kept)
+
+
+def show_imported(
+    found: Preflight, output: Path, overrides: Sequence[str], config_file: str | None, reporter: Reporter
+) -> None:
+    """What is in the set that was imported, and the command that trains on it."""
+    reporter.preflight([found], {found.name: output / found.name / "rejects.jsonl"})
+    reporter.say("\nTrain on it:")
+    reporter.command(tandem_command("train", *training_arguments(overrides, config_file, found, output)))
 
 
 def training_arguments(overrides: Sequence[str], config_file: str | None, found: Preflight, output: Path) -> list[str]:

@@ -87,7 +87,7 @@ LOSS_FACTS: dict[LossName, LossFacts] = {
     # The paper has 0.1 and 0.5; 0.01 is usual since Zephyr.
     "dpo": LossFacts((BETA, "label_smoothing"), published=(_beta(0.01, "arXiv:2305.18290", 0.5),)),
     "sigmoid": LossFacts((BETA, "label_smoothing"), published=(_beta(0.01, "arXiv:2305.18290", 0.5),)),
-    "ipo": LossFacts((BETA,), published=(_beta(0.1, "arXiv:2310.12036", 1.0),)),
+    "ipo": LossFacts((BETA,)),
     "rpo_sq": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
     "rpo_bwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
     "rpo_fwd_kl": LossFacts((BETA, "gt_reward_scale"), needs_scores=True),
@@ -118,20 +118,19 @@ LOSS_FACTS: dict[LossName, LossFacts] = {
         ("wpo",),
         needs_reference=False,
         averages=True,
-        published=(_beta(2.0, "arXiv:2405.14734", 10.0), Published("simpo_gamma", 0.3, 5.0, "arXiv:2405.14734")),
+        published=(_beta(2.0, "arXiv:2405.14734", 10.0),),
     ),
     "orpo": LossFacts(
         ("orpo_lambda",),
         ("wpo",),
         needs_reference=False,
         averages=True,
-        published=(Published("orpo_lambda", 0.1, 0.25, "arXiv:2403.07691"),),
     ),
     "cpo": LossFacts(
         (BETA, "cpo_alpha"),
         ("wpo",),
         needs_reference=False,
-        published=(_beta(0.1, "arXiv:2401.08417"), Published("cpo_alpha", 1.0, 1.0, "arXiv:2401.08417")),
+        published=(Published("cpo_alpha", 1.0, 1.0, "arXiv:2401.08417"),),
     ),
 }
 
