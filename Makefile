@@ -29,9 +29,9 @@ test: $(READY)  ## set up, then run the tests
 	$(PYTEST)
 
 .PHONY: test-slow
-test-slow: $(READY)  ## the slow tests too; SHARD=1/3 runs a third of them
+test-slow: $(READY)  ## the tests that take minutes; SHARD=1/3 runs a third of them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
-	$(PYTEST) -m "not gpu" $(if $(SHARD),--shard=$(SHARD))
+	$(PYTEST) -m "slow and not gpu" $(if $(SHARD),--shard=$(SHARD))
 
 .PHONY: faults
 faults: $(READY)  ## kills, full disks, damaged files: every fault a run must survive
