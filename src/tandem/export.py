@@ -4,7 +4,6 @@ In the model's dtype, by stochastic rounding.
 """
 
 import copy
-import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,21 +114,9 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
     with ExitStack() as stack:
         aside = workers.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        def written() -> None:
-            write(aside)
-            _open_to_all(aside)
-
-        workers.agreed(written, by=workers.is_first)
+        workers.agreed(lambda: write(aside), by=workers.is_first)
         measure(aside)
         workers.agreed(stack.close, by=workers.is_first)
-
-
-def _open_to_all(folder: Path) -> None:
-    """safetensors writes weights for their owner alone: they get the mode that the other files have."""
-    files = [file for file in folder.iterdir() if file.is_file()]
-    mode = max(stat.S_IMODE(file.stat().st_mode) for file in files)
-    for file in files:
-        file.chmod(mode)
 
 
 def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:

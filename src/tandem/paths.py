@@ -12,7 +12,7 @@ from tandem.data.files import find_files
 from tandem.data.hub import is_hub_name
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.model.source import check_path, refuse_missing
-from tandem.train.rundir import choose_run_dir, is_finished, no_run
+from tandem.train.rundir import choose_run_dir, is_finished, no_run, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
@@ -32,6 +32,7 @@ def check_resumed(run: Path) -> None:
             f"--resume {run}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
             f"{run.resolve().parent.parent}"
         )
+    refuse_links(run)
     if not (run / "config.yaml").is_file():
         inside = (run.resolve().parent / "config.yaml").is_file()
         hint = f" Is --resume {run.parent} meant?" if inside else ""

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cache import cache_dir, fingerprint
+from tandem.cache import cache_dir, fingerprint, replacing
 from tandem.data.hub_layout import DATA_FILE, choose_files
 from tandem.errors import DataError
 
@@ -80,9 +79,8 @@ def _fetch(name: str, file: str, commit: str) -> Path:
 
 def _remember(memory: Path, **facts: Any) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
-    aside = memory.with_name(f".{memory.name}.{os.getpid()}")
-    aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    aside.replace(memory)
+    with replacing(memory) as file:
+        file.write(json.dumps(facts, indent=1) + "\n")
 
 
 def _recalled(name: str, memory: Path) -> HubFiles:

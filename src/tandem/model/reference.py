@@ -1,6 +1,5 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tandem.model.attention import PackMask
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
 from tandem.model.workers import Workers
+from tandem.ownership import free_path
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
@@ -131,9 +131,7 @@ def is_sound(place: Path) -> bool:
         read_manifest(place)
         return True
     except ValueError:
-        aside = place.with_name(place.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        place.rename(aside)
+        place.rename(free_path(place.parent, f"{place.name}.damaged"))
         return False
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.cache import remove_leftovers
 from tandem.model.lora import start_fingerprint
 from tandem.model.parallel import frozen
 from tandem.model.policy import Policy
@@ -20,6 +19,7 @@ from tandem.model.reference import (
 )
 from tandem.model.source import weights_fingerprint
 from tandem.model.workers import Workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.layout import join
 from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
@@ -253,8 +253,9 @@ def _put_back(
     reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    workers.agreed(lambda: remove_leftovers(folder, "step_*", "latest", "best"), by=workers.is_first)
     place, damaged = workers.from_first(lambda: newest_verified(folder))
+    own = ("step_[0-9]+", "latest", "best")
+    workers.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=workers.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:

@@ -27,6 +27,7 @@ from tandem.model.reference import (
 )
 from tandem.model.source import ModelSource, weights_fingerprint
 from tandem.model.workers import Workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.packer import Packer
 from tandem.train.checkpoint import checkpoints
 from tandem.train.report import Reporter
@@ -80,6 +81,7 @@ def make_references(
     if other is not None:
         weights = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
+    workers.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=workers.is_first_here)
     places = _places_of_references(setup, run, folder, weights, workers, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():

@@ -16,6 +16,7 @@ from rich.text import Text
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
 from tandem.errors import writing
 from tandem.failpoints import fail_point
+from tandem.ownership import open_own
 from tandem.terminal import table, wrap
 
 if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
@@ -41,7 +42,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_own(path, "a")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
         if keep_bytes is not None:
             is_cut = path.stat().st_size < keep_bytes

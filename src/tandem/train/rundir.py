@@ -2,17 +2,30 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
 from tandem.errors import CheckpointError, ConfigError
+from tandem.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 
+# What a run writes in its directory, beside its checkpoints.
+FILES = (
+    *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
+    *("logs/gpu.jsonl", "logs/trackers.log", "samples/step_*.jsonl"),
+)
+FOLDERS = ("checkpoints", "logs", "model", "samples")
+# What their temporary files become, as regular expressions.
+TEMPORARY_NAMES = (
+    *(re.escape(name) for name in FILES if "/" not in name),
+    *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
+)
 # Keys that do not change what is learned up to a step: they may differ when a run goes on.
 MAY_CHANGE = (
     "run.name",
@@ -56,6 +69,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         raise ConfigError(f"{key} = {named}: a file, not a directory. Choose another {key}.")
     if named is not None and not fresh:
         given = Path(named)
+        refuse_links(given)
         if (given / "config.yaml").is_file():
             refuse_other_config(given, loaded)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
@@ -66,6 +80,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     now = yaml.safe_load(loaded.as_yaml())
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
         if not is_finished(run) and _stored_config(run) == now:
+            refuse_links(run)
             return run
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
@@ -75,7 +90,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     if loaded.config.run.dir is not None:
         return None
     stem, _, number = run.name.rpartition("-")
-    elder = run.with_name(f"{stem}-{int(number) - 1}") if number.isdigit() else run
+    elder = run.with_name(f"{stem}-{int(number) - 1}") if _is_number(number) else run
     stored = _stored_config(elder) if elder != run else None
     if stored is None or _differences(stored, loaded):
         return None
@@ -105,7 +120,21 @@ def _is_greater(new: int | None, old: int | None) -> bool:
 def _numbers(parent: Path, stem: str) -> list[int]:
     """Of the directories stem-1, stem-2, ..., the newest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
-    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)
+
+
+def _is_number(text: str) -> bool:
+    """Of the digits 0 to 9: others, as in tandem-², are digits to Python and not numbers."""
+    return text.isascii() and text.isdigit()
+
+
+def refuse_links(run: Path) -> None:
+    """Refuse a run of which a file is a link, or something else that is not a file: it would be written elsewhere."""
+    for name in FILES:
+        for path in run.glob(name) if "*" in name else [run / name]:
+            refuse_other_than_file(path)
+    for name in FOLDERS:
+        refuse_other_than_folder(run / name)
 
 
 def no_run(folder: Path) -> str:
@@ -174,22 +203,29 @@ def held(run: Path) -> Iterator[None]:
     """Hold the directory for this process; a second one is refused. A dead process holds nothing."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = (run / "lock").open("a+")
+        file = open_own(run / "lock", "a+")
     except OSError as error:
         raise ConfigError(f"run.dir = {run}: cannot be written ({error.strerror}). Choose another run.dir.") from None
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
+            holder = _read_lock(lock) or "unknown"
             raise CheckpointError(
                 f"{run} is in use by process {holder}. Wait for it, or choose another run.dir."
             ) from None
+        if not re.fullmatch("[0-9]*", _read_lock(lock)):
+            raise CheckpointError(
+                f"{run}/lock: not written by tandem, which keeps the number of its process there. Move it elsewhere."
+            )
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         yield
+
+
+def _read_lock(lock: IO[str]) -> str:
+    return os.pread(lock.fileno(), 64, 0).decode("ascii", "replace").strip()
 
 
 def _stored_config(run: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.cache import remove_leftovers, write_whole
+from tandem.cache import replacing, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
@@ -17,12 +17,13 @@ from tandem.data.sets import of_set
 from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.positions import long_sequences
 from tandem.model.workers import Workers, compute_deterministically, start_workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
-from tandem.train.checkpoint import Progress, checkpoints, step_of
+from tandem.train.checkpoint import Progress, checkpoints, refuse_in_the_way, step_of
 from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
 from tandem.train.extension import check_extension, refuse_shortening
 from tandem.train.finish import finish, write_per_pair
@@ -31,6 +32,7 @@ from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
 from tandem.train.row_length import device_memory, much_filler
 from tandem.train.rundir import (
+    TEMPORARY_NAMES,
     choose_run_dir,
     earlier_run,
     held,
@@ -138,7 +140,9 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "metrics.step_*", "model")
+    refuse_in_the_way(kept, setup.num_steps)
+    remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
+    remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         refuse_shortening(run, setup)
         write_whole(run / "config.yaml", loaded.as_yaml(), "config")
@@ -365,7 +369,7 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
-    with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
+    with replacing(run / "rejects.jsonl") as out:
         for split, store in setup.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem.cache import replacing
+
 Metrics = dict[str, float]
 
 MLFLOW_PARAMS_AT_ONCE = 100
@@ -189,9 +191,8 @@ class KeptRuns:
 
     def keep(self, tracker: str, where: str, run_id: str) -> None:
         text = json.dumps(self._read() | {tracker: {"where": _digest(where), "id": run_id}}, indent=2)
-        half = self._path.with_suffix(".tmp")
-        half.write_text(text, encoding="utf-8")
-        half.replace(self._path)
+        with replacing(self._path) as file:
+            file.write(text)
 
     def _read(self) -> dict[str, dict[str, str]]:
         return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from tandem.config.logger import Logger
 from tandem.errors import ConfigError
+from tandem.ownership import open_own
 from tandem.train.trackers.adapters import Metrics, Opening
 from tandem.train.trackers.child import CLOSE_SECONDS
 
@@ -55,7 +56,7 @@ class Feed:
         log = Path(opening.log_dir) / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         # A session of its own: Ctrl-C is for the run, which then tells the trackers.
-        with log.open("ab") as errors:
+        with open_own(log, "ab") as errors:
             self._process = subprocess.Popen(
                 CHILD,
                 stdin=subprocess.PIPE,
