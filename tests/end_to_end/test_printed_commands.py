@@ -58,8 +58,8 @@ def trained(capsys, folder: Path, *overrides: str) -> str:
     ids=["a chat template", "raw text", "adapters alone"],
 )
 def test_the_model_answers_as_printed(tmp_path, capsys, overrides, asks):
-    program, option, code = shlex.split(trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, *overrides))
-    assert (program in ("python", sys.executable), option) == (True, "-c")
+    program, *options, code = shlex.split(trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, *overrides))
+    assert (program in ("python", sys.executable), options) == (True, ["-P", "-c"])
     exec(code, {})
     [answer] = eval(capsys.readouterr().out.strip().splitlines()[-1])
     text = answer["generated_text"]
