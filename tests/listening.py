@@ -1,7 +1,6 @@
 """Where processes listen: addresses of TCP sockets, read from /proc (Linux)."""
 
 import ipaddress
-import os
 import struct
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def _links(pid: int) -> list[str]:
     links = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            links.append(os.readlink(descriptor))
+            links.append(str(descriptor.readlink()))
         except FileNotFoundError:  # closed meanwhile
             continue
     return links

@@ -1,4 +1,4 @@
-"""A command apart from where it runs: it reports nothing to anybody, and its children import nothing from the working directory."""
+"""No telemetry from a command and its children, and no imports from the working directory."""
 
 import os
 from collections.abc import Iterator

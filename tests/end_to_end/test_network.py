@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from running import SHORT, few_pairs
 
 from tandem.isolation import NO_TELEMETRY
 
@@ -23,7 +24,8 @@ def _record(event, arguments):
     if event in EVENTS:
         target = arguments[EVENTS[event]]
         host = target[0] if isinstance(target, tuple) else target
-        line = f"{event} {host if isinstance(host, str) and isinstance(target, (tuple, str)) else None}\\n"
+        host = host.decode(errors="replace") if isinstance(host, bytes) else host
+        line = f"{event} {host if isinstance(host, str) else None}\\n"
         file = os.open(os.environ["RECORDED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, line.encode())
         os.close(file)
@@ -32,10 +34,6 @@ sys.addaudithook(_record)
 """
 # A short run may end before its trackers are open, on a busy machine.
 PATIENT = "from tandem.train.trackers import feed; feed.CLOSE_SECONDS = 240.0\nfrom tandem.cli import main\nmain()"
-SHORT = [
-    *("dpo.max_num_steps=2", "dpo.val_period=0", "dpo.val_at_start=false", "dpo.val_at_end=false"),
-    *("policy.scheduler=null", "run.dir=run"),
-]
 ALL_THREE = [
     *(f"logger.{name}_enabled=true" for name in ("tensorboard", "wandb", "mlflow")),
     "logger.wandb.mode=offline",
@@ -46,8 +44,8 @@ TESTED = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "WAND
 
 def is_local(line: str) -> bool:
     """Whether a line of the recorder is about this machine."""
-    event, host = line.split(" ", 1)
-    if host in ("None", "localhost", "") or host.startswith("/"):  # nobody, this machine, a socket that is a file
+    host = line.split(" ", 1)[1]
+    if host in ("None", "localhost", "") or host.startswith(("/", "\0")):  # the last two: sockets of one machine
         return True
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -87,7 +85,7 @@ def attempts(folder, *overrides: str) -> tuple[list[str], list[bytes]]:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(folder / "recorder"), os.environ.get("PYTHONPATH")])),
             "RECORDED": str(recorded),
         }
-        command = [sys.executable, "-P", "-c", PATIENT, "train", *SHORT, *overrides]
+        command = [sys.executable, "-P", "-c", PATIENT, "train", *SHORT, few_pairs(folder), "run.dir=run", *overrides]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "did not reach" not in done.stdout + done.stderr

@@ -71,7 +71,10 @@ def test_the_store_of_the_first_rank_listens_at_the_loopback_address_alone(given
         {},
         {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"},
         {
-            **{"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         },
     ],
