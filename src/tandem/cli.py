@@ -20,6 +20,7 @@ from tandem.errors import (
     ToldError,
     full_disk,
 )
+from tandem.isolation import isolated
 from tandem.streams import continue_without_reader, print_error, watched_streams
 
 
@@ -318,7 +319,7 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
-    with watched_streams():
+    with isolated(), watched_streams():
         _run_command()
 
 

@@ -157,6 +157,6 @@ def test_keys_inside_an_unknown_section_are_answered_one_by_one():
 
 def test_an_unknown_section_without_known_names_is_answered_as_one():
     assert refusal("megatron_cfg={a: 1, b: {c: 2}}") == (
-        "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N -m tandem "
-        "train (docs/workers.md). `tandem config` lists all keys."
+        "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N "
+        "--no-python tandem train (docs/workers.md). `tandem config` lists all keys."
     )

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from tandem.config.logger import Logger
 from tandem.errors import ConfigError
+from tandem.isolation import isolated_environment
 from tandem.ownership import open_own
 from tandem.train.trackers.adapters import Metrics, Opening
 from tandem.train.trackers.child import CLOSE_SECONDS
@@ -63,6 +64,7 @@ class Feed:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
+                env=isolated_environment(),
                 start_new_session=True,
             )
         for name in trackers:
