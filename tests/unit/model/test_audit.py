@@ -460,8 +460,8 @@ def test_a_model_that_computes_from_columns_far_along_a_row_is_refused(tmp_path)
         short_run(run, *named, "policy.packing.pack_length=2048")
     assert re.fullmatch(
         r"audit: policy\.model_name = .*: .*few\.jsonl:\d+ \(completion [01]\): its log-probabilities at the end of a row of "
-        r"2,048 tokens differ from those at the beginning by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training would "
-        r"not be exact\. Nothing was trained\. Lower policy\.packing\.pack_length, or train this model with "
+        r"2,048 tokens differ from those at the beginning by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training "
+        r"would not be exact\. Nothing was trained\. Lower policy\.packing\.pack_length, or train this model with "
         r"policy\.packing\.mode=none, and report it\.",
         str(caught.value),
     )
