@@ -153,6 +153,8 @@ def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype
 
     config = copy.deepcopy(config)
     config.dtype = dtype
+    if hasattr(config, "quantization_config"):  # some quantised weights load, and are trained, as plain ones (MXFP4)
+        del config.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = model.generation_config

@@ -106,12 +106,23 @@ def load_policy(
             f"{source.key} = {source.name}: transformers cannot load it ({described(error)}). Choose another model, or "
             "download it again."
         ) from error
+    if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its weights are quantised ({_method(source)}), and quantised weights are not "
+            "trained: only its embeddings and norms would be. Give the model that it was made of."
+        )
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
     loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
     check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
     return loaded
+
+
+def _method(source: ModelSource) -> str:
+    """How a model was quantised, by the name in its configuration."""
+    given = source.config.quantization_config
+    return str(given["quant_method"] if isinstance(given, dict) else given.quant_method)
 
 
 def empty_model(source: ModelSource) -> Any:

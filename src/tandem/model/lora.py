@@ -21,6 +21,7 @@ from tandem.model.policy import Policy
 from tandem.model.source import ModelSource, weights_fingerprint
 
 ADAPTER = "default"  # peft's name for an only adapter
+WIDER = ("F64", "F32", "F16")  # than bfloat16, as safetensors calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,22 @@ def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
     if plan is None or (plan.start is None and plan.quantization is None):
         return weights
     return fingerprint(weights, None if plan.start is None else plan.start.content(), plan.quantization)
+
+
+def is_rounded(source: ModelSource, plan: LoraPlan | None) -> bool:
+    """Whether frozen weights are rounded as they load: config.json names bfloat16, but files hold more digits.
+
+    Weights that are trained load in float32, so that such a model computes other numbers with adapters than without.
+    """
+    from safetensors import safe_open
+
+    if plan is None or not plan.dtype == source.dtype == torch.bfloat16:
+        return False
+    for path in source.folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if any(file.get_slice(name).get_dtype() in WIDER for name in file.keys()):  # noqa: SIM118 - no mapping
+                return True
+    return False
 
 
 def lora_layers(model: Any) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ import transformers
 from tandem.cache import cache_dir, write_whole
 from tandem.model.audit import Audit, audit, audit_reference, start_loss_verdict
 from tandem.model.load import attention_kind, load_policy
-from tandem.model.lora import LoraPlan, load_adapted
+from tandem.model.lora import LoraPlan, is_rounded, load_adapted
 from tandem.model.parallel import compile_layers, frozen, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
@@ -115,10 +115,11 @@ def _places_of_references(
     What may change on a resume (the version of transformers, attention, shared prompts) changes them by rounding, or more.
     """
     policy = setup.config.policy
+    rounded = setup.reference_source is None and is_rounded(setup.source, setup.lora)
     computed = {
         "transformers": transformers.__version__,
         # Weights loaded in bfloat16 are rounded in another way than weights that are cast to it.
-        "precision": f"{setup.precision}, {setup.weights_dtype} weights",
+        "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
     packers = setup.packers()

@@ -288,7 +288,8 @@ def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int
     refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device, memory)
     compiles = machine.compiles
     if compiles or share.num_workers > 1 or config.policy.activation_checkpointing != "none":
-        compiles = check_layers(source, config.policy, share.num_workers) and compiles
+        models = [one for one in (source, inputs.reference_source) if one is not None]
+        compiles = all(check_layers(one, config.policy, share.num_workers) for one in models) and compiles
     return Setup(
         config,
         device,
