@@ -12,7 +12,7 @@ from tandem.model.source import ModelSource
 # A byte holds 8 weights of one bit, and tied weights are made twice; the rest is for models of a few bytes.
 WEIGHTS_PER_BYTE, MORE_WEIGHTS = 16, 100_000_000
 # Real models have 1 to 4 modules for each tensor.
-MODULES_PER_TENSOR, MORE_MODULES = 100, 20_000
+MODULES_PER_TENSOR, MORE_MODULES = 20, 2_000
 BUFFERS = 2**32  # elements. Masks and tables of positions are in no file: 24 masks of 2,048 squared are 10**8
 
 
@@ -35,8 +35,8 @@ def within_limits(source: ModelSource) -> Iterator[None]:
         if counted[what] > limits[what]:
             raise ConfigError(
                 f"{source.key} = {source.name}: its config.json describes a model of more than {limits[what]:,} {what}, but its "
-                f"weight files hold {held.num_tensors:,} tensors in {held.num_bytes:,} bytes. Download the model again, or choose "
-                "another."
+                f"weight files hold {held.num_tensors:,} tensors in {held.num_bytes:,} bytes. Download the model again, or "
+                "choose another."
             )
 
     def size(tensor: Any) -> int:

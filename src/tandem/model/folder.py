@@ -89,8 +89,8 @@ def check_weight_file(place: str, file: Path) -> None:
     in_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
     if target.parent != folder and not in_cache:
         raise ConfigError(
-            f"{place}: {file} is a link to {target}, outside of its folder, and weights are read from nowhere else. Copy the file "
-            "to where the link is."
+            f"{place}: {file} is a link to {target}, outside of its folder, and weights are read from nowhere else. Copy the "
+            "file to where the link is."
         )
 
 
@@ -149,8 +149,8 @@ def _is_bare(name: Any, suffix: str) -> bool:
 def _without_weights(place: str, folder: Path) -> ConfigError:
     if any(folder.glob(f"*{SUFFIX}")):
         return ConfigError(
-            f"{place}: {folder} holds neither {SINGLE} nor {INDEX}, so transformers does not know which weights to read. Save the "
-            "model again with its save_pretrained."
+            f"{place}: {folder} holds neither {SINGLE} nor {INDEX}, so transformers does not know which weights to read. Save "
+            "the model again with its save_pretrained."
         )
     return ConfigError(
         f"{place}: {folder} holds no .safetensors weights. "
@@ -160,8 +160,8 @@ def _without_weights(place: str, folder: Path) -> ConfigError:
 
 def _outside(place: str, file: Path, named: Any) -> ConfigError:
     return ConfigError(
-        f"{place}: {file} names {_shown(named)} as weights. Only .safetensors files in the folder itself are read; save the model "
-        "again with transformers' save_pretrained."
+        f"{place}: {file} names {_shown(named)} as weights. Only .safetensors files in the folder itself are read; save the "
+        "model again with transformers' save_pretrained."
     )
 
 

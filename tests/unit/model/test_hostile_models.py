@@ -135,8 +135,8 @@ def test_a_link_to_weights_elsewhere_is_refused(folder, tmp_path, file):
     if file != "model.safetensors":
         set_index(folder, {"a": file})
     assert refusal(folder) == (
-        f"policy.model_name = {folder}: {folder / file} is a link to {elsewhere}, outside of its folder, and weights are read from "
-        "nowhere else. Copy the file to where the link is."
+        f"policy.model_name = {folder}: {folder / file} is a link to {elsewhere}, outside of its folder, and weights are read "
+        "from nowhere else. Copy the file to where the link is."
     )
 
 
@@ -173,16 +173,16 @@ def test_a_part_of_a_distributed_checkpoint_is_refused(folder):
 def test_an_adapter_next_to_a_model_is_refused(folder):
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     assert refusal(folder) == (
-        f"policy.model_name = {folder}: {folder} holds an adapter (adapter_config.json) next to the model, and transformers would "
-        "add it to the weights. Move the adapter to a folder of its own; policy.lora.adapter takes it from there."
+        f"policy.model_name = {folder}: {folder} holds an adapter (adapter_config.json) next to the model, and transformers "
+        "would add it to the weights. Move the adapter to a folder of its own; policy.lora.adapter takes it from there."
     )
 
 
 def test_weights_under_a_name_that_nothing_reads_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     assert refusal(folder) == (
-        f"policy.model_name = {folder}: {folder} holds neither model.safetensors nor model.safetensors.index.json, so transformers "
-        "does not know which weights to read. Save the model again with its save_pretrained."
+        f"policy.model_name = {folder}: {folder} holds neither model.safetensors nor model.safetensors.index.json, so "
+        "transformers does not know which weights to read. Save the model again with its save_pretrained."
     )
 
 
@@ -214,8 +214,8 @@ def test_an_adapter_that_links_to_weights_elsewhere_is_refused(adapter, tmp_path
     (adapter / "adapter_model.safetensors").rename(elsewhere)
     (adapter / "adapter_model.safetensors").symlink_to(elsewhere)
     assert refused_adapter(adapter) == (
-        f"policy.lora.adapter = {adapter}: {adapter}/adapter_model.safetensors is a link to {elsewhere}, outside of its folder, and "
-        "weights are read from nowhere else. Copy the file to where the link is."
+        f"policy.lora.adapter = {adapter}: {adapter}/adapter_model.safetensors is a link to {elsewhere}, outside of its folder, "
+        "and weights are read from nowhere else. Copy the file to where the link is."
     )
 
 
@@ -244,8 +244,8 @@ def test_counts_beyond_any_model_are_refused_before_anything_is_built(folder, ke
     rewritten(folder, **{key: value})
     began = time.monotonic()
     assert refusal(folder) == (
-        f"policy.model_name = {folder}: {folder}/config.json asks for {key} = {value}, but the weights are 38 tensors. Download the "
-        "model again, or choose another."
+        f"policy.model_name = {folder}: {folder}/config.json asks for {key} = {value}, but the weights are 38 tensors. Download "
+        "the model again, or choose another."
     )
     assert time.monotonic() - began < 5
 
@@ -258,7 +258,7 @@ def test_counts_inside_another_section_are_found_too(folder):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"num_hidden_layers": 65_000, "hidden_size": 8, "intermediate_size": 8, "head_dim": 2}, "23,800 modules"),
+        ({"num_hidden_layers": 65_000, "hidden_size": 8, "intermediate_size": 8, "head_dim": 2}, "2,760 modules"),
         ({"intermediate_size": 10**10}, "167,247,360 weights"),
         ({"vocab_size": 10**9}, "167,247,360 weights"),
     ],
@@ -270,8 +270,8 @@ def test_a_model_far_larger_than_its_weights_is_refused_while_it_is_built(folder
     with pytest.raises(ConfigError) as refused:
         empty_model(source)
     assert str(refused.value) == (
-        f"policy.model_name = {folder}: its config.json describes a model of more than {what}, but its weight files hold 38 tensors "
-        "in 4,202,960 bytes. Download the model again, or choose another."
+        f"policy.model_name = {folder}: its config.json describes a model of more than {what}, but its weight files hold 38 "
+        "tensors in 4,202,960 bytes. Download the model again, or choose another."
     )
     assert len(list(empty_model(found(tiny_model())).modules())) == 59  # nothing of the limits is left
 
