@@ -11,6 +11,7 @@ import yaml
 
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
+from tandem.config.yaml_limits import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
 
 # Keys that do not change what is learned up to a step: they may differ when a run goes on.
@@ -194,8 +195,8 @@ def held(run: Path) -> Iterator[None]:
 
 def _stored_config(run: Path) -> dict[str, Any] | None:
     try:
-        stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError, YamlLimitError):
         return None
     return stored if isinstance(stored, dict) else None
 

@@ -1,6 +1,7 @@
 """Models made to do harm: weights from elsewhere, and configurations that would take all memory or never end."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -9,13 +10,17 @@ import time
 import pytest
 import torch
 from adapters import trained_adapter
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from tandem.config.lora import Lora
 from tandem.config.policy import Policy
 from tandem.errors import ConfigError
+from tandem.model import lora
 from tandem.model.adapter_files import read_adapter
 from tandem.model.folder import MAX_JSON_BYTES, read_json
 from tandem.model.load import check_packable, empty_model, load_policy
+from tandem.model.lora import plan_lora
 from tandem.model.source import find_model, weights_fingerprint
 from tandem.model.tiny import tiny_model
 
@@ -312,3 +317,28 @@ def test_a_config_json_of_a_terabyte_is_not_read(folder):
 def test_a_model_type_that_is_no_name_is_one_message(folder, model_type):
     rewritten(folder, model_type=model_type, auto_map={})
     assert refusal(folder).startswith(f"policy.model_name = {folder}: ")
+
+
+# Patterns
+
+
+def planned(pattern):
+    return plan_lora(found(tiny_model()), Lora(enabled=True, target_modules=pattern), CPU, "float32")
+
+
+def test_a_regular_expression_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(lora, "PATTERN_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        planned(r"(([a-z0-9._])+)+!")
+    assert str(refused.value) == (
+        "policy.lora.target_modules: the regular expression (([a-z0-9._])+)+! is not matched with the names of 29 layers within "
+        "0.5 seconds. Give a simpler one, or names as a list."
+    )
+    assert time.monotonic() - began < 20
+    assert not multiprocessing.active_children()
+
+
+def test_a_regular_expression_nested_too_deeply_is_refused():
+    with pytest.raises(ValidationError, match="is no regular expression"):
+        Lora(enabled=True, target_modules="(" * 5000 + "a" + ")" * 5000)
