@@ -1,6 +1,7 @@
 """Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -245,6 +246,7 @@ def _die_with_parent() -> None:
 
 def _end_quietly() -> None:
     """Of a process that a memory limit ends: no core file of gigabytes, and no text of a library on the terminal."""
+    faulthandler.disable()
     with suppress(ImportError, OSError, ValueError):
         import resource
 

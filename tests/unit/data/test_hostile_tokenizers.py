@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tandem.cache import cache_dir
-from tandem.config.datasets import Data
+from tandem.config.datasets import Data, DatasetFields
 from tandem.config.policy import Tokenizer as TokenizerConfig
 from tandem.data import processes, store_writer, tokenizer
 from tandem.data.opening import open_store
@@ -19,8 +19,6 @@ from tandem.model.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(METHOD != "fork", reason="workers are not forked on this system")
 
-NEVER = {"type": "Split", "pattern": {"Regex": r"(x+x+)+y"}, "behavior": "Isolated", "invert": False}
-
 
 def changed(folder, **changes):
     """The embedded tokenizer with other parts."""
@@ -30,9 +28,9 @@ def changed(folder, **changes):
     return folder
 
 
-def doubling(character, times):
-    """A normaliser that writes a character 2**times times."""
-    step = {"type": "Replace", "pattern": {"String": character}, "content": 2 * character}
+def growing(character, times):
+    """A normaliser that writes a character 64**times times."""
+    step = {"type": "Replace", "pattern": {"String": character}, "content": 64 * character}
     return {"type": "Sequence", "normalizers": [step] * times}
 
 
@@ -46,7 +44,7 @@ def refusal(folder):
 def test_a_tokenizer_that_expands_texts_without_end_is_ended_at_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "LOAD_BYTES", 128 * 1024**2)
     monkeypatch.setattr(tokenizer, "BYTES_PER_BYTE", 0)
-    folder = changed(tmp_path / "model", normalizer=doubling("o", 30))
+    folder = changed(tmp_path / "model", normalizer=growing("東", 5))
     assert refusal(folder) == (
         f"{folder}: its tokenizer ends the process that loads it and tries it out, or needs more than 0.1 GiB of memory. Use "
         "another tokenizer, by policy.tokenizer.name."
@@ -56,7 +54,7 @@ def test_a_tokenizer_that_expands_texts_without_end_is_ended_at_its_memory(tmp_p
 def test_a_tokenizer_that_does_not_come_to_an_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "LOAD_SECONDS", 2.0)
     monkeypatch.setattr(tokenizer, "BYTES_PER_SECOND", 10**9)
-    folder = changed(tmp_path / "model", normalizer=doubling("o", 64))
+    folder = changed(tmp_path / "model", normalizer=growing("o", 60))
     assert refusal(folder) == (
         f"{folder}: its tokenizer is not loaded and tried out within 2 seconds. Use another tokenizer, by policy.tokenizer.name."
     )
@@ -67,7 +65,8 @@ def opened(folder, tmp_path, text):
     rows = [{"prompt": "Say it", "chosen": text, "rejected": "No."}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = make_template(load_tokenizer(folder), TokenizerConfig())
-    return open_store("train", Data(train=str(tmp_path / "pairs.jsonl"), num_workers=1), template)
+    keys, data = DatasetFields(data_path=str(tmp_path / "pairs.jsonl")), Data(num_workers=1)
+    return open_store(str(tmp_path / "pairs.jsonl"), keys, template, data, 10**7)
 
 
 @pytest.mark.parametrize("text", ["A plain answer.", "word " * 400_000], ids=["short", "two million characters"])
@@ -79,7 +78,7 @@ def test_texts_of_any_length_are_encoded_within_the_bounds(tmp_path, text):
 def test_rows_that_a_tokenizer_expands_without_end_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(store_writer, "ENCODE_BYTES", 128 * 1024**2)
     monkeypatch.setattr(processes, "ENCODE_BYTES", 2 * 1024**3)
-    folder = changed(tmp_path / "model", normalizer=doubling("Ω", 30))
+    folder = changed(tmp_path / "model", normalizer=growing("Ω", 5))
     with pytest.raises(DataError) as refused:
         opened(folder, tmp_path, "Ω")
     assert str(refused.value) == (
@@ -91,7 +90,7 @@ def test_rows_that_a_tokenizer_expands_without_end_are_named(tmp_path, monkeypat
 
 def test_rows_with_which_a_tokenizer_does_not_come_to_an_end_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "ROW_SECONDS", 2.0)
-    folder = changed(tmp_path / "model", normalizer=doubling("Ω", 64))
+    folder = changed(tmp_path / "model", normalizer=growing("Ω", 60))
     with pytest.raises(DataError) as refused:
         opened(folder, tmp_path, "Ω")
     assert str(refused.value) == (
@@ -105,7 +104,7 @@ def test_rows_with_which_a_tokenizer_does_not_come_to_an_end_are_named(tmp_path,
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_deeply_nested_file_is_one_message_or_has_no_effect(tmp_path, name, depth):
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
-    (folder / name).write_text(f'{{"normalizer": {"[" * depth}{"]" * depth}}}')
+    (folder / name).write_text(f'{{"eos_token": "<|im_end|>", "normalizer": {"[" * depth}{"]" * depth}}}')
     try:
         load_tokenizer(folder)
     except ConfigError as error:
@@ -117,7 +116,8 @@ def test_a_tokenizer_is_tried_out_once_for_its_content(tmp_path, monkeypatch):
     tried = []
     real = tokenizer._try_out
     monkeypatch.setattr(tokenizer, "_try_out", lambda *given: tried.append(given) or real(*given))
-    folder = changed(tmp_path / "model", model_max_length=17)
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "model_max_length": 17}')
     assert load_tokenizer(folder).eos_token == "<|im_end|>"
     load_tokenizer(shutil.copytree(folder, tmp_path / "copy"))
     assert len(tried) == 1
