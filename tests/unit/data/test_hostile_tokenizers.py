@@ -41,6 +41,7 @@ def refusal(folder):
     return str(refused.value)
 
 
+@pytest.mark.slow  # the library shifts the text at each replacement
 def test_a_tokenizer_that_expands_texts_without_end_is_ended_at_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "LOAD_BYTES", 128 * 1024**2)
     monkeypatch.setattr(tokenizer, "BYTES_PER_BYTE", 0)
