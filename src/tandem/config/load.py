@@ -21,8 +21,11 @@ from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
+from tandem.config.yaml_limits import YamlLimitError, read_yaml_text
 from tandem.errors import ConfigError
 
+Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
+MAX_DEFAULTS = 64  # files from one to the next
 COMMAND_LINE = "command line"
 # Stands for a ~ that begins a value; what is in quotes stays as it is.
 TILDE = "__tilde__"
@@ -57,7 +60,7 @@ class LoadedConfig:
 def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
     """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated."""
     parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(in_home(file)), ()) if file else _start_without_file(parsed)
+    tree, origins = _read(Path(in_home(file)), (), {}) if file else _start_without_file(parsed)
     for override in parsed:
         _apply(override, tree, origins)
     given = _flat(tree)
@@ -80,7 +83,7 @@ def require_training_set(config: Config) -> None:
         )
 
 
-def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
+def _start_without_file(parsed: list[Override]) -> Layers:
     # The embedded default's learning rate is made for its tiny random model and must not leak into real ones:
     # it serves only when neither a model nor data is given.
     keys = [override.key_or_group for override in parsed]
@@ -91,18 +94,28 @@ def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[st
     return tree, dict.fromkeys(_flat(tree), "the embedded default")
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first)."""
+def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Layers:
+    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first).
+
+    known: what was read already: ten files that each name the next one ten times are ten files.
+    """
     path = path.resolve()
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
         raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")
+    if len(above) > MAX_DEFAULTS:
+        raise ConfigError(f"{above[0]}: `defaults:` lead through more than {MAX_DEFAULTS} files. Name fewer.")
+    if path in known:
+        return known[path]
     try:
+        read_yaml_text(path)
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         asked = f", named by {above[-1]}" if above else ""
         raise ConfigError(f"{path}: no such configuration file{asked}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+    except YamlLimitError as error:
+        raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
+    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not a {type(loaded).__name__}.")
@@ -113,10 +126,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for parent in parents:
-        below, below_origins = _read(path.parent / in_home(parent), (*above, path))
+        below, below_origins = _read(path.parent / in_home(parent), (*above, path), known)
         tree = _merge(tree, below)
         origins |= below_origins
-    return _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
+    known[path] = _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
+    return known[path]
 
 
 def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
@@ -132,6 +146,8 @@ def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
 def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(_without_tildes(text))
+    except RecursionError:
+        raise ConfigError(f"override {text[:40]!r}…: nested too deeply.") from None
     except HydraException as error:
         if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
@@ -236,7 +252,7 @@ def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         everything = OmegaConf.create(_merge(Config().model_dump(), tree))
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"configuration: {_one_line(error)}") from None
     return _given_part(tree, resolved)
 

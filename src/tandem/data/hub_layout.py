@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from tandem.config.yaml_limits import YamlLimitError, check_yaml
 from tandem.errors import DataError
 
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
@@ -92,12 +93,16 @@ def _subsets(name: str, readme: str) -> list[_Subset]:
     """What `configs` in the front matter says; without it, one subset whose splits are told by names."""
     front = FRONT_MATTER.match(readme.removeprefix("\ufeff"))
     try:
+        if front:
+            check_yaml(front[1])
         facts = yaml.safe_load(front[1]) if front else None
         configs = facts.get("configs") if isinstance(facts, dict) else None
         return TypeAdapter(list[_Subset]).validate_python(configs or [{}])
     except ValidationError as error:
         place = ".".join(["configs", *map(str, error.errors()[0]["loc"][:2])])
         raise DataError(f"{name}: {place} in its README.md is malformed. {GIVE_FILES}") from None
+    except YamlLimitError as error:
+        raise DataError(f"{name}: the front matter of its README.md: {error} {GIVE_FILES}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         raise DataError(f"{name}: the front matter of its README.md is not YAML. {GIVE_FILES}") from None
 

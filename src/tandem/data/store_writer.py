@@ -30,6 +30,9 @@ SHOWN_PER_REASON = 3
 ROWS_TRIED = 1000
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
+# What a tokenizer may take for some texts. Fast ones take 170 bytes a character, and encode 1,000,000 characters a second.
+ENCODE_BYTES, BYTES_PER_CHARACTER = 4 * 1024**3, 1024
+CHARACTERS_PER_SECOND = 10_000  # beside what a row may take
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 TWICE = "preferences that stand in it already"
@@ -90,11 +93,24 @@ class Recipe:
     def _tokenized(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
     ) -> Iterator[TokenizedPreference | RowError]:
+        number = 0
         while rendered := self._render_some(template, rows, watch):
+            number += 1
             for preference, texts in (item for item in rendered if not isinstance(item, RowError)):
                 for note in notes_on(preference, texts, template, self.pairing):
                     prepared.note(note, preference.place)
-            yield from encode(rendered, template, self.pairing)
+            yield from self._encoded(template, rendered, watch, number)
+
+    def _encoded(
+        self, template: Template, rendered: list[tuple[Preference, Rendered] | RowError], watch: Watch, number: int
+    ) -> list[TokenizedPreference | RowError]:
+        """The rows of some texts, under bounds that grow with the texts: a tokenizer may expand them, or never end."""
+        characters = sum(item[1].num_characters for item in rendered if not isinstance(item, RowError))
+        watch.at(number, more_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
+        with bounded_memory(ENCODE_BYTES + characters * BYTES_PER_CHARACTER):
+            encoded = list(encode(rendered, template, self.pairing))
+        watch.off()
+        return encoded
 
     def _render_some(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch

@@ -7,6 +7,7 @@ import torch
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
+from tandem.model.build_limits import within_limits
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.source import ModelSource, described, one_line
 from tandem.model.trial import check_forward, is_out_of_memory
@@ -130,8 +131,10 @@ def empty_model(source: ModelSource) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), within_limits(source):
             return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{source.key} = {source.name}: transformers cannot build a {source.config.model_type} model from this "

@@ -12,6 +12,7 @@ import yaml
 
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
+from tandem.config.yaml_limits import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
 from tandem.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 
@@ -230,8 +231,8 @@ def _read_lock(lock: IO[str]) -> str:
 
 def _stored_config(run: Path) -> dict[str, Any] | None:
     try:
-        stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError, YamlLimitError):
         return None
     return stored if isinstance(stored, dict) else None
 
