@@ -8,8 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data.duplicates import DUPLICATE
@@ -19,6 +17,7 @@ from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
+from tandem.data.store_check import check_manifest
 from tandem.data.store_writer import Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
@@ -133,7 +132,7 @@ def _find_or_make(
         _make(folder, name, files, keys, wording, processes, data, made_of, progress)
     try:
         return TokenStore(folder, read_manifest(folder))
-    except (ValueError, OSError, pa.ArrowInvalid) as error:
+    except (ValueError, OSError) as error:
         raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
 
 
@@ -181,9 +180,14 @@ def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -
             raise DataError(
                 f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
             )
+        check_manifest(manifest, folder)
         _compare(folder, manifest["made_of"], processes, limits)
         return TokenStore(folder, manifest)
-    except (ValueError, OSError, KeyError, pa.ArrowInvalid) as error:
+    except KeyError as error:
+        raise DataError(
+            f"{folder}/manifest.json: {error} is missing. The prepared data is damaged. {PREPARE_AGAIN}"
+        ) from None
+    except (ValueError, OSError) as error:
         raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
 
 

@@ -226,14 +226,17 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Within: MemoryError, not a machine brought down, where a template writes without end."""
+def bounded_memory(more: int = TEMPLATE_BYTES) -> Iterator[None]:
+    """Within: MemoryError, not a machine brought down, where a template writes or a file expands without end.
+
+    more: bytes that may be taken beside what the process has already.
+    """
     try:
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TEMPLATE_BYTES, before[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
     except (ImportError, OSError, ValueError):  # no such limits on this system
         yield
         return
