@@ -13,6 +13,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.data.duplicates import DUPLICATE
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.limits import REJECTS_BYTES
 from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
@@ -147,7 +148,7 @@ def _make(
     made_of: dict[str, Any],
     progress: Callable[[float], None],
 ) -> None:
-    format_name, reason = format_of(files, keys)
+    format_name, reason = format_of(files, keys, data.max_expansion)
     if unused := unused_key(format_name, keys):
         raise DataError(
             f"{keys.data_path}: read as {format_name} ({reason}), which does not look at {unused} = "
@@ -157,16 +158,18 @@ def _make(
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     recipe = Recipe(keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
     with published(folder, "tokens") as aside:
-        facts = write_store(processes.prepared(recipe, _chunks(files, progress), _num_workers(data, files)), aside)
+        chunks = _chunks(files, progress, data.max_expansion)
+        rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
+        facts = write_store(processes.prepared(recipe, chunks, _num_workers(data, files)), aside, rejects_bytes)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
 
 
-def _chunks(files: list[SourceFile], progress: Callable[[float], None]) -> Iterator[Chunk]:
+def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:
     """The chunks of all files, in the order of the files and their rows."""
     sizes = [max(1, file.path.stat().st_size) for file in files]
     for number, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name):
+        for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
             progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
             yield chunk
 
