@@ -18,7 +18,7 @@ from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
-from tandem.data.store_check import check_manifest
+from tandem.data.store_check import check_manifest, check_rejects
 from tandem.data.store_writer import Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
@@ -184,6 +184,7 @@ def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -
                 f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
             )
         check_manifest(manifest, folder)
+        check_rejects(folder / "rejects.jsonl")
         _compare(folder, manifest["made_of"], processes, limits)
         return TokenStore(folder, manifest)
     except KeyError as error:

@@ -16,6 +16,7 @@ from tandem.data.workers import bounded_memory
 
 # Batches are mapped, not copied: only compressed ones, which tandem never writes, take memory.
 READ_BYTES = 1024**3
+REJECT_BYTES = 1024**2  # of one line; what tandem writes is much shorter
 
 Count = Annotated[int, Field(ge=0)]
 Limit = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
@@ -35,6 +36,10 @@ class _Counts(_Strict):
 
 
 class _Example(_Strict):
+    """A row that was left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
     place: str
     kind: str
     reason: str
@@ -73,6 +78,18 @@ def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
     counts = manifest["counts"]
     if counts["rows"] != counts["accepted"] + sum(counts["bad"].values()) + sum(counts["filtered"].values()):
         raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered rows do not add up to rows")
+
+
+def check_rejects(file: Path) -> None:
+    """Refuse a `rejects.jsonl` with a line that is not a reject: a run copies every line of it."""
+    with file.open("rb") as lines:
+        number = 0
+        while line := lines.readline(REJECT_BYTES):
+            number += 1
+            try:
+                _Example.model_validate_json(line)
+            except ValidationError:
+                raise ValueError(f"{file}:{number}: not a row that was left out") from None
 
 
 def open_batches(path: Path, schema: pa.Schema) -> list[pa.RecordBatch]:

@@ -308,3 +308,39 @@ def test_a_manifest_without_a_version_is_refused_by_name(prepared):
 def test_a_manifest_nested_without_end_is_refused(prepared):
     (prepared / "manifest.json").write_text('{"files": ' + "[" * 100_000)
     assert refusal(prepared).startswith(f"{prepared}/manifest.json is missing or damaged (")
+
+
+# Rows that were left out
+
+REJECT = '{"place": "a.jsonl:1", "kind": "bad", "reason": "not an object", "message": "a number."}\n'
+
+
+def test_rows_that_were_left_out_are_read(prepared):
+    (prepared / "rejects.jsonl").write_text(REJECT * 2)
+    remake_manifest(prepared)
+    assert len(opened(prepared)) == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "\n",
+        "5\n",
+        "{}\n",
+        REJECT.replace('"a number."', "5"),
+        "[" * 100_000,
+        REJECT.replace("}", ', "split": "x"}'),
+        "a" * 2**21,
+    ],
+    ids=["empty", "number", "object", "type", "nested", "more", "long"],
+)
+def test_a_line_that_is_not_a_row_left_out_is_refused(prepared, line):
+    (prepared / "rejects.jsonl").write_text(REJECT + line)
+    remake_manifest(prepared)
+    assert refusal(prepared) == f"{prepared}/rejects.jsonl:2: not a row that was left out. {AGAIN}"
+
+
+def test_rows_left_out_that_are_missing_are_told(prepared):
+    (prepared / "rejects.jsonl").unlink()
+    remake_manifest(prepared)
+    assert refusal(prepared) == f"[Errno 2] No such file or directory: '{prepared}/rejects.jsonl'. {AGAIN}"
