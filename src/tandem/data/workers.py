@@ -226,17 +226,18 @@ def _die_with_parent() -> None:
 
 
 @contextmanager
-def bounded_memory(more: int = TEMPLATE_BYTES) -> Iterator[None]:
+def bounded_memory(more: int | None = None) -> Iterator[None]:
     """Within: MemoryError, not a machine brought down, where a template writes or a file expands without end.
 
-    more: bytes that may be taken beside what the process has already.
+    more: bytes that may be taken beside what the process has already; by default what a template may take.
     """
     try:
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+        allowed = pages * resource.getpagesize() + (TEMPLATE_BYTES if more is None else more)
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, before[1]))
     except (ImportError, OSError, ValueError):  # no such limits on this system
         yield
         return
