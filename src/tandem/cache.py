@@ -191,7 +191,7 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         manifest["files"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
     own = manifest.pop(OWN, None)  # manifests were written without it once
     if own is not None and own != fingerprint(manifest):

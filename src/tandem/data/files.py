@@ -104,7 +104,7 @@ def _saved(path: Path, given: DatasetFields) -> list[Path]:
         if missing is not None:
             raise DataError(f"{path}: state.json names {missing}, which is not there. Save the dataset again.")
         return [path / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a whole folder of datasets' save_to_disk ({error}).") from None
 
 

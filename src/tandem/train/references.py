@@ -133,7 +133,10 @@ def _places_of_references(
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
             continue
         # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
-        whole = workers.agreed(lambda place=folder / before: is_sound(place), by=workers.is_first_here)
+        num_values = int(packer.store.num_scored_tokens.sum())
+        whole = workers.agreed(
+            lambda place=folder / before, num=num_values: is_sound(place, num), by=workers.is_first_here
+        )
         if not workers.highest(whole is False):  # on any machine
             places[name] = before
         else:

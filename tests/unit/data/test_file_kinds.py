@@ -275,7 +275,7 @@ BAD_ARRAYS = {
         "pairs.json: element 1: the key 'a' stands twice in one object. Remove one.",
     ),
     "not UTF-8": (b'[{"a": "\xff"}]', "pairs.json: not UTF-8 at byte 8. Save the file as UTF-8."),
-    "deep": (b"[" * 100_000, "pairs.json: JSON nested too deeply to hold preferences."),
+    "deep": (b"[" * 100_000, "pairs.json: element 1: JSON nested over 100 levels deep, which no preference needs."),
     "many digits": (b"[" + b"1" * 5000 + b"]", "pairs.json: a number with too many digits to be read."),
 }
 
