@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 INSTALL = "pip install 'tandem-dpo[sentencepiece]'"
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ_SUFFIXES = (".json", ".model", ".txt", ".jinja")
-# What loading a tokenizer and trying it out may take, beside what grows with its files. 18 MB of merges took 7 seconds on a busy core.
+# What loading a tokenizer and trying it out may take, beside what grows with its files: 18 MB of merges took 7 seconds.
 LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
 LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
 # Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
