@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem.printable import without_password
+
 Metrics = dict[str, float]
 
 MLFLOW_PARAMS_AT_ONCE = 100
@@ -200,11 +202,6 @@ class KeptRuns:
 def _digest(where: str) -> str:
     """An address may hold a password: enough of it to know it again."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
-
-
-def without_password(text: str) -> str:
-    """http://me:secret@host/ -> http://host/"""
-    return re.sub(r"//[^/@\s]+@", "//", text)
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
