@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tandem.errors import ConfigError
 from tandem.printable import SECRETS, escaped
 
 COMMAND_LINE = "command line"
+SHOWN_ERRORS = 20
+MOST_ERRORS = 200  # that are looked at: a file may hold any number of wrong keys
 # Stands for a ~ that begins a value; what is in quotes stays as it is.
 TILDE = "__tilde__"
 BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
@@ -304,8 +307,9 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     except ValidationError as error:
         # A default that follows another key is not made when that key's section has errors: no error of its own.
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        own = [one for e in _said_once(own) for one in _by_name(e)]
-        raise ConfigError(_together([_explain(e, origins, hidden) for e in own])) from None
+        num_more = len(own[MOST_ERRORS:])
+        own = [one for e in _said_once(own[:MOST_ERRORS]) for one in _by_name(e)]
+        raise ConfigError(_together([_explain(e, origins, hidden) for e in own], num_more)) from None
 
 
 def _by_name(error: Any) -> list[Any]:
@@ -313,7 +317,7 @@ def _by_name(error: Any) -> list[Any]:
     given = error["input"]
     if error["type"] != "extra_forbidden" or not isinstance(given, dict) or misspelt(".".join(map(str, error["loc"]))):
         return [error]
-    inside = [(*error["loc"], *key.split(".")) for key in _flat(given)]
+    inside = [(*error["loc"], *key.split(".")) for key in islice(_flat(given), MOST_ERRORS)]
     return [{**error, "loc": loc} for loc in inside if suggestion(".".join(map(str, loc)))] or [error]
 
 
@@ -328,14 +332,16 @@ def _said_once(errors: list[Any]) -> list[Any]:
     return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or what(e) not in known]
 
 
-def _together(explained: list[tuple[str, str | None]]) -> str:
-    """A line for each mistake; a value that could have been one of several things has a reason from each."""
+def _together(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
+    """A line for each of the first mistakes; a value that could have been one of several things has a reason from each."""
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:
         known = reasons.setdefault(mistake, [])
         if reason and reason not in known:
             known.append(reason)
-    return "\n".join(f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items())
+    lines = [f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items()]
+    num_more += len(lines[SHOWN_ERRORS:])
+    return "\n".join([*lines[:SHOWN_ERRORS], *([f"... and {num_more:,} more."] if num_more else [])])
 
 
 def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
@@ -354,7 +360,9 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
         error = {**error, "msg": f"it has {given} items and needs at least {least}"}
     # What came out of the environment may be a secret: it is shown as it was written.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
-    return f"{place}: {key} = {json.dumps(shown, default=str)}", error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", error["msg"][0].lower() + error[
+        "msg"
+    ][1:]
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
