@@ -37,7 +37,7 @@ def test_text_of_any_script_is_shown_as_it_is(text):
 
 
 def test_no_control_character_is_left_of_all_there_are():
-    left = {c for c in map(chr, range(0x110000)) if escaped(c) == c}
+    left = set(escaped("".join(map(chr, range(0x110000)))))
     assert {c for c in left if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs")} == {"\n", "\t"}
     bidirectional = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     assert not {c for c in left if unicodedata.bidirectional(c) in bidirectional}
@@ -104,7 +104,7 @@ def secrets(value: str, *words: str) -> Secrets:
         ("0123456789abcdef", "cut to 0123456789a", "cut to $HUSH"),
         ("0123456789abcdef", "the end of it: 89abcdef.", "the end of it: $HUSH."),
         ("/scratch/me", "/scratch/you and /scratch/me/a", "/scratch/you and $HUSH/a"),
-        ("https://one.example", "https://other.example", "https://other.example"),
+        ("https://one.test", "https://other.example", "https://other.example"),
         ("abc", "abcdef", "abcdef"),
         ("", "a", "a"),
     ],

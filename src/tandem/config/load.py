@@ -30,7 +30,7 @@ from tandem.printable import SECRETS, escaped
 
 COMMAND_LINE = "command line"
 SHOWN_ERRORS = 20
-MOST_ERRORS = 200  # that are looked at: a file may hold any number of wrong keys
+MOST_ERRORS = 50  # that are looked at: a file may hold any number of wrong keys
 # Stands for a ~ that begins a value; what is in quotes stays as it is.
 TILDE = "__tilde__"
 BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")

@@ -1,5 +1,6 @@
 """Values of the environment: used where they are asked for, never shown, and sent only where the user allows it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,6 @@ def test_a_file_may_not_send_a_variable_to_an_address_of_its_own(write):
     assert CANARY not in loaded.as_yaml()
 
 
-WANDB = "logger: {wandb_enabled: true, wandb: {entity: evil, name: n}}\n"
-MLFLOW = "logger: {mlflow_enabled: true, mlflow: {run_name: n}}\n"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -108,7 +105,7 @@ def test_the_address_of_a_parent_file_is_a_files_too(write):
 
 
 def test_each_variable_has_to_be_allowed(write, monkeypatch):
-    monkeypatch.setenv("OTHER", "else")
+    monkeypatch.setenv("OTHER", "elsewhere")
     file = write('logger: {mlflow_enabled: true, mlflow: {tracking_uri: "http://${oc.env:OTHER}/${oc.env:HUSH}"}}')
     assert "add --allow-env HUSH --allow-env OTHER; else" in refusal(file)
     assert "add --allow-env OTHER; else" in refusal(file, allow_env=("HUSH",))
@@ -184,12 +181,32 @@ def test_text_that_needs_escapes_is_escaped_in_yaml_and_read_back(write):
     assert load_config(write(loaded.as_yaml(), "config.yaml"), []).config == loaded.config
 
 
-# Every key, with values that pass for a text, a number or a list of it; and each way to read a variable.
+def check_shows_nothing(file: str, key: str) -> None:
+    """Neither the configuration nor any error on the way to a run shows a canary."""
+    shown = ""
+    try:
+        loaded = load_config(file, [] if key.startswith("data") else ["data.train.data_path=embedded"])
+        shown = loaded.as_yaml()
+        require_training_set(loaded.config)
+        tracked_metric(loaded.config.checkpointing.metric_name, ["default"])
+        check_run(loaded, fresh=False, per_pair=None)
+    except TandemError as error:
+        shown += str(error)
+    assert not re.search("canary|123456", shown, re.IGNORECASE), key
+
+
+@pytest.mark.parametrize("section", sorted({key.name.partition(".")[0] for key in all_keys()} | {"defaults", "nosuch"}))
+def test_no_error_shows_a_variable_whatever_key_reads_it(write, section):
+    names = [key.name for key in all_keys() if key.name.partition(".")[0] == section]
+    for name in names or [section]:
+        check_shows_nothing(write(nested(name, "${oc.env:HUSH}")), name)
+
+
+# Each way to read a variable, at keys of each kind, with values that parts of are taken from.
 WRITTEN = [
-    "${oc.env:HUSH}",
     "a ${oc.env:HUSH}",
     ["${oc.env:HUSH}", 1],
-    {"CANARY": 1, "b": "${oc.env:HUSH}"},
+    {"b": "${oc.env:HUSH}"},
     "${oc.decode:${oc.env:HUSH}}",
     "${oc.create:${oc.env:YAML}}",
     "${oc.${oc.env:HUSH}:a}",
@@ -200,26 +217,18 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=str)
-@pytest.mark.parametrize("canary", [CANARY, "train:CANARYmetric", "~/CANARY dir", "00:00:CANARY", "[CANARY, '("])
-def test_no_error_shows_a_variable_whatever_key_reads_it(write, monkeypatch, written, canary):
-    monkeypatch.setenv("HUSH", canary)
+def test_no_error_shows_a_variable_however_it_is_read(write, monkeypatch, written):
+    monkeypatch.setenv("HUSH", "train:CANARYmetric '(")
     monkeypatch.setenv("YAML", "{CANARYkey: CANARYvalue, weight: CANARYnumber}")
     monkeypatch.setenv("NUMBER", "-123456.75")
-    written = {"b": "${oc.env:HUSH}"} if isinstance(written, dict) else written
-    for key in ("defaults", "nosuch.key", *(key.name for key in all_keys())):
-        file = write(nested(key, written))
-        try:
-            loaded = load_config(file, ["data.train.data_path=embedded"] if not key.startswith("data") else [])
-            assert "CANARY" not in loaded.as_yaml(), key
-            assert "123456.75" not in loaded.as_yaml(), key
-            require_training_set(loaded.config)
-            tracked_metric(loaded.config.checkpointing.metric_name, ["default"])
-            check_run(loaded, fresh=False, per_pair=None)
-        except TandemError as error:
-            said = str(error)
-            assert "CANARY" not in said, key
-            assert "canary" not in said, key
-            assert "123456" not in said, key
+    for key in (
+        "run.name",
+        "checkpointing.metric_name",
+        "policy.packing.pack_length",
+        "data.train",
+        "policy.scheduler",
+    ):
+        check_shows_nothing(write(nested(key, written)), key)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +289,11 @@ def test_trackers_get_the_configuration_as_it_was_written(write):
 
 
 def test_of_many_mistakes_the_first_are_shown_in_no_time(write):
-    file = write(yaml.safe_dump({f"key{number}": 1 for number in range(20_000)}))
+    file = write(yaml.safe_dump({f"key{number}": 1 for number in range(500)}))
     lines = refusal(file).split("\n")
     assert lines[0] == f"{file}: unknown key key0. `tandem config` lists all keys."
-    assert (len(lines), lines[-1]) == (21, "... and 19,980 more.")
+    assert (len(lines), lines[-1]) == (21, "... and 480 more.")
 
 
 def test_an_endless_key_is_answered_at_once(write):
-    assert refusal(write(f"{'a' * 100_000}: 1")).endswith("a. `tandem config` lists all keys.")
+    assert refusal(write(f"? {'a' * 100_000}\n: 1")).endswith("a. `tandem config` lists all keys.")
