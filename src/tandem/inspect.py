@@ -16,6 +16,7 @@ from rich.text import Text
 from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.console import SafeConsole
 from tandem.data.opening import open_store
 from tandem.data.store import TokenStore
 from tandem.data.template import make_template
@@ -152,7 +153,7 @@ def as_json(inspection: Inspection) -> str:
 
 def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     """The same as a page that needs nothing else; the data's text is escaped."""
-    console = Console(record=True, file=io.StringIO(), width=120, force_terminal=True, highlight=False)
+    console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:
         file.write_text(console.export_html(theme=MONOKAI, code_format=PAGE), encoding="utf-8")

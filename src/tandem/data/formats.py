@@ -26,6 +26,7 @@ from tandem.data.preference import (
 from tandem.data.rated import has_scores, ranked, scored, whole
 from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
+from tandem.printable import listed
 
 Prompt = str | tuple[Message, ...]
 PARTS = ("prompt", "chosen", "rejected")
@@ -37,9 +38,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
         if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
-            message = (
-                f"no row, but an object around rows: {', '.join(around)}. Save the list as a .json file of its own."
-            )
+            message = f"no row, but an object around rows: {listed(around)}. Save the list as a .json file of its own."
             raise RowError(row.place, "an object around rows", message)
         lowered = {name.lower(): name for name in row.value}
         if all(name in lowered for name in names):
@@ -49,7 +48,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
         raise RowError(
             row.place,
             "missing key",
-            f"none of the keys {', '.join(names)}. Keys found: {', '.join(row.value)}. data.train.prompt_key, chosen_key and "
+            f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. data.train.prompt_key, chosen_key and "
             "rejected_key name others; data.train.dataset_name names another format.",
         )
     return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)

@@ -38,7 +38,9 @@ def is_hub_name(data_path: str) -> bool:
 def hub_files(name: str, *, subset: str | None, split: str | None, revision: str | None) -> HubFiles:
     """Fetch the files of one split into the hub's cache; with HF_HUB_OFFLINE set, find those fetched earlier."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # drawn with escape sequences, which no text may bring to the terminal; models have none either
     if split is not None and "[" in split:
         raise DataError(f"{name}: split={split} asks for a part of a split. Give a whole one, such as split=train.")
     memory = cache_dir() / "hub" / f"{fingerprint(name, subset, split, revision)}.json"

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from tandem.config.yaml_limits import YamlLimitError, check_yaml
 from tandem.errors import DataError
+from tandem.printable import listed
 
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
 # What the `datasets` library writes beside the data.
@@ -67,7 +68,7 @@ def choose_files(name: str, listing: list[str], readme: str, *, subset: str | No
     chosen = list(dict.fromkeys(file for found in splits[split].values() for file in found))
     kinds = sorted({found[0].lower() for file in chosen if (found := DATA_FILE.search(file))})
     if len(kinds) > 1:  # often one table in several forms, which would be trained on as often
-        raise DataError(f"{name}: the split {split!r} has files of several kinds ({', '.join(kinds)}). {GIVE_FILES}")
+        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(kinds)}). {GIVE_FILES}")
     return chosen
 
 
@@ -123,7 +124,7 @@ def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: s
         return known[0]
     problem = f"it has several {key}s" if given is None and len(known) > 1 else f"it has no {key} {wanted!r}"
     known.sort(key=lambda one: -SequenceMatcher(None, given or "", one).ratio())
-    raise DataError(f"{name}: {problem}. Set {key} to one of: {', '.join(known)}.")
+    raise DataError(f"{name}: {problem}. Set {key} to one of: {listed(known)}.")
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:

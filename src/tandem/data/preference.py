@@ -11,6 +11,7 @@ from typing import Any
 from tandem.config.section import MAX_SCORE
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError, SourceRow, kind_of
+from tandem.printable import listed
 
 ROLES = ("system", "user", "assistant", "tool")
 # Beside role and content: what chat templates read.
@@ -83,7 +84,7 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
         lowered = {name.lower(): name for name in holder}
         near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
         hint = f" Is {above}{lowered[near[0]]} meant?" if near else ""
-        found = ", ".join(holder) or "none"
+        found = listed(holder) or "none"
         way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_way_out(key)}"
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
     if holder[key] is None:
@@ -161,7 +162,7 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | 
         raise RowError(
             row.place,
             "wrong roles",
-            f"{key}: roles {', '.join(roles)}; a completion is one assistant message, or assistant and tool messages "
+            f"{key}: roles {listed(roles)}; a completion is one assistant message, or assistant and tool messages "
             "that end in the assistant's.",
         )
     return messages

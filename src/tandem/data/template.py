@@ -18,6 +18,7 @@ from tandem.data.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.tool_calls import as_wanted, renamed
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
+from tandem.printable import listed
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = "How far is the moon?"
@@ -315,7 +316,7 @@ def _check_values(source: str | None, given: dict[str, Any]) -> None:
     if unread := sorted(given.keys() - read):
         raise ConfigError(
             f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template reads no such value. It reads "
-            f"{', '.join(sorted(read))}."
+            f"{listed(sorted(read))}."
         )
 
 

@@ -20,6 +20,7 @@ from tandem.model.adapter_files import TrainedAdapter, read_adapter
 from tandem.model.load import empty_model, load_policy
 from tandem.model.policy import Policy
 from tandem.model.source import ModelSource, weights_fingerprint
+from tandem.printable import listed
 
 ADAPTER = "default"  # peft's name for an only adapter
 WIDER = ("F64", "F32", "F16")  # than bfloat16, as safetensors calls them
@@ -239,7 +240,7 @@ def _linear(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
 def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
     """The whole names of the layers that target_modules takes and exclude_modules leaves."""
     layers, head = _linear(model)
-    known = f"Its linear layers are {', '.join(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
+    known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
     taken = _taken(lora.target_modules, list(layers), head, source, known)
     for name in lora.exclude_modules:
         if not any(_ends(layer, name) for layer in (*layers, head or "")):

@@ -152,7 +152,7 @@ def with_real_model(loaded: LoadedConfig, run: Path) -> str:
         given = changed(given, "data.train.data_path", EMBEDDED)
     if not own and file is None and BATCH not in map(key_of, given):
         given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
-    return tandem_command("train", *(["--config", file] if file else []), *given)
+    return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
 
 
 def _value(config: Config, key: str) -> Any:

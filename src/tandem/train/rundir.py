@@ -98,7 +98,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [override(key, new.get(key)) for key in keys]
-    how = tandem_command("train", "--resume", str(elder), *changed)
+    how = tandem_command("train", "--resume", str(elder), *loaded.options, *changed)
     if not is_finished(elder):
         return (
             f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To resume "

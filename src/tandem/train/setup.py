@@ -24,6 +24,7 @@ from tandem.model.positions import check_positions
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer
 from tandem.packing.schedule import Batches
+from tandem.printable import listed
 from tandem.train.adamw import state_bytes
 from tandem.train.machine import Machine, check_machine
 from tandem.train.optimizer import check_scheduler, highest_rate, schedule_in_words
@@ -169,7 +170,7 @@ class Setup:
         lora = self.lora
         return (
             f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
-            f"({', '.join(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
+            f"({listed(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
             + (f"; starting from {lora.start.folder}" if lora.start else "")
         )
 

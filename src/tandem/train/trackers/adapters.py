@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.cache import replacing
+from tandem.printable import without_password
 
 Metrics = dict[str, float]
 
@@ -201,11 +202,6 @@ class KeptRuns:
 def _digest(where: str) -> str:
     """An address may hold a password: enough of it to know it again."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
-
-
-def without_password(text: str) -> str:
-    """http://me:secret@host/ -> http://host/"""
-    return re.sub(r"//[^/@\s]+@", "//", text)
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
