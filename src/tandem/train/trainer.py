@@ -106,13 +106,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml(), extended_from)
+                    training = build(setup, run, workers, reporter, stopping, loaded, extended_from)
                 refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
             except StoppedError:
-                reporter.warn(_what_is_kept(kept, loaded.config.checkpointing))
+                _tell_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
                 if told := out_of_memory(error, setup.train.length, loaded.config.policy):
@@ -227,13 +227,17 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
         reporter.warn(text)
 
 
-def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:
+def _tell_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
+    """A warning only where steps are lost."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
-        return "No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet."
-    if not checkpointing.save_optimizer:
-        return f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
-    return f"{place} is kept; the same command goes on from it."
+        reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
+    elif not checkpointing.save_optimizer:
+        reporter.warn(
+            f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
+        )
+    else:
+        reporter.end(f"{place} is kept; the same command resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:
