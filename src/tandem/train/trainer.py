@@ -199,6 +199,11 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
         hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
         reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
     wanted = setup.config.policy.optimizer.kwargs.lr
+    if setup.highest_rate > 1.01 * wanted:
+        reporter.warn(
+            f"policy.scheduler raises the learning rate to {setup.highest_rate:g}, above policy.optimizer.kwargs.lr = "
+            f"{wanted:g}. Of torch's schedulers, eta_min is a learning rate, not a share of one."
+        )
     if setup.highest_rate < 0.99 * wanted:
         steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
         more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
