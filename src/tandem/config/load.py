@@ -47,8 +47,13 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()  # as they were written
 
     def as_yaml(self) -> str:
-        """The resolved configuration, without any value taken from the environment."""
+        """The resolved configuration, without any value taken from the environment.
+
+        A training set that is still to be given is left out: spelled out, the bundled pairs would be asked for.
+        """
         tree = self.config.model_dump()
+        if _lacks_training_set(self.config) is not None:
+            del tree["data"]["train"]
         for key, interpolation in self.from_environment.items():
             _set(tree, key.split("."), interpolation)
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -68,16 +73,21 @@ def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
 
 def require_training_set(config: Config) -> None:
     """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
+    if (given := _lacks_training_set(config)) is not None:
+        raise ConfigError(
+            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
+            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+        )
+
+
+def _lacks_training_set(config: Config) -> str | None:
+    """What of one's own is given without a training set."""
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
     own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
     given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
-    if given is not None and "train" not in data.model_fields_set:
-        raise ConfigError(
-            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
-            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
-        )
+    return None if "train" in data.model_fields_set else given
 
 
 def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
