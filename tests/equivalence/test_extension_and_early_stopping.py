@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 from several import run_together
 
 from tandem.cache import read_manifest
+from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train import build as build_module
 from tandem.train import extension, ranking
 from tandem.train.checkpoint import checkpoints, step_of
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
@@ -251,6 +254,21 @@ def test_a_run_without_improvement_stops_and_exports_its_best_step(tmp_path, dat
     assert metrics_of(run, "exported-default")[-1]["step"] == 2
     assert {step_of(place) for place in checkpoints(run / "checkpoints")} == {1, 2, 4}
     read_manifest(run / "checkpoints/step_4")
+
+
+def test_where_no_step_reaches_the_start_a_run_that_stops_early_says_so_of_what_it_exports(
+    tmp_path, data, measured, capsys, monkeypatch
+):
+    monkeypatch.setitem(LOSSES, 0, 0.1)
+    loaded = load_config(None, [*SHORT, *data, *EARLY, "dpo.val_at_start=true", f"run.dir={tmp_path}/run"])
+    run = train(loaded, Reporter("normal"))
+    stopped, hurt = (
+        next(one["text"] for one in json.loads((run / "verdicts.json").read_text()) if one["name"] == name)
+        for name in ("stopped_early", "only_hurt")
+    )
+    assert stopped.endswith("Step 2 is exported. No step was as good as the model before training (0.1000).")
+    assert hurt.startswith("training only hurt: the loss was 0.1000 before the first step and is 0.5000 at step 2.")
+    assert "step 2, the best checkpoint, but worse than the model before training" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])

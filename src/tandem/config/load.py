@@ -25,9 +25,9 @@ from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
-from tandem.config.yaml_limits import YamlLimitError, read_yaml_text
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
-from tandem.printable import SECRETS, escaped
+from tandem.printable import SECRETS
 
 Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
 MAX_DEFAULTS = 64  # files from one to the next
@@ -63,25 +63,18 @@ class LoadedConfig:
         return [part for name in self.sent_variables for part in ("--allow-env", name)]
 
     def as_yaml(self) -> str:
-        """The resolved configuration, without any value taken from the environment."""
+        """The resolved configuration, without any value taken from the environment.
+
+        A training set that is still to be given is left out: spelled out, the bundled pairs would be asked for.
+        """
         tree = self.config.model_dump()
         if any(place[:2] == ("data", "default") for place in self.from_environment):
             _refer_to_default(tree["data"])
+        if _lacks_training_set(self.config) is not None:
+            del tree["data"]["train"]
         for place, interpolation in self.from_environment.items():
             _set(tree, list(place), interpolation)
-        # Escapes are YAML's own inside double quotes, which such texts have.
-        return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts texts that need escapes into double quotes."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = '"' if escaped(text) != text else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
+        return to_yaml(tree)
 
 
 def load_config(file: str | None, overrides: Sequence[str], allow_env: Collection[str] = ()) -> LoadedConfig:
@@ -109,16 +102,21 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
 
 def require_training_set(config: Config) -> None:
     """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
+    if (given := _lacks_training_set(config)) is not None:
+        raise ConfigError(
+            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
+            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+        )
+
+
+def _lacks_training_set(config: Config) -> str | None:
+    """What of one's own is given without a training set."""
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
     own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
     given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
-    if given is not None and "train" not in data.model_fields_set:
-        raise ConfigError(
-            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
-            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
-        )
+    return None if "train" in data.model_fields_set else given
 
 
 def _start_without_file(parsed: list[Override]) -> Layers:

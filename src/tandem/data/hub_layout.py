@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from tandem.config.yaml_limits import YamlLimitError, check_yaml
+from tandem.config.yaml_text import YamlLimitError, check_yaml
 from tandem.errors import DataError
 from tandem.printable import listed
 

@@ -222,7 +222,7 @@ def _text_facts(processes: Processes) -> dict[str, str]:
     template = processes.template
     t = template.tokenizer
     facts = {
-        "tokenizer": [state_of(t), t.eos_token, t.bos_token],
+        "tokenizer": [state_of(t), t.eos_token, t.bos_token, *([t.pad_token] if template.pads_with_end else [])],
         "chat template": template.source,
         "policy.tokenizer.chat_template_kwargs": template.kwargs,
         "text by the chat template, which may read the date": processes.probe(),

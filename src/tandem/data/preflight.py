@@ -96,6 +96,10 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
 
 
 def warnings_of(found: Preflight) -> dict[str, str]:
+    return warnings_about(found.name, found.notes, found.noted_at)
+
+
+def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
     """By note, those that hardly anybody wants: what was found and where, why it matters, what to do."""
     told = {
         TEMPLATED: (
@@ -111,9 +115,9 @@ def warnings_of(found: Preflight) -> dict[str, str]:
     }
     warnings = {}
     for note, (what, way) in told.items():
-        if count := found.notes.get(note):
+        if count := notes.get(note):
             prompts = "1 prompt" if count == 1 else f"{count:,} prompts"
-            warnings[note] = f"{found.name}: {what} in {prompts}, the first at {found.noted_at[note]}, {way}"
+            warnings[note] = f"{name}: {what} in {prompts}, the first at {noted_at[note]}, {way}"
     return warnings
 
 

@@ -41,7 +41,19 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
+    refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
+
+
+def refuse_revision(policy: PolicyConfig) -> None:
+    """A folder is what it is: only a model of the hub has revisions."""
+    name, revision = policy.model_name, policy.revision
+    if revision is not None and (name == EMBEDDED or Path(name).is_dir()):
+        what = "built here" if name == EMBEDDED else "a folder"
+        raise ConfigError(
+            f"policy.revision = {revision}: policy.model_name = {name} is {what}, which has no revisions. Leave out "
+            "policy.revision."
+        )
 
 
 def check_folder(key: str, name: str, folder: Path) -> None:

@@ -298,15 +298,18 @@ class Reporter:
             self._draw(scrubbed(line), "bold" if is_heading else "")
 
     @contextmanager
-    def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it."""
+    def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
+        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it.
+
+        unit: %, where the number done is a share of all; without it "3/9" is shown.
+        """
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, numbers=(): None
             return
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:.0f} " + unit) if unit else MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[words]}", markup=False),
         )

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from pydantic import ValidationError
 
+from tandem.cache import fingerprint
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
-from tandem.config.yaml_limits import YamlLimitError, read_yaml_text
+from tandem.config.schema import Config
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
 from tandem.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 
@@ -54,6 +57,17 @@ MAY_CHANGE = (
 )
 # But not where the schedule is a share of the run: the steps so far followed one of another length.
 LENGTH = ("dpo.max_num_steps", "dpo.max_num_epochs")
+# Models and data, which are compared by their content.
+KNOWN_BY_CONTENT = (
+    "data.train",
+    "data.default",
+    "policy.model_name",
+    "policy.lora.adapter",
+    "policy.tokenizer.name",
+    "policy.tokenizer.chat_template",
+    "reference.model",
+    "reference.cache_dir",
+)
 # The same where each batch is packed by itself: rows then decide nothing but speed.
 MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_prompts", "policy.packing.algorithm")
 
@@ -78,7 +92,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         return given
     parent, stem = (Path(named).parent, Path(named).name) if named else (Path("runs"), config.run.name)
     numbers = _numbers(parent, stem)
-    now = yaml.safe_load(loaded.as_yaml())
+    now = _config_now(loaded)
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
         if not is_finished(run) and _stored_config(run) == now:
             refuse_links(run)
@@ -95,7 +109,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     stored = _stored_config(elder) if elder != run else None
     if stored is None or _differences(stored, loaded):
         return None
-    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(stored), _flat(_config_now(loaded))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [override(key, new.get(key)) for key in keys]
     how = tandem_command("train", "--resume", str(elder), *loaded.options, *changed)
@@ -173,15 +187,40 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
 
 def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
     """What differs between a run's configuration and this one, and would change what is learned."""
-    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(stored), _flat(_config_now(loaded))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
-    free = MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ())
-    bound = ("data.validation_share", *(LENGTH if loaded.config.policy.scheduler_spans_run else ()))
     return [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (not key.startswith(free) or key in bound)
+        if old.get(key) != new.get(key) and _changes_learning(key, loaded.config, by_batch=by_batch)
     ]
+
+
+def _changes_learning(key: str, config: Config, *, by_batch: bool) -> bool:
+    """Whether a key decides what is learned up to a step. by_batch: whether each batch is packed alone."""
+    bound = ("data.validation_share", *(LENGTH if config.policy.scheduler_spans_run else ()))
+    return key in bound or not key.startswith(MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ()))
+
+
+def values_from_environment(loaded: LoadedConfig) -> dict[str, str]:
+    """A digest of each setting that changes what is learned and is taken from the environment, by what it is called.
+
+    config.yaml has these as they were written, ${oc.env:NAME}, whatever the environment says.
+    """
+    config, given = loaded.config, {".".join(map(str, place)) for place in loaded.from_environment}
+    by_batch = config.policy.packing.mode == "batch"
+    values = {
+        key: value
+        for key, value in _flat(config.model_dump()).items()
+        if any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)  # betas.0 is in betas
+        and _changes_learning(key, config, by_batch=by_batch)
+        and not key.startswith(KNOWN_BY_CONTENT)
+    }
+    if any(key.startswith("data.train") for key in given):
+        values["data.train.weight"] = [one.weight for one in config.data.training_sets]
+    return {
+        f"value of {key}, which is taken from the environment,": fingerprint(value) for key, value in values.items()
+    }
 
 
 def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool) -> None:
@@ -195,7 +234,7 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
 
 def is_asked_for_more(run: Path, loaded: LoadedConfig) -> bool:
     """Whether a finished run was configured to end elsewhere than it would now: only then may there be more to train."""
-    old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(_stored_config(run) or {}), _flat(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH, "dpo.early_stopping_patience"))
 
 
@@ -234,7 +273,25 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
         stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
     except (OSError, ValueError, yaml.YAMLError, YamlLimitError):
         return None
-    return stored if isinstance(stored, dict) else None
+    return _with_defaults(stored) if isinstance(stored, dict) else None
+
+
+def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
+    """The configuration in force as a run's config.yaml would be read again."""
+    return _with_defaults(yaml.safe_load(loaded.as_yaml()))
+
+
+def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version may have written: keys that were added since have their defaults."""
+    try:
+        return Config.model_validate(stored).model_dump()
+    except ValidationError:  # a value that is taken from the environment, or a key that is gone
+        return _filled(Config().model_dump(), stored)
+
+
+def _filled(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    both = [key for key in given if isinstance(given[key], dict) and isinstance(usual.get(key), dict)]
+    return {**usual, **given, **{key: _filled(usual[key], given[key]) for key in both}}
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -108,13 +108,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml(), extended_from)
+                    training = build(setup, run, workers, reporter, stopping, loaded, extended_from)
                 refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
             except StoppedError:
-                reporter.warn(_what_is_kept(kept, loaded.config.checkpointing))
+                _tell_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
                 if told := out_of_memory(error, setup.train.length, loaded.config.policy):
@@ -203,6 +203,11 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
         hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
         reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
     wanted = setup.config.policy.optimizer.kwargs.lr
+    if setup.highest_rate > 1.01 * wanted:
+        reporter.warn(
+            f"policy.scheduler raises the learning rate to {setup.highest_rate:g}, above policy.optimizer.kwargs.lr = "
+            f"{wanted:g}. Of torch's schedulers, eta_min is a learning rate, not a share of one."
+        )
     if setup.highest_rate < 0.99 * wanted:
         steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
         more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
@@ -231,13 +236,17 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
         reporter.warn(text)
 
 
-def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:
+def _tell_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
+    """A warning only where steps are lost."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
-        return "No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet."
-    if not checkpointing.save_optimizer:
-        return f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
-    return f"{place} is kept; the same command goes on from it."
+        reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
+    elif not checkpointing.save_optimizer:
+        reporter.warn(
+            f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
+        )
+    else:
+        reporter.end(f"{place} is kept; the same command resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:

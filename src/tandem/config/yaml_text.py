@@ -1,12 +1,14 @@
-"""The text of a YAML file in; nothing out, or a refusal: of nesting, references and sizes that no configuration has."""
+"""YAML read under limits of nesting, references and size, which no configuration needs more of; and written with escapes."""
 
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tandem.errors import ConfigError
+from tandem.printable import escaped
 
 MAX_CHARACTERS = 4 * 1024 * 1024
 MAX_NESTING = 64
@@ -66,3 +68,19 @@ def _events(text: str) -> Iterator[yaml.Event]:
     """What the parser finds, up to where the text is no YAML: that is left to whoever reads it."""
     with suppress(yaml.YAMLError):
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
+
+
+def to_yaml(tree: dict[str, Any]) -> str:
+    """A tree as text without control characters: inside double quotes the escapes are YAML's own."""
+    return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts texts that need escapes into double quotes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = '"' if escaped(text) != text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)

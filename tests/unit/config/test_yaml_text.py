@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tandem.config.load import load_config
-from tandem.config.yaml_limits import YamlLimitError, check_yaml
+from tandem.config.yaml_text import YamlLimitError, check_yaml
 from tandem.data.hub_layout import choose_files
 from tandem.errors import ConfigError, DataError
 
