@@ -324,8 +324,8 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
         return None
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
-        comma = isinstance(value, str) and DECIMAL_COMMA.fullmatch(value.strip())
-        hint = f" Write it with a point: {value.strip().replace(',', '.')}." if comma else ""
+        comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None
+        hint = f" Write it with a point: {comma[0].replace(',', '.')}." if comma else ""
         raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.{hint}")
     if abs(value) > MAX_SCORE:
         number = f"{value:.3g}" if abs(value) < 10**300 else f"a number of {len(str(abs(value)))} digits"
