@@ -377,3 +377,15 @@ def test_more_steps_than_the_epochs_hold_are_not_an_extension_and_the_run_says_w
         f"warning: dpo.max_num_steps = 99 is not reached: dpo.max_num_epochs = 1 ends the run at step {steps}. "
         "Raise dpo.max_num_epochs to extend it." in printed
     )
+
+
+def test_more_epochs_than_the_steps_reach_are_not_an_extension_and_the_run_says_why(tmp_path, data, capfd):
+    run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
+    before = (run / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    short_run(run, *data, "dpo.max_num_epochs=2", "dpo.max_num_steps=1")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (
+        "warning: dpo.max_num_epochs = 2 is not reached: dpo.max_num_steps = 1 ends the run. Raise dpo.max_num_steps to extend "
+        "it, or set it to null." in "".join(capfd.readouterr())
+    )

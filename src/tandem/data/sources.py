@@ -23,6 +23,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from tandem.config.datasets import MAX_EXPANSION
+from tandem.data.csv_cells import is_python_list, json_cell, refuse_first_line, refuse_spreadsheet
 from tandem.data.json_array import MAX_BYTES, NESTED, DuplicateKey, decode, elements
 from tandem.data.limits import COLUMNS, Expansion
 from tandem.data.tables import kind_of_table, one_line, stream_values, table_parts, too_many_columns
@@ -187,6 +188,7 @@ def _is_indented(opening: bytes) -> bool:
 def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedReader:
     """The content of a file, unpacked if it starts like a gzip or zstd archive, whatever its name."""
     magic = raw.peek(8)[:8]
+    refuse_spreadsheet(raw)
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(_Counted(gzip.GzipFile(fileobj=raw), expansion), BUFFER_BYTES)
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
@@ -258,7 +260,7 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
                 yield number, RowError(f"{path}:{number}", "wrong number of fields", message), 0
                 continue
             value: dict[str, Any] = dict(zip(names, texts, strict=True))
-            if (column := next((name for name, text in value.items() if _is_python_list(text)), None)) is not None:
+            if (column := next((name for name, text in value.items() if is_python_list(text)), None)) is not None:
                 message = (
                     f"{column}: messages as Python prints them, not as JSON. Write the column by json.dumps, or the table as "
                     ".parquet."
@@ -285,23 +287,14 @@ def _no_header(names: list[str]) -> str | None:
     """What the first line of a csv file is, if it is not the names of columns between commas."""
     if names[0].lstrip().startswith("{"):
         return "an object, not the names of columns. A file with a JSON object on every line is named .jsonl."
-    for sign, word in ((";", "semicolons"), ("\t", "tabs")):
-        if len(names) == 1 and sign in names[0]:
-            return f"the names of columns are separated by {word}. Write the file with commas."
     return None
 
 
-def _is_python_list(text: str) -> bool:
-    """Whether a list of messages was written by str() or, as pandas does, by to_csv: [{'role': ...}]."""
-    return text.startswith("[{'") and "'role'" in text
-
-
 def _with_messages(value: dict[str, Any]) -> dict[str, Any]:
-    """Lists of messages, which a table of texts can hold as JSON alone."""
+    """Messages and lists, which a table of texts can hold as JSON alone."""
     for name, text in value.items():
-        if text and text.startswith("[{") and '"role"' in text:
-            with suppress(ValueError, RecursionError, DuplicateKey):  # else it stays the text it is
-                value[name] = decode(text)
+        if text and (parsed := json_cell(name, text)) is not None:
+            value[name] = parsed
     return value
 
 
@@ -318,7 +311,10 @@ def _decoded(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> It
     """The lines as text; one that is not UTF-8 is noted in `damaged`, unless it is the header."""
     for number, line in _numbered(file, path):
         try:
-            yield line.decode("utf-8")
+            text = line.decode("utf-8")
+            if number == 1:
+                refuse_first_line(text, path)
+            yield text
         except UnicodeDecodeError as error:
             damaged[number] = f"not UTF-8 at byte {error.start} of line {number}"
             if number == 1:

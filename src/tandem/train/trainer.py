@@ -218,12 +218,17 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
-    """Of a finished run that is asked for more steps than its epochs hold."""
+    """Of a finished run that is asked for more steps than its epochs hold, or for more epochs than its steps reach."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
             f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
             f"step {setup.num_steps}. Raise dpo.max_num_epochs to extend it."
+        )
+    elif setup.num_steps == dpo.max_num_steps:
+        reporter.warn(
+            f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
+            "Raise dpo.max_num_steps to extend it, or set it to null."
         )
 
 

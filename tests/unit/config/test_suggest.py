@@ -50,6 +50,7 @@ TRIED = {
     "lr_scheduler_type": "Did you mean policy.scheduler? policy.scheduler.name is linear, cosine, constant or wsd.",
     "bf16": "Did you mean policy.precision? policy.precision=bfloat16 is the default on a GPU.",
     "fp16": "float16 is not trained in; policy.precision is bfloat16 or float32.",
+    "validation_split": "Did you mean data.validation_share? data.validation.split names the split of a separate set.",
     "report_to": "Each tracker has its own key, logger.wandb_enabled, logger.tensorboard_enabled and logger.mlflow_enabled.",
     "logging_steps": "Not needed; every step is written to metrics.jsonl.",
     "use_liger_kernel": "Not needed; the head computes log-probabilities in chunks, without a logits tensor "
