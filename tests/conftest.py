@@ -1,9 +1,10 @@
 """One cache for the whole test session, apart from the user's; one thread a process; no network."""
 
 import os
+import shutil
 import tempfile
 
-os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
+CACHE = os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny: threads would only get in each other's way, and runs are compared bit for bit.
@@ -39,3 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items[:], others = shard_of(items, shard)
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Tiny SentencePiece models, trained once a session on the bundled pairs."""
 
 import io
+import os
 import json
 import tempfile
 from functools import cache
@@ -35,7 +36,7 @@ def model(
     """
     import sentencepiece
 
-    file = Path(tempfile.mkdtemp(prefix="tandem-spm-")) / "x.model"
+    file = Path(tempfile.mkdtemp(prefix="tandem-spm-", dir=os.environ["TANDEM_CACHE"])) / "x.model"
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences()),
