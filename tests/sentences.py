@@ -1,8 +1,8 @@
 """Tiny SentencePiece models, trained once a session on the bundled pairs."""
 
 import io
-import os
 import json
+import os
 import tempfile
 from functools import cache
 from itertools import product
