@@ -1,22 +1,24 @@
-"""Where caches live, and how a finished folder is published: written aside, synced, then renamed."""
+"""Where caches live, and how a finished file or folder is published: written aside, synced, then renamed."""
 
 import hashlib
 import json
 import os
-import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 from tandem.errors import ConfigError, writing
 from tandem.failpoints import fail_point
+from tandem.ownership import MARKER, create_temporary, remove_abandoned, temporary_folder
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 OWN = "fingerprint_of_manifest"
+PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 
 
 def cache_dir() -> Path:
@@ -27,7 +29,10 @@ def cache_dir() -> Path:
 
 
 def check_cache_dir() -> None:
-    """Refuse a cache directory that cannot be made or written, before any work is done."""
+    """Refuse a cache directory that cannot be made or written, before any work is done; tidy one that can.
+
+    What is removed are the folders that killed processes of this machine were writing.
+    """
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,6 +42,8 @@ def check_cache_dir() -> None:
         raise ConfigError(
             f"the cache directory {folder} cannot be written ({error.strerror}). Set TANDEM_CACHE to one that can."
         ) from None
+    for kind in PUBLISHED_IN_CACHE:
+        remove_abandoned(folder / kind, ".+", is_held=False)
 
 
 def sha256_of(path: Path) -> str:
@@ -54,7 +61,8 @@ def content_of(path: Path) -> str:
         return known
     digest = sha256_of(path)
     note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(digest)
+    with replacing(note) as file:
+        file.write(digest)
     return digest
 
 
@@ -81,12 +89,27 @@ def sync_file(path: Path) -> None:
 
 def write_whole(path: Path, text: str, what: str) -> None:
     """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with replacing(path, what) as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Yield a file open for writing; on success it replaces the one at `path` in one rename. A link there is replaced too.
+
+    `what` names its fail-point.
+    """
+    aside, descriptor = create_temporary(path)
     try:
-        with writing(path):
-            aside.write_text(text, encoding="utf-8")
-            sync_file(aside)
-        fail_point(f"{what}.rename")
+        with (
+            writing(path),
+            os.fdopen(descriptor, "wb" if binary else "w", encoding=None if binary else "utf-8") as file,
+        ):
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if what is not None:
+            fail_point(f"{what}.rename")
         aside.replace(path)
         sync_file(path.parent)
     finally:
@@ -101,24 +124,30 @@ def published(folder: Path, what: str) -> Iterator[Path]:
     `what` names its fail-points.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with temporary_folder(folder) as aside:
         with writing(folder):
             fail_point(f"{what}.begin")
             yield aside
-            aside.chmod(0o755)
+            _follow_umask(aside)
             fail_point(f"{what}.sync")
             sync_folder(aside)
         fail_point(f"{what}.rename")
         try:
             aside.rename(folder)
+            (folder / MARKER).unlink()
         except OSError:
             if not folder.is_dir():
                 raise
         sync_file(folder.parent)
         fail_point(f"{what}.done")
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _follow_umask(folder: Path) -> None:
+    """safetensors writes weights for their owner alone: every file gets the mode of the marker, as the umask gives it."""
+    mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -131,24 +160,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
-def remove_leftovers(folder: Path, *names: str) -> None:
-    """What a killed process was still writing under these names: hidden, never read, perhaps large.
-
-    Only where no other process may be writing now: in a folder that this one holds.
-    """
-    for path in (path for name in names for path in folder.glob(f".{name}.*")):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
     """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own.
 
     known: of files that are not worth reading again, by their names in the folder.
     """
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    besides = ("manifest.json", MARKER)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in besides]
     names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read
@@ -158,18 +176,24 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read `manifest.json` and verify every file it names; ValueError says which one is wrong."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files = manifest["files"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
-    own = manifest.pop(OWN, None)  # manifests were written without it once
-    if own is not None and own != fingerprint(manifest):
-        raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
-    for name, digest in files:
+    manifest = intact_manifest(folder)
+    for name, digest in manifest["files"].items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         if sha256_of(path) != digest:
             raise ValueError(f"{path} does not match its SHA-256 in the manifest: it was changed or cut off")
+    return manifest
+
+
+def intact_manifest(folder: Path) -> dict[str, Any]:
+    """Read `manifest.json` alone; ValueError where it is missing or damaged."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest["files"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
+    own = manifest.pop(OWN, None)  # manifests were written without it once
+    if own is not None and own != fingerprint(manifest):
+        raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
     return manifest

@@ -20,7 +20,8 @@ from tandem.errors import (
     ToldError,
     full_disk,
 )
-from tandem.streams import continue_without_reader, print_error, watched_streams
+from tandem.isolation import isolated
+from tandem.streams import continue_without_reader, print_error, print_traceback, watched_streams
 
 
 class Interrupted(Exception):
@@ -65,12 +66,19 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the configuration: key=value, +key=value, ~key."),
 ]
+AllowEnv = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-env", metavar="NAME", help="Let a file send this variable to trackers or the hub; repeatable."
+    ),
+]
 
 
 @app.command()
 def train(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    allow_env: AllowEnv = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="DIR", callback=_in_home, help="Go on with the run in DIR, under its own configuration."),
@@ -101,7 +109,7 @@ def train(
         check_resumed(Path(resume))
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
     try:
-        loaded = load_config(config, overrides or [])
+        loaded = load_config(config, overrides or [], allow_env or ())
         require_training_set(loaded.config)
         check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except TandemError as error:  # which all workers meet alike: one of each machine says so
@@ -142,6 +150,7 @@ def inspect_row(
         str | None, typer.Option(metavar="M", help="Whose tokenizer and template: policy.model_name.")
     ] = None,
     config: ConfigFile = None,
+    allow_env: AllowEnv = None,
     positions: Annotated[bool, typer.Option("--positions", help="Show position ids too.")] = False,
     html: Annotated[
         str | None, typer.Option(metavar="FILE", callback=_in_home, help="Write the same as a page.")
@@ -160,11 +169,10 @@ def inspect_row(
     # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
     usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
     changes = [*usual, *_with_option(overrides or [], "--model", "policy.model_name", model)]
-    loaded = load_config(config, changes)
-
-    from rich.console import Console
+    loaded = load_config(config, changes, allow_env or ())
 
     from tandem import inspect
+    from tandem.console import SafeConsole
 
     inspect.do_without_torch()
     found = inspect.inspect_data(data, loaded.config, row)
@@ -173,7 +181,7 @@ def inspect_row(
     if as_json:
         print(inspect.as_json(found))
     elif html is None:
-        inspect.show(found, Console(highlight=False, soft_wrap=True), positions=positions)
+        inspect.show(found, SafeConsole(), positions=positions)
     else:
         print(f"{html}  {found.place} as a page")
 
@@ -182,6 +190,7 @@ def inspect_row(
 def prepare(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    allow_env: AllowEnv = None,
     pack_sizes: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Pack lengths; policy.packing.pack_length without it.")
     ] = None,
@@ -215,7 +224,7 @@ def prepare(
 
     changes = _with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = _with_option(changes, "--seed", "run.seed", seed)
-    loaded = load_config(config, changes)
+    loaded = load_config(config, changes, allow_env or ())
     if from_nemo is None:
         require_training_set(loaded.config)
     lengths = _lengths(pack_sizes)
@@ -242,7 +251,7 @@ def prepare(
         if output is None:
             raise ConfigError("--from-nemo needs --output-dir, where the set is written.")
         found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
-        preparing.show_imported(found, output, changes, config, reporter)
+        preparing.show_imported(found, output, loaded, reporter)
         return
     prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
     if as_json:
@@ -276,6 +285,7 @@ def _lengths(given: str | None) -> list[int]:
 def show_config(
     overrides: Overrides = None,
     config: ConfigFile = None,
+    allow_env: AllowEnv = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for editors.")] = False,
 ) -> None:
     """Print the configuration in force, all keys resolved."""
@@ -288,7 +298,7 @@ def show_config(
         return
     from tandem.config.load import load_config
 
-    print(load_config(config, overrides or []).as_yaml(), end="")
+    print(load_config(config, overrides or [], allow_env or ()).as_yaml(), end="")
 
 
 @app.command("fail-points", hidden=True)  # for those who work on tandem
@@ -318,7 +328,8 @@ def _root(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
-    with watched_streams():
+    sys.excepthook = print_traceback
+    with isolated(), watched_streams():
         _run_command()
 
 

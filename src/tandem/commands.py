@@ -1,4 +1,4 @@
-"""Commands to print for the user, quoted so that they run as printed."""
+"""Commands to print for the user, quoted so that they run as printed. -P: nothing is imported from the working directory."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def tandem_command(*arguments: str) -> str:
     found = shutil.which("tandem")
     mine = (Path(sys.argv[0]).resolve(), Path(sys.executable).parent / "tandem")
     named = found is not None and Path(found).resolve() in (mine[0], mine[1].resolve())
-    return shlex.join([*(["tandem"] if named else [sys.executable, "-m", "tandem"]), *arguments])
+    return shlex.join([*(["tandem"] if named else [sys.executable, "-P", "-m", "tandem"]), *arguments])
 
 
 def python_command(code: str) -> str:
@@ -27,7 +27,7 @@ def python_command(code: str) -> str:
     found = shutil.which("python")
     here = Path(sys.executable).parent
     named = found is not None and Path(found).parent.resolve() == here.resolve()
-    return shlex.join(["python" if named else sys.executable, "-c", code])
+    return shlex.join(["python" if named else sys.executable, "-P", "-c", code])
 
 
 def override(key: str, value: Any) -> str:

@@ -5,11 +5,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tandem.printable import scrubbed
+
 
 class TandemError(Exception):
     """Shown to the user as one message, without a traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """Without values of the environment and passwords, whatever the message was made of."""
+        return scrubbed(super().__str__())
 
 
 class ConfigError(TandemError):

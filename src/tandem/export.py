@@ -4,7 +4,6 @@ In the model's dtype, by stochastic rounding.
 """
 
 import copy
-import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,21 +114,9 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
     with ExitStack() as stack:
         aside = workers.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        def written() -> None:
-            write(aside)
-            _open_to_all(aside)
-
-        workers.agreed(written, by=workers.is_first)
+        workers.agreed(lambda: write(aside), by=workers.is_first)
         measure(aside)
         workers.agreed(stack.close, by=workers.is_first)
-
-
-def _open_to_all(folder: Path) -> None:
-    """safetensors writes weights for their owner alone: they get the mode that the other files have."""
-    files = [file for file in folder.iterdir() if file.is_file()]
-    mode = max(stat.S_IMODE(file.stat().st_mode) for file in files)
-    for file in files:
-        file.chmod(mode)
 
 
 def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
@@ -166,6 +153,8 @@ def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype
 
     config = copy.deepcopy(config)
     config.dtype = dtype
+    if hasattr(config, "quantization_config"):  # some quantised weights load, and are trained, as plain ones (MXFP4)
+        del config.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = model.generation_config

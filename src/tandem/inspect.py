@@ -16,7 +16,9 @@ from rich.text import Text
 from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
+from tandem.console import SafeConsole
 from tandem.data.opening import open_store
+from tandem.data.preflight import warnings_about
 from tandem.data.store import TokenStore
 from tandem.data.template import make_template
 from tandem.data.tokenizer import load_tokenizer
@@ -67,6 +69,7 @@ class Inspection:
     accepted: int
     left_out: dict[str, int]  # rows by reason
     note: str | None  # what training does with it because of its length
+    warnings: list[str]  # about the prompts of the file, as training gives them
     tokenizer: str  # whose tokens these are
     has_template: bool
     prompt: list[Token]
@@ -108,6 +111,7 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
         accepted=store.counts.accepted,
         left_out={**store.counts.bad, **store.counts.filtered},
         note=note,
+        warnings=list(warnings_about(data_path, store.notes, store.noted_at).values()),
         tokenizer=config.policy.tokenizer_name,
         has_template=template.source is not None,
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
@@ -125,6 +129,9 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     console.print(wrap(said, console.width) if console.is_terminal else said, markup=False)
     if i.note:
         console.print(wrap(i.note, console.width) if console.is_terminal else i.note, markup=False, style="bold red")
+    for warning in i.warnings:
+        text = f"warning: {warning}"
+        console.print(wrap(text, console.width) if console.is_terminal else text, markup=False, style="yellow")
     if i.tokenizer == EMBEDDED:
         console.print("Tokens are the embedded model's; --model M shows those of another.")
     if not i.has_template:
@@ -152,7 +159,7 @@ def as_json(inspection: Inspection) -> str:
 
 def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
     """The same as a page that needs nothing else; the data's text is escaped."""
-    console = Console(record=True, file=io.StringIO(), width=120, force_terminal=True, highlight=False)
+    console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:
         file.write_text(console.export_html(theme=MONOKAI, code_format=PAGE), encoding="utf-8")

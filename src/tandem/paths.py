@@ -11,8 +11,8 @@ from tandem.config.section import EMBEDDED
 from tandem.data.files import find_files
 from tandem.data.hub import is_hub_name
 from tandem.errors import CheckpointError, ConfigError, DataError
-from tandem.model.source import check_path, refuse_missing
-from tandem.train.rundir import choose_run_dir, is_finished, no_run
+from tandem.model.source import check_path, refuse_missing, refuse_revision
+from tandem.train.rundir import choose_run_dir, is_finished, no_run, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
@@ -32,6 +32,7 @@ def check_resumed(run: Path) -> None:
             f"--resume {run}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
             f"{run.resolve().parent.parent}"
         )
+    refuse_links(run)
     if not (run / "config.yaml").is_file():
         inside = (run.resolve().parent / "config.yaml").is_file()
         hint = f" Is --resume {run.parent} meant?" if inside else ""
@@ -50,6 +51,7 @@ def check_paths(config: Config) -> None:
 
 def check_models(config: Config) -> None:
     check_path("policy.model_name", config.policy.model_name)
+    refuse_revision(config.policy)
     if config.reference.model is not None:
         check_path("reference.model", config.reference.model)
     for key, name in (

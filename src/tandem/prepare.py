@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tandem.cache import published, read_manifest, write_manifest
 from tandem.commands import changed, key_of, override, tandem_command
-from tandem.config.load import load_config
+from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED
 from tandem.data.duplicates import DUPLICATE, without_duplicates
@@ -187,29 +187,28 @@ def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
     return preflight("train", kept)
 
 
-def show_imported(
-    found: Preflight, output: Path, overrides: Sequence[str], config_file: str | None, reporter: Reporter
-) -> None:
+def show_imported(found: Preflight, output: Path, loaded: LoadedConfig, reporter: Reporter) -> None:
     """What is in the set that was imported, and the command that trains on it."""
     reporter.preflight([found], {found.name: output / found.name / "rejects.jsonl"})
     reporter.say("\nTrain on it:")
-    reporter.command(tandem_command("train", *training_arguments(overrides, config_file, found, output)))
+    reporter.command(tandem_command("train", *training_arguments(loaded, found, output)))
 
 
-def training_arguments(overrides: Sequence[str], config_file: str | None, found: Preflight, output: Path) -> list[str]:
+def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> list[str]:
     """What `tandem train` needs to train on packs that were imported under these settings."""
-    config = load_config(config_file, overrides).config.policy
+    config, overrides = loaded.config.policy, loaded.overrides
     given = {key_of(one) for one in overrides}
     asked = {
         "data.train.data_path": str(output / found.name),
-        "policy.model_name": config.model_name,
+        "policy.model_name": loaded.from_environment.get(("policy", "model_name"), config.model_name),
         "policy.max_total_sequence_length": config.max_total_sequence_length,
     }
     arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
     # The usual batch is another with data of one's own than in the embedded default.
-    if found.num_pairs < load_config(config_file, arguments).config.policy.train_global_batch_size:
+    changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
+    if found.num_pairs < changed_config.policy.train_global_batch_size:
         arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
-    return [*(["--config", config_file] if config_file else []), *arguments]
+    return [*(["--config", loaded.file, *loaded.options] if loaded.file else []), *arguments]
 
 
 def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:

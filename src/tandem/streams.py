@@ -5,7 +5,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, TextIO, cast
+
+from tandem.printable import escaped, scrubbed, shortened
 
 # 128 + SIGPIPE: what a shell reports of a process that wrote to a closed pipe.
 EXIT_CODE = 141
@@ -53,14 +56,32 @@ class WatchedStream:
             print(self.notice, file=sys.stderr)
 
 
+class EscapedStream:
+    """A text stream. Whatever is written, by whomever, a terminal obeys none of it; on standard error no secret is shown."""
+
+    def __init__(self, stream: WatchedStream, *, scrubs: bool = False):
+        self.unescaped = stream  # for those who draw and have escaped their text (console.py)
+        self._scrubs = scrubs
+
+    def write(self, text: str) -> int:
+        self.unescaped.write(escaped(scrubbed(text) if self._scrubs else text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # what is written there would not be escaped
+            raise AttributeError(name)
+        return getattr(self.unescaped, name)
+
+
 def continue_without_reader(notice: str) -> None:
     """From here on a closed standard output does not end the command; `notice` then goes to standard error."""
-    if isinstance(sys.stdout, WatchedStream):
-        sys.stdout.continues, sys.stdout.notice = True, notice
+    if isinstance(sys.stdout, EscapedStream):
+        sys.stdout.unescaped.continues, sys.stdout.unescaped.notice = True, notice
 
 
 def print_error(text: str) -> None:
-    """On standard error; on a terminal its lines are broken at words."""
+    """On standard error, its middle left out if it is very long; on a terminal its lines are broken at words."""
+    text = shortened(escaped(scrubbed(text)))
     if sys.stderr.isatty():
         from tandem.terminal import wrap
 
@@ -74,7 +95,8 @@ def watched_streams() -> Iterator[None]:
     """Exit with code 141, without a message, when standard output is closed; standard error may be closed at any time."""
     before = sys.stdout, sys.stderr
     out, err = WatchedStream(sys.stdout, continues=False), WatchedStream(sys.stderr, continues=True)
-    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    sys.stdout = cast(TextIO, EscapedStream(out))
+    sys.stderr = cast(TextIO, EscapedStream(err, scrubs=True))
     try:
         try:
             yield
@@ -84,3 +106,13 @@ def watched_streams() -> Iterator[None]:
         sys.exit(EXIT_CODE)
     finally:
         sys.stdout, sys.stderr = before
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an error that nothing handled, escaped: for sys.excepthook."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    import traceback
+
+    sys.stderr.write(escaped(scrubbed("".join(traceback.format_exception(kind, error, trace)))))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
+from tandem.printable import escaped
+
 GAP = 2  # cells between two columns
 LEFT = ("set", "metric", "of")  # columns of names; all others hold numbers
 
@@ -14,7 +16,7 @@ def wrap(text: str, width: int, hang: int | None = None) -> str:
 
     A continued line is indented by `hang` cells: as far as the line it continues, and two more if that is indented.
     """
-    return "\n".join(_wrap_line(line, width, hang) for line in text.split("\n"))
+    return "\n".join(_wrap_line(line, width, hang) for line in escaped(text).split("\n"))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[tuple[str, bool]]:
@@ -23,6 +25,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     One that is too wide gets headings of several lines; then, if need be, columns move below the others, beside the
     first one again. None: as wide as it is.
     """
+    columns, rows = list(map(escaped, columns)), [list(map(escaped, row)) for row in rows]
     wide = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     if width is None or _total(wide) <= width:
         return _lines(list(columns), rows, wide)

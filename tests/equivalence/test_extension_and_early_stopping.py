@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 from several import run_together
 
 from tandem.cache import read_manifest
+from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train import build as build_module
 from tandem.train import extension, ranking
 from tandem.train.checkpoint import checkpoints, step_of
+from tandem.train.report import Reporter
+from tandem.train.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 FOUR, EIGHT = "dpo.max_num_steps=4", "dpo.max_num_steps=8"
@@ -253,6 +256,21 @@ def test_a_run_without_improvement_stops_and_exports_its_best_step(tmp_path, dat
     read_manifest(run / "checkpoints/step_4")
 
 
+def test_where_no_step_reaches_the_start_a_run_that_stops_early_says_so_of_what_it_exports(
+    tmp_path, data, measured, capsys, monkeypatch
+):
+    monkeypatch.setitem(LOSSES, 0, 0.1)
+    loaded = load_config(None, [*SHORT, *data, *EARLY, "dpo.val_at_start=true", f"run.dir={tmp_path}/run"])
+    run = train(loaded, Reporter("normal"))
+    stopped, hurt = (
+        next(one["text"] for one in json.loads((run / "verdicts.json").read_text()) if one["name"] == name)
+        for name in ("stopped_early", "only_hurt")
+    )
+    assert stopped.endswith("Step 2 is exported. No step was as good as the model before training (0.1000).")
+    assert hurt.startswith("training only hurt: the loss was 0.1000 before the first step and is 0.5000 at step 2.")
+    assert "step 2, the best checkpoint, but worse than the model before training" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_killed_a_run_stops_early_at_the_same_step(tmp_path, data, measured, step):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
@@ -358,4 +376,16 @@ def test_more_steps_than_the_epochs_hold_are_not_an_extension_and_the_run_says_w
     assert (
         f"warning: dpo.max_num_steps = 99 is not reached: dpo.max_num_epochs = 1 ends the run at step {steps}. "
         "Raise dpo.max_num_epochs to extend it." in printed
+    )
+
+
+def test_more_epochs_than_the_steps_reach_are_not_an_extension_and_the_run_says_why(tmp_path, data, capfd):
+    run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
+    before = (run / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    short_run(run, *data, "dpo.max_num_epochs=2", "dpo.max_num_steps=1")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (
+        "warning: dpo.max_num_epochs = 2 is not reached: dpo.max_num_steps = 1 ends the run. Raise dpo.max_num_steps to extend "
+        "it, or set it to null." in "".join(capfd.readouterr())
     )

@@ -1,5 +1,6 @@
 """Promise 1 with adapters: new ones change nothing, packing changes nothing, a merged model is the adapted one."""
 
+import json
 import math
 import os
 import shutil
@@ -263,6 +264,18 @@ def test_a_model_published_in_float16_is_frozen_in_bfloat16_where_that_is_comput
     run = run_few(tmp_path / "run", *settings)
     assert metrics_of(run)[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert {tensor.dtype for tensor in weights_of(run).values()} == {torch.float16}
+
+
+@pytest.mark.bfloat16
+def test_a_reference_cached_by_float32_weights_is_not_that_of_the_same_weights_frozen_in_bfloat16(tmp_path):
+    # Where config.json names bfloat16 and the files hold float32, whole weights load as they are, frozen ones rounded.
+    start = shutil.copytree(MODEL, tmp_path / "float32")
+    described = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(described | {"dtype": "bfloat16"}))
+    settings = [f"policy.model_name={start}", f"reference.cache_dir={tmp_path}/cache", "dpo.max_num_steps=1"]
+    for run, lora in (("whole", []), ("adapters", SMALL)):
+        lines = metrics_of(run_few(tmp_path / run, *settings, *lora, "policy.precision=bfloat16"))
+        assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4), run
 
 
 def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):

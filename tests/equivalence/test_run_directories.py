@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
 from tandem.commands import tandem_command
@@ -166,3 +167,70 @@ def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
     assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def from_environment(folder, **values):
+    """A run whose loss, rate and data are taken from the environment."""
+    file = folder / "env.yaml"
+    file.write_text(
+        "dpo: {preference_loss: '${oc.env:LOSS}'}\n"
+        "policy: {optimizer: {kwargs: {lr: '${oc.decode:${oc.env:RATE}}'}}}\n"
+        "data: {train: {data_path: '${oc.env:PAIRS}'}}\n"
+        "logger: {wandb_enabled: false, wandb: {project: '${oc.env:PROJECT}'}}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"LOSS": "dpo", "RATE": "1e-3", "PAIRS": "embedded", "PROJECT": "one", **values}.items():
+            patch.setenv(name, value)
+        own = [one for one in SHORT if not one.startswith(("data.", "policy.optimizer.kwargs.lr"))]
+        loaded = load_config(str(file), [*own, *SAVING, f"run.dir={folder}/run"])
+        return train(loaded, Reporter("quiet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [("LOSS", "ipo", "dpo.preference_loss"), ("RATE", "1e-2", "policy.optimizer.kwargs.lr")],
+)
+def test_a_run_does_not_resume_under_another_value_of_the_environment(tmp_path, name, value, key):
+    with killed_after(3):
+        from_environment(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        from_environment(tmp_path, **{name: value})
+    assert str(caught.value) == (
+        f"{tmp_path}/run/checkpoints/step_2: the value of {key}, which is taken from the environment, changed since this "
+        "checkpoint was saved, so the run cannot go on exactly. Put it back as it was, or start anew with --fresh."
+    )
+
+
+def test_a_run_resumes_under_other_values_of_the_environment_that_change_nothing_learned(tmp_path):
+    with killed_after(3):
+        from_environment(tmp_path)
+    assert len(metrics_of(from_environment(tmp_path, PROJECT="two"))) == 6
+
+
+def without(tree, *path):
+    inner = tree
+    for part in path[:-1]:
+        inner = inner[part]
+    del inner[path[-1]]
+
+
+def test_keys_that_an_earlier_version_did_not_write_are_as_by_default(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "run", *SAVING)
+    file = tmp_path / "run/config.yaml"
+    stored = yaml.safe_load(file.read_text())
+    for path in (("data", "duplicates"), ("dpo", "early_stopping_patience"), ("data", "train", "weight"), ("export",)):
+        without(stored, *path)
+    file.write_text(yaml.safe_dump(stored))
+    assert len(metrics_of(short_run(tmp_path / "run", *SAVING))) == 6
+
+
+def test_a_key_that_was_not_written_and_is_not_as_by_default_now_is_refused(tmp_path):
+    with killed_after(3):
+        short_run(tmp_path / "run", *SAVING)
+    file = tmp_path / "run/config.yaml"
+    stored = yaml.safe_load(file.read_text())
+    without(stored, "data", "duplicates")
+    file.write_text(yaml.safe_dump(stored))
+    with pytest.raises(CheckpointError, match="'keep' there, 'drop' now"):
+        short_run(tmp_path / "run", *SAVING, "data.duplicates=drop")

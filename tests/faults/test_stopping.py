@@ -221,7 +221,8 @@ def test_what_is_kept_is_said(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3, signal.SIGINT), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
     out = " ".join(capsys.readouterr().out.split())
-    assert out.endswith(f"warning: {tmp_path}/run/checkpoints/step_3 is kept; the same command goes on from it.")
+    assert out.endswith(f"{tmp_path}/run/checkpoints/step_3 is kept; the same command resumes from it.")
+    assert "warning" not in out  # nothing is lost
 
 
 def test_a_checkpoint_without_optimizer_states_is_not_said_to_go_on(tmp_path, monkeypatch, capsys):

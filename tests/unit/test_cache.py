@@ -13,7 +13,6 @@ from tandem.cache import (
     fingerprint,
     published,
     read_manifest,
-    remove_leftovers,
     sha256_of,
     write_manifest,
 )
@@ -182,13 +181,3 @@ def test_facts_are_read_as_they_are_written(tmp_path):
         "pairs": [1, 2],
         "files": {},
     }
-
-
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    (tmp_path / ".model.abc").mkdir()
-    (tmp_path / ".model.abc" / "half").touch()
-    (tmp_path / ".latest.12").symlink_to("step_1")
-    for name in ("model", ".other.1", ".modeling"):
-        (tmp_path / name).mkdir()
-    remove_leftovers(tmp_path, "model", "latest")
-    assert sorted(names(tmp_path)) == [".modeling", ".other.1", "model"]

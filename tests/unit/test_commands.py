@@ -84,13 +84,13 @@ def test_a_command_is_named_shortly_only_where_the_shell_finds_the_same(monkeypa
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(own))
     assert tandem_command("train", "a=b c") == "tandem train 'a=b c'"
-    assert python_command("print(1)") == "python -c 'print(1)'"
+    assert python_command("print(1)") == "python -P -c 'print(1)'"
     for name in ("tandem", "python"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))  # those of another environment
-    assert shlex.split(tandem_command("train")) == [sys.executable, "-m", "tandem", "train"]
-    assert shlex.split(python_command("print(1)")) == [sys.executable, "-c", "print(1)"]
+    assert shlex.split(tandem_command("train")) == [sys.executable, "-P", "-m", "tandem", "train"]
+    assert shlex.split(python_command("print(1)")) == [sys.executable, "-P", "-c", "print(1)"]
     monkeypatch.setattr(commands.sys, "argv", [str(tmp_path / "tandem")])
     assert tandem_command("train") == "tandem train"
 

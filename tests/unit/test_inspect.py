@@ -245,3 +245,22 @@ def test_the_model_given_as_option_and_as_key_is_refused(file, monkeypatch, caps
     assert capsys.readouterr().err == (
         "tandem: error: --model embedded and policy.model_name=other are the same setting. Leave out one.\n"
     )
+
+
+def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
+    path = tmp_path / "tagged.jsonl"
+    path.write_text(json.dumps({"prompt": "\n\nHuman: Hi\n\nAssistant:", "chosen": "Yes", "rejected": "No"}))
+    found = inspected(path)
+    warning = (
+        f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user turn. Give "
+        "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
+        "policy.tokenizer.chat_template=null."
+    )
+    assert found.warnings == [warning]
+    assert json.loads(as_json(found))["warnings"] == [warning]
+    show(found, Console(highlight=False, soft_wrap=True), positions=False)
+    assert f"warning: {warning}\n" in capsys.readouterr().out
+
+
+def test_prompts_that_are_as_they_should_be_are_not(file):
+    assert inspected(file).warnings == []

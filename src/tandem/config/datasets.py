@@ -7,6 +7,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 
 from tandem.config.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
 
+MAX_EXPANSION = 100.0
+
 
 def _path_as_dataset(value: Any) -> Any:
     return {"data_path": value} if isinstance(value, str) else value
@@ -125,6 +127,14 @@ class Data(Section):
     )
     max_filtered_share: Share = Field(
         default=0.1, description="stop when more than this share of rows is filtered (over-long, equal, empty, ties)"
+    )
+
+    max_expansion: float = Field(
+        default=MAX_EXPANSION,
+        ge=1,
+        allow_inf_nan=False,
+        description="of a compressed file or a table: stop when it expands to more than this many times its size, and over "
+        "256 MiB",
     )
 
     @model_validator(mode="before")

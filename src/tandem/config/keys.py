@@ -4,6 +4,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -35,11 +36,12 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
     return keys
 
 
-def key_names() -> set[str]:
+@cache
+def key_names() -> frozenset[str]:
     """Names of keys and of the sections above them, and of the settings of a schedule by name."""
     names = {key.name for key in all_keys()}
     names |= {f"policy.scheduler.{name}" for schedule in NAMED.values() for name in schedule.model_fields}
-    return names | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}
+    return frozenset(names) | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}
 
 
 def as_markdown() -> str:

@@ -3,9 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from tandem.config.datasets import DatasetFields
+from tandem.config.environment import Place, as_written, check_addresses, interpolations
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
+from tandem.printable import SECRETS
 
+Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
+MAX_DEFAULTS = 64  # files from one to the next
 COMMAND_LINE = "command line"
+SHOWN_ERRORS = 20
+MOST_ERRORS = 50  # that are looked at: a file may hold any number of wrong keys
 # Stands for a ~ that begins a value; what is in quotes stays as it is.
 TILDE = "__tilde__"
 BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
@@ -41,46 +51,75 @@ class LoadedConfig:
 
     config: Config
     origins: dict[str, str]
-    # Keys whose value came out of the environment: shown by their interpolation, never by value.
-    from_environment: dict[str, Any]
+    # Values that may come out of the environment: shown by their interpolation, never by value.
+    from_environment: dict[Place, Any]
     file: str | None = None  # it was read from
     overrides: tuple[str, ...] = ()  # as they were written
+    sent_variables: tuple[str, ...] = ()  # of the environment, to trackers or the hub
+
+    @property
+    def options(self) -> list[str]:
+        """Of a command that reads this configuration from a file."""
+        return [part for name in self.sent_variables for part in ("--allow-env", name)]
 
     def as_yaml(self) -> str:
-        """The resolved configuration, without any value taken from the environment."""
+        """The resolved configuration, without any value taken from the environment.
+
+        A training set that is still to be given is left out: spelled out, the bundled pairs would be asked for.
+        """
         tree = self.config.model_dump()
-        for key, interpolation in self.from_environment.items():
-            _set(tree, key.split("."), interpolation)
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        if any(place[:2] == ("data", "default") for place in self.from_environment):
+            _refer_to_default(tree["data"])
+        if _lacks_training_set(self.config) is not None:
+            del tree["data"]["train"]
+        for place, interpolation in self.from_environment.items():
+            _set(tree, list(place), interpolation)
+        return to_yaml(tree)
 
 
-def load_config(file: str | None, overrides: Sequence[str]) -> LoadedConfig:
-    """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated."""
+def load_config(file: str | None, overrides: Sequence[str], allow_env: Collection[str] = ()) -> LoadedConfig:
+    """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated.
+
+    allow_env: variables of the environment that a file may send to trackers or the hub.
+    """
+    SECRETS.clear()
     parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(in_home(file)), ()) if file else _start_without_file(parsed)
+    tree, origins = _read(Path(in_home(file)), (), {}) if file else _start_without_file(parsed)
     for override in parsed:
         _apply(override, tree, origins)
-    given = _flat(tree)
-    from_environment = _from_environment(given)
-    config = _validate(_resolve(tree), origins, from_environment)
-    return LoadedConfig(config, origins, from_environment, file, tuple(overrides))
+    from_environment = as_written(tree)
+    everything = _with_defaults(tree)
+    with _one_line_errors():
+        found = interpolations(tree, everything)
+        resolved: Any = OmegaConf.to_container(everything, resolve=True)
+    hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
+    config = _validate(_given_part(tree, resolved), origins, hidden)
+    of_files = {one.place: _origin(one.key, origins) for one in found}
+    of_files = {place: origin for place, origin in of_files.items() if origin != COMMAND_LINE}
+    sent = check_addresses(config, found, of_files, allow_env)
+    return LoadedConfig(config, origins, from_environment, file, tuple(overrides), sent)
 
 
 def require_training_set(config: Config) -> None:
     """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
-    data = config.data
-    own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
-    own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
-    own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
-    given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
-    if given is not None and "train" not in data.model_fields_set:
+    if (given := _lacks_training_set(config)) is not None:
         raise ConfigError(
             f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
             "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
         )
 
 
-def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[str, str]]:
+def _lacks_training_set(config: Config) -> str | None:
+    """What of one's own is given without a training set."""
+    data = config.data
+    own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
+    own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
+    own |= {f"data.val_data_paths.{name}": one.data_path for name, one in data.val_data_paths.items()}
+    given = next((f"{key} = {value}" for key, value in own.items() if value not in (None, EMBEDDED)), None)
+    return None if "train" in data.model_fields_set else given
+
+
+def _start_without_file(parsed: list[Override]) -> Layers:
     # The embedded default's learning rate is made for its tiny random model and must not leak into real ones:
     # it serves only when neither a model nor data is given.
     keys = [override.key_or_group for override in parsed]
@@ -91,18 +130,28 @@ def _start_without_file(parsed: list[Override]) -> tuple[dict[str, Any], dict[st
     return tree, dict.fromkeys(_flat(tree), "the embedded default")
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first)."""
+def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Layers:
+    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first).
+
+    known: what was read already: ten files that each name the next one ten times are ten files.
+    """
     path = path.resolve()
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
         raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")
+    if len(above) > MAX_DEFAULTS:
+        raise ConfigError(f"{above[0]}: `defaults:` lead through more than {MAX_DEFAULTS} files. Name fewer.")
+    if path in known:
+        return known[path]
     try:
+        read_yaml_text(path)
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         asked = f", named by {above[-1]}" if above else ""
         raise ConfigError(f"{path}: no such configuration file{asked}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+    except YamlLimitError as error:
+        raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
+    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of sections, not a {type(loaded).__name__}.")
@@ -113,10 +162,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for parent in parents:
-        below, below_origins = _read(path.parent / in_home(parent), (*above, path))
+        below, below_origins = _read(path.parent / in_home(parent), (*above, path), known)
         tree = _merge(tree, below)
         origins |= below_origins
-    return _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
+    known[path] = _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
+    return known[path]
 
 
 def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
@@ -132,6 +182,8 @@ def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
 def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(_without_tildes(text))
+    except RecursionError:
+        raise ConfigError(f"override {text[:40]!r}…: nested too deeply.") from None
     except HydraException as error:
         if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
             raise ConfigError(
@@ -221,24 +273,27 @@ def _without_tildes(text: str) -> str:
     return f"{key}{equals}{BEGINS_IN_HOME.sub(lambda found: found[1] or TILDE, value)}"
 
 
-def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
-    """Keys whose value may come out of the environment, as they were written.
+def _refer_to_default(data: dict[str, Any]) -> None:
+    """What datasets have from data.default is shown as a reference to it: it may come out of the environment."""
+    train = data["train"] if isinstance(data["train"], list) else [data["train"]]
+    for dataset in (*train, data["validation"] or {}, *data["val_data_paths"].values()):
+        for name in dataset:
+            if dataset[name] == data["default"][name] != DatasetFields.model_fields[name].default:
+                dataset[name] = f"${{data.default.{name}}}"
 
-    One interpolation may pass on what another took there, so where one reads the environment all stay as written.
-    """
-    interpolated = {key: value for key, value in given.items() if "${" in json.dumps(value, default=str)}
-    reads = any("oc.env" in json.dumps(value, default=str) for value in interpolated.values())
-    return interpolated if reads else {}
+
+def _with_defaults(tree: dict[str, Any]) -> Any:
+    """Interpolations see the defaults too."""
+    with _one_line_errors():
+        return OmegaConf.create(_merge(Config().model_dump(), tree))
 
 
-def _resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    """Interpolations see the defaults too, but only what was given stays in the tree."""
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
     try:
-        everything = OmegaConf.create(_merge(Config().model_dump(), tree))
-        resolved: Any = OmegaConf.to_container(everything, resolve=True)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        yield
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"configuration: {_one_line(error)}") from None
-    return _given_part(tree, resolved)
 
 
 def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
@@ -266,8 +321,9 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     except ValidationError as error:
         # A default that follows another key is not made when that key's section has errors: no error of its own.
         own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        own = [one for e in _said_once(own) for one in _by_name(e)]
-        raise ConfigError(_together([_explain(e, origins, hidden) for e in own])) from None
+        num_more = len(own[MOST_ERRORS:])
+        own = [one for e in _said_once(own[:MOST_ERRORS]) for one in _by_name(e)]
+        raise ConfigError(_together([_explain(e, origins, hidden) for e in own], num_more)) from None
 
 
 def _by_name(error: Any) -> list[Any]:
@@ -275,7 +331,7 @@ def _by_name(error: Any) -> list[Any]:
     given = error["input"]
     if error["type"] != "extra_forbidden" or not isinstance(given, dict) or misspelt(".".join(map(str, error["loc"]))):
         return [error]
-    inside = [(*error["loc"], *key.split(".")) for key in _flat(given)]
+    inside = [(*error["loc"], *key.split(".")) for key in islice(_flat(given), MOST_ERRORS)]
     return [{**error, "loc": loc} for loc in inside if suggestion(".".join(map(str, loc)))] or [error]
 
 
@@ -290,14 +346,16 @@ def _said_once(errors: list[Any]) -> list[Any]:
     return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or what(e) not in known]
 
 
-def _together(explained: list[tuple[str, str | None]]) -> str:
-    """A line for each mistake; a value that could have been one of several things has a reason from each."""
+def _together(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
+    """A line for each of the first mistakes; a value that could have been one of several things has a reason from each."""
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:
         known = reasons.setdefault(mistake, [])
         if reason and reason not in known:
             known.append(reason)
-    return "\n".join(f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items())
+    lines = [f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items()]
+    num_more += len(lines[SHOWN_ERRORS:])
+    return "\n".join([*lines[:SHOWN_ERRORS], *([f"... and {num_more:,} more."] if num_more else [])])
 
 
 def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
@@ -316,7 +374,9 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
         error = {**error, "msg": f"it has {given} items and needs at least {least}"}
     # What came out of the environment may be a secret: it is shown as it was written.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
-    return f"{place}: {key} = {json.dumps(shown, default=str)}", error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", error["msg"][0].lower() + error[
+        "msg"
+    ][1:]
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

@@ -46,7 +46,7 @@ class Lora(Section):
         if isinstance(value, str):
             try:
                 re.compile(value)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(
                     f"policy.lora.target_modules = {json.dumps(value)} is no regular expression: {error}"
                 ) from None

@@ -11,6 +11,7 @@ import yaml
 from tandem.config.keys import key_names
 
 TABLE = "other_names.yaml"
+LONGEST_NAME = 80  # no key, here or elsewhere, is spelled almost like a longer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ def _with_leaf(leaf: str) -> str | None:
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
     """One edit away, or two for a name of eight letters and more."""
+    if len(name) > LONGEST_NAME:
+        return None
     most = 2 if len(name) >= 8 else 1
     near = [(distance, other) for other in sorted(known) if (distance := edits(name, other)) <= most]
     return min(near)[1] if near else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tandem.config.dpo import Dpo
 from tandem.errors import ConfigError
+from tandem.printable import listed
 
 # Metrics that every step and every validation has.
 METRICS = (
@@ -89,7 +90,7 @@ def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric
     for one in sorted(validation, key=len, reverse=True):
         if rest.startswith((f"validation-{one}_", f"validation-{one}/")):  # the latter as trackers show it
             return _known(name, f"validation-{one}", rest[len(f"validation-{one}_") :])
-    sets = ", ".join(f"validation-{one}" for one in validation)
+    sets = listed(f"validation-{one}" for one in validation)
     raise ConfigError(
         f"checkpointing.metric_name = {name}: names no split and metric, such as validation-{validation[0]}_loss, val_loss "
         f"or train:loss. The validation sets are {sets}."

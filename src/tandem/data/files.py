@@ -10,6 +10,7 @@ from tandem.config.datasets import DatasetFields
 from tandem.data.hub import hub_files, is_hub_name
 from tandem.data.hub_layout import choose_files
 from tandem.errors import DataError
+from tandem.printable import listed
 
 ANY_DEPTH = "**/*"
 
@@ -72,7 +73,7 @@ def _refuse_parts(data_path: str, given: DatasetFields, what: str) -> None:
 def _refuse_prepared(path: Path) -> None:
     """A folder of `tandem prepare` that lost a file, or one that holds several of them, is no hub dataset."""
     if prepared := sorted(manifest.parent for manifest in path.glob("*/manifest.json")):
-        raise DataError(f"{path}: holds prepared sets. Name one of them: {', '.join(map(str, prepared))}.")
+        raise DataError(f"{path}: holds prepared sets. Name one of them: {listed(prepared)}.")
     missing = [name for name in ("manifest.json", "tokens.arrow") if not (path / name).is_file()]
     if len(missing) == 1:
         raise DataError(f"{path}: prepared data, but {missing[0]} is missing. Prepare it again, with tandem prepare.")
@@ -90,7 +91,7 @@ def _saved(path: Path, given: DatasetFields) -> list[Path]:
             splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
             split = given.split or "train"
             if split not in splits:
-                raise DataError(f"{path}: it has no split {split!r}. Set split to one of: {', '.join(splits)}.")
+                raise DataError(f"{path}: it has no split {split!r}. Set split to one of: {listed(splits)}.")
             path = path / split
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if not in_splits and given.split not in (None, state.get("_split") or "train"):
@@ -104,7 +105,7 @@ def _saved(path: Path, given: DatasetFields) -> list[Path]:
         if missing is not None:
             raise DataError(f"{path}: state.json names {missing}, which is not there. Save the dataset again.")
         return [path / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a whole folder of datasets' save_to_disk ({error}).") from None
 
 

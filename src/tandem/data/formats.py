@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.config.datasets import DatasetFields
 from tandem.data.preference import (
+    AGAINST,
     Completion,
     Message,
     Preference,
@@ -18,6 +19,7 @@ from tandem.data.preference import (
     messages_of,
     prompt_of,
     refuse_other_media,
+    refuse_spaces,
     score_of,
     text_of,
     tools_of,
@@ -26,10 +28,14 @@ from tandem.data.preference import (
 from tandem.data.rated import has_scores, ranked, scored, whole
 from tandem.data.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.data.wording import Wording
+from tandem.printable import listed
 
 Prompt = str | tuple[Message, ...]
 PARTS = ("prompt", "chosen", "rejected")
 NOT_READ = "a prompt beside whole conversations that says something else, and is not read"
+
+# Keys that may say which of two completions is better, where chosen and rejected say it already.
+LABELS = ("label", "labels", "preference", "winner")
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
@@ -37,10 +43,9 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
         if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
-            message = (
-                f"no row, but an object around rows: {', '.join(around)}. Save the list as a .json file of its own."
-            )
+            message = f"no row, but an object around rows: {listed(around)}. Save the list as a .json file of its own."
             raise RowError(row.place, "an object around rows", message)
+        refuse_spaces(row.value, names, row)
         lowered = {name.lower(): name for name in row.value}
         if all(name in lowered for name in names):
             settings = [f"data.train.{part}_key={lowered[n]}" for part, n in zip(PARTS, names, strict=True)]
@@ -49,7 +54,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
         raise RowError(
             row.place,
             "missing key",
-            f"none of the keys {', '.join(names)}. Keys found: {', '.join(row.value)}. data.train.prompt_key, chosen_key and "
+            f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. data.train.prompt_key, chosen_key and "
             "rejected_key name others; data.train.dataset_name names another format.",
         )
     return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
@@ -196,6 +201,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
+# Those whose rows say themselves which completion is better.
+RANKED = ("PreferenceDataset", "HelpSteer3", "scored")
 NOTHING_FITS = ("BinaryPreferenceDataset", "no other format fits its keys")
 # Whichever name rows like these go by, their completions may stand under the configured keys.
 ALPACA_KEYS = FORMATS["alpaca"].told_by
@@ -231,10 +238,18 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
         raise _of_another_format(_with_its_setting(error, keys), row, keys, name) from None
+    if name not in RANKED and _is_against(row):
+        preference = replace(preference, notes=(*preference.notes, AGAINST))
     prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
     return replace(preference, prompt=prompt, tools=tools)
+
+
+def _is_against(row: SourceRow) -> bool:
+    """Whether a label beside a chosen and a rejected completion may say that the rejected one is better."""
+    labels = [row.value[key] for key in LABELS if row.value.get(key) is not None]
+    return any(str(label).strip().lower() in ("0", "0.0", "-1", "-1.0", "false", "rejected") for label in labels)
 
 
 def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cache import cache_dir, fingerprint
+from tandem.cache import cache_dir, fingerprint, replacing
 from tandem.data.hub_layout import DATA_FILE, choose_files
 from tandem.errors import DataError
 
@@ -39,7 +38,9 @@ def is_hub_name(data_path: str) -> bool:
 def hub_files(name: str, *, subset: str | None, split: str | None, revision: str | None) -> HubFiles:
     """Fetch the files of one split into the hub's cache; with HF_HUB_OFFLINE set, find those fetched earlier."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # drawn with escape sequences, which no text may bring to the terminal; models have none either
     if split is not None and "[" in split:
         raise DataError(f"{name}: split={split} asks for a part of a split. Give a whole one, such as split=train.")
     memory = cache_dir() / "hub" / f"{fingerprint(name, subset, split, revision)}.json"
@@ -80,9 +81,8 @@ def _fetch(name: str, file: str, commit: str) -> Path:
 
 def _remember(memory: Path, **facts: Any) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
-    aside = memory.with_name(f".{memory.name}.{os.getpid()}")
-    aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    aside.replace(memory)
+    with replacing(memory) as file:
+        file.write(json.dumps(facts, indent=1) + "\n")
 
 
 def _recalled(name: str, memory: Path) -> HubFiles:

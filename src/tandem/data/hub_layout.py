@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from tandem.config.yaml_text import YamlLimitError, check_yaml
 from tandem.errors import DataError
+from tandem.printable import listed
 
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
 # What the `datasets` library writes beside the data.
@@ -66,7 +68,7 @@ def choose_files(name: str, listing: list[str], readme: str, *, subset: str | No
     chosen = list(dict.fromkeys(file for found in splits[split].values() for file in found))
     kinds = sorted({found[0].lower() for file in chosen if (found := DATA_FILE.search(file))})
     if len(kinds) > 1:  # often one table in several forms, which would be trained on as often
-        raise DataError(f"{name}: the split {split!r} has files of several kinds ({', '.join(kinds)}). {GIVE_FILES}")
+        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(kinds)}). {GIVE_FILES}")
     return chosen
 
 
@@ -92,12 +94,16 @@ def _subsets(name: str, readme: str) -> list[_Subset]:
     """What `configs` in the front matter says; without it, one subset whose splits are told by names."""
     front = FRONT_MATTER.match(readme.removeprefix("\ufeff"))
     try:
+        if front:
+            check_yaml(front[1])
         facts = yaml.safe_load(front[1]) if front else None
         configs = facts.get("configs") if isinstance(facts, dict) else None
         return TypeAdapter(list[_Subset]).validate_python(configs or [{}])
     except ValidationError as error:
         place = ".".join(["configs", *map(str, error.errors()[0]["loc"][:2])])
         raise DataError(f"{name}: {place} in its README.md is malformed. {GIVE_FILES}") from None
+    except YamlLimitError as error:
+        raise DataError(f"{name}: the front matter of its README.md: {error} {GIVE_FILES}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         raise DataError(f"{name}: the front matter of its README.md is not YAML. {GIVE_FILES}") from None
 
@@ -118,7 +124,7 @@ def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: s
         return known[0]
     problem = f"it has several {key}s" if given is None and len(known) > 1 else f"it has no {key} {wanted!r}"
     known.sort(key=lambda one: -SequenceMatcher(None, given or "", one).ratio())
-    raise DataError(f"{name}: {problem}. Set {key} to one of: {', '.join(known)}.")
+    raise DataError(f"{name}: {problem}. Set {key} to one of: {listed(known)}.")
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:

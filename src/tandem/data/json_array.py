@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tandem.data.limits import DEPTH, RECORD_BYTES, is_nested_too_deep
 from tandem.errors import DataError
 
-MAX_BYTES = 64 * 1024 * 1024  # of one record
+MAX_BYTES = RECORD_BYTES
+NESTED = f"JSON nested over {DEPTH} levels deep"
 
 
 def elements(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
@@ -67,6 +69,7 @@ class _ArrayText:
                 if (end < len(self._text) and not self._may_go_on(end)) or self._is_whole:
                     if end - self._at > MAX_BYTES:
                         raise DataError(f"{self._path}: element {number} is over 64 MB.")
+                    refuse_depth(value, self._text, self._at, end)
                     self.consumed += end - self._at
                     self._at = end
                     return value
@@ -82,7 +85,7 @@ class _ArrayText:
             except ValueError:  # Python's own limit on the digits of an integer
                 raise DataError(f"{self._path}: a number with too many digits to be read.") from None
             except RecursionError:
-                raise DataError(f"{self._path}: JSON nested too deeply to hold preferences.") from None
+                raise DataError(f"{self._path}: element {number}: {NESTED}, which no preference needs.") from None
             if len(self._text) - self._at > 2 * MAX_BYTES:
                 raise DataError(f"{self._path}: element {number} is over 64 MB, or malformed.")
             self._read_on(len(self._text) - self._at)
@@ -134,7 +137,16 @@ DECODER = json.JSONDecoder(object_pairs_hook=no_duplicates)  # made once: `json.
 
 
 def decode(text: str) -> Any:
-    """A text that is one JSON value; a key that stands twice in an object is an error."""
+    """A text that is one JSON value; a key that stands twice in an object is an error, and so is nesting without end."""
     if text.startswith("\ufeff"):
         return json.loads(text)  # which says in its error that this is a byte-order mark
-    return DECODER.decode(text)
+    value = DECODER.decode(text)
+    refuse_depth(value, text, 0, len(text))
+    return value
+
+
+def refuse_depth(value: Any, text: str, start: int, end: int) -> None:
+    """RecursionError, as of the parser, for a value that whatever walks through it later might not get out of."""
+    num_brackets = text.count("[", start, end) + text.count("{", start, end)
+    if num_brackets > DEPTH and is_nested_too_deep(value):  # few rows have so many
+        raise RecursionError

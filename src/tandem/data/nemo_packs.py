@@ -11,7 +11,6 @@ Each pack is a dict: `input_ids` and `labels` of all its sequences end to end (c
     labels                    -100 -100 7  8                                -100 7  8
 """
 
-import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.cache import replacing
 from tandem.config.section import MAX_SCORE
 from tandem.data.plain_pickle import Array, Refused, load_objects, shown
 from tandem.data.tokens import IntArray, TokenizedPreference
@@ -71,15 +71,10 @@ def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> No
     # numpy 2 writes its new module's name, which the numpy of Aligner's containers does not know; all know the old one.
     head, rest = data[:64].replace(b"numpy._core.", b"numpy.core."), memoryview(data)[64:]
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with aside.open("wb") as sink:
-            np.lib.format.write_array_header_1_0(sink, np.lib.format.header_data_from_array_1_0(array))
-            sink.write(head)
-            sink.write(rest)
-        aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(file, binary=True) as sink:
+        np.lib.format.write_array_header_1_0(sink, np.lib.format.header_data_from_array_1_0(array))
+        sink.write(head)
+        sink.write(rest)
 
 
 def pack_sizes_for_nemo(preference: TokenizedPreference) -> int:

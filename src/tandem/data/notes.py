@@ -12,8 +12,12 @@ from tandem.data.tokens import pairs_of
 NO_SYSTEM = "system turns that the chat template leaves out"
 TEMPLATED = "prompts that hold tokens of a chat template, put inside a user turn"
 TAGGED = "prompts with Human: and Assistant: tags, put inside a user turn"
+AS_TEXT = "messages that are written as a text, and taken as one"
+MISSING = "prompts or completions that only say nan, None or null, as tables write a missing value"
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+MESSAGES_AS_TEXT = re.compile(r"""\s*(array\()?\[?\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+SPEAKER = re.compile(r"""['"](role|from)['"]\s*:\s*['"](system|user|assistant|tool|human|gpt)['"]""")
+NO_VALUE = frozenset(["nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "NaT", "#N/A", "undefined"])
 HARDLY_BY_CHANCE = 10  # characters
 # A dialogue as one text: it begins with the human, or both sides have turns, or it ends where the assistant should speak.
 HUMAN = re.compile(r"(?:\A|\n)\s*(?:#+ ?)?Human:")
@@ -36,10 +40,20 @@ def notes_on(preference: Preference, rendered: Rendered, template: Template, pai
         yield from _misread(preference.prompt, preference)
     if template.source is not None:
         yield from _written_already(preference.prompt, template)
+    if _is_missing(preference):
+        yield MISSING
     if CONTROL.search(text):
         yield "control characters in the text"
     if SHIELD in text:
         yield "special tokens spelled in a message, encoded as plain text"
+
+
+def _is_missing(preference: Preference) -> bool:
+    last = Message("user", preference.prompt) if isinstance(preference.prompt, str) else preference.prompt[-1]
+    _, _, paragraph = last.content.rpartition("\n\n") if last.role == "user" else ("", "", "")  # an `input` is one
+    answers = (completion.answer for completion in preference.completions)
+    ends = (answer if isinstance(answer, str) else answer[-1].content for answer in answers)
+    return any(text.strip() in NO_VALUE for text in (paragraph, *ends))
 
 
 def _written_already(prompt: str | tuple[Message, ...], template: Template) -> Iterator[str]:
@@ -62,8 +76,8 @@ def _is_tagged(prompt: str) -> bool:
 def _misread(prompt: str, preference: Preference) -> Iterator[str]:
     """What is a text and was hardly meant to be this one."""
     answers = [completion.answer for completion in preference.completions if isinstance(completion.answer, str)]
-    if any(MESSAGES_AS_TEXT.match(text) for text in (prompt, *answers)):
-        yield "messages that are written as a text, and taken as one"
+    if any(MESSAGES_AS_TEXT.match(text) and SPEAKER.search(text) for text in (prompt, *answers)):
+        yield AS_TEXT
     if len(prompt) >= HARDLY_BY_CHANCE and any(answer.startswith(prompt) for answer in answers):
         yield "completions that begin with their prompt"
 

@@ -8,17 +8,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from tandem.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
 from tandem.data.duplicates import DUPLICATE
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.limits import REJECTS_BYTES
 from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
 from tandem.data.sources import Chunk, read_chunks
 from tandem.data.store import FORMAT_VERSION, Counts, TokenStore
+from tandem.data.store_check import check_manifest, check_rejects
 from tandem.data.store_writer import Recipe, format_of, write_store
 from tandem.data.template import Template
 from tandem.data.tokenizer import state_of
@@ -133,7 +133,7 @@ def _find_or_make(
         _make(folder, name, files, keys, wording, processes, data, made_of, progress)
     try:
         return TokenStore(folder, read_manifest(folder))
-    except (ValueError, OSError, pa.ArrowInvalid) as error:
+    except (ValueError, OSError) as error:
         raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
 
 
@@ -148,7 +148,7 @@ def _make(
     made_of: dict[str, Any],
     progress: Callable[[float], None],
 ) -> None:
-    format_name, reason = format_of(files, keys)
+    format_name, reason = format_of(files, keys, data.max_expansion)
     if unused := unused_key(format_name, keys):
         raise DataError(
             f"{keys.data_path}: read as {format_name} ({reason}), which does not look at {unused} = "
@@ -158,16 +158,18 @@ def _make(
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     recipe = Recipe(keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
     with published(folder, "tokens") as aside:
-        facts = write_store(processes.prepared(recipe, _chunks(files, progress), _num_workers(data, files)), aside)
+        chunks = _chunks(files, progress, data.max_expansion)
+        rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
+        facts = write_store(processes.prepared(recipe, chunks, _num_workers(data, files)), aside, rejects_bytes)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
 
 
-def _chunks(files: list[SourceFile], progress: Callable[[float], None]) -> Iterator[Chunk]:
+def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:
     """The chunks of all files, in the order of the files and their rows."""
     sizes = [max(1, file.path.stat().st_size) for file in files]
     for number, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name):
+        for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
             progress((sum(sizes[:number]) + chunk.done * sizes[number]) / sum(sizes))
             yield chunk
 
@@ -181,9 +183,15 @@ def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -
             raise DataError(
                 f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
             )
+        check_manifest(manifest, folder)
+        check_rejects(folder / "rejects.jsonl")
         _compare(folder, manifest["made_of"], processes, limits)
         return TokenStore(folder, manifest)
-    except (ValueError, OSError, KeyError, pa.ArrowInvalid) as error:
+    except KeyError as error:
+        raise DataError(
+            f"{folder}/manifest.json: {error} is missing. The prepared data is damaged. {PREPARE_AGAIN}"
+        ) from None
+    except (ValueError, OSError) as error:
         raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
 
 
@@ -214,7 +222,7 @@ def _text_facts(processes: Processes) -> dict[str, str]:
     template = processes.template
     t = template.tokenizer
     facts = {
-        "tokenizer": [state_of(t), t.eos_token, t.bos_token],
+        "tokenizer": [state_of(t), t.eos_token, t.bos_token, *([t.pad_token] if template.pads_with_end else [])],
         "chat template": template.source,
         "policy.tokenizer.chat_template_kwargs": template.kwargs,
         "text by the chat template, which may read the date": processes.probe(),

@@ -111,6 +111,7 @@ class _PlainPickle:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.num_encoded = 0  # characters
 
     def load(self) -> Any:
         try:
@@ -209,6 +210,9 @@ class _PlainPickle:
             case [_Name.SCALAR, (_Dtype() as dtype, bytes(raw))]:
                 self.stack.append(dtype.numbers(raw, 1)[0].item())
             case [_Name.ENCODE, (str(text), "latin1")]:
+                self.num_encoded += len(text)
+                if self.num_encoded > len(self.data):  # each time it is encoded, a text takes memory
+                    raise Refused(f"encodes one text many times, before byte {self.position}")
                 self.stack.append(text.encode("latin1"))
             case _:
                 raise Refused(f"makes what no pack needs, before byte {self.position}")

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -11,6 +12,7 @@ from typing import Any
 from tandem.config.section import MAX_SCORE
 from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError, SourceRow, kind_of
+from tandem.printable import listed
 
 ROLES = ("system", "user", "assistant", "tool")
 # Beside role and content: what chat templates read.
@@ -18,6 +20,9 @@ REASONING = ("reasoning_content", "thinking")
 MORE = ("tool_calls", "tool_call_id", "name", *REASONING)
 # Columns of sets that show more than texts.
 OTHER_MEDIA = frozenset(["images", "image", "videos", "video", "audios", "audio"])
+# The note on rows whose chosen completion may be the worse one.
+AGAINST = "labels that may prefer the rejected completion, which are not read"
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,25 @@ def says_nothing(answer: str | tuple[Message, ...]) -> bool:
 
 def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
     if key not in holder:
+        refuse_spaces(holder, (key,), row)
         lowered = {name.lower(): name for name in holder}
         near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
         hint = f" Is {above}{lowered[near[0]]} meant?" if near else ""
-        found = ", ".join(holder) or "none"
+        found = listed(holder) or "none"
         way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_way_out(key)}"
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
     if holder[key] is None:
         raise RowError(row.place, "null", f"{above}{key} is null; it must hold a value.")
     return holder[key]
+
+
+def refuse_spaces(holder: Mapping[str, Any], keys: tuple[str, ...], row: SourceRow) -> None:
+    """Stop where keys are there but for the spaces around them, as in the header of many a table."""
+    if spaced := [name for name in holder if name not in keys and name.strip() in keys]:
+        message = (
+            f"spaces around {', '.join(map(repr, spaced))}. Remove them, in the header of a table or from the key."
+        )
+        raise RowError(row.place, "missing key", message)
 
 
 def _way_out(key: str) -> str:
@@ -161,7 +176,7 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | 
         raise RowError(
             row.place,
             "wrong roles",
-            f"{key}: roles {', '.join(roles)}; a completion is one assistant message, or assistant and tool messages "
+            f"{key}: roles {listed(roles)}; a completion is one assistant message, or assistant and tool messages "
             "that end in the assistant's.",
         )
     return messages
@@ -310,7 +325,9 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
         return None
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
-        raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.")
+        comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None
+        hint = f" Write it with a point: {comma[0].replace(',', '.')}." if comma else ""
+        raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.{hint}")
     if abs(value) > MAX_SCORE:
         number = f"{value:.3g}" if abs(value) < 10**300 else f"a number of {len(str(abs(value)))} digits"
         message = f"{where}: {number} is too large: scores are stored as float32, up to {MAX_SCORE:.1e}."

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.notes import TAGGED, TEMPLATED
+from tandem.data.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
+from tandem.data.preference import AGAINST
 from tandem.data.selection import Preferences, Selection
 from tandem.data.sets import Sets
 from tandem.data.store import Counts, TokenStore
@@ -96,24 +97,45 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
 
 
 def warnings_of(found: Preflight) -> dict[str, str]:
+    return warnings_about(found.name, found.notes, found.noted_at)
+
+
+def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
     """By note, those that hardly anybody wants: what was found and where, why it matters, what to do."""
     told = {
         TEMPLATED: (
             "tokens of a chat template",
+            "prompt",
             "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete texts, set "
             "policy.tokenizer.chat_template=null.",
         ),
         TAGGED: (
             "Human: or Assistant: tags",
+            "prompt",
             "which become part of a single user turn. Give messages, or whole dialogues as chosen and rejected "
             "(dataset_name=dialogue_text); for complete texts set policy.tokenizer.chat_template=null.",
         ),
+        AS_TEXT: (
+            "messages written as a text",
+            "preference",
+            "which become part of a single turn, brackets and quotes included. Give lists of messages; in csv files, as JSON.",
+        ),
+        MISSING: (
+            "a prompt or completion that only says nan, None or null",
+            "preference",
+            "which is trained on as a text. If values are missing, remove these rows or leave the values empty.",
+        ),
+        AGAINST: (
+            "a label of 0, -1, false or rejected",
+            "preference",
+            "which is not read: chosen is preferred in every row. If it means that rejected is better, exchange the two.",
+        ),
     }
     warnings = {}
-    for note, (what, way) in told.items():
-        if count := found.notes.get(note):
-            prompts = "1 prompt" if count == 1 else f"{count:,} prompts"
-            warnings[note] = f"{found.name}: {what} in {prompts}, the first at {found.noted_at[note]}, {way}"
+    for note, (what, of, way) in told.items():
+        if count := notes.get(note):
+            where = f"1 {of}" if count == 1 else f"{count:,} {of}s"
+            warnings[note] = f"{name}: {what} in {where}, the first at {noted_at[note]}, {way}"
     return warnings
 
 

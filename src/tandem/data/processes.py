@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from tandem.data.sources import Chunk, RowError
-from tandem.data.store_writer import Prepared, Recipe
+from tandem.data.store_writer import ENCODE_BYTES, Prepared, Recipe
 from tandem.data.template import Template
 from tandem.data.workers import Died, Pool, Stalled, Watch, bounded_memory
 from tandem.errors import ConfigError, DataError
@@ -14,6 +14,7 @@ from tandem.errors import ConfigError, DataError
 ROW_SECONDS = 30.0
 # Chunks of a set after which processes are not kept: they have grown, and to start others takes little beside it.
 KEPT_AFTER = 100
+ANOTHER_TOKENIZER = "Give another by policy.tokenizer.name, or another model."
 
 
 class Processes:
@@ -57,23 +58,42 @@ class Processes:
             if done > KEPT_AFTER:
                 self._pool.stop()
         except Stalled as stalled:
+            if stalled.more_seconds:  # only encoding is given more
+                raise DataError(
+                    f"{_rows(stalled.item[1])}: the tokenizer does not come to an end: {stalled.seconds:.0f} seconds passed. "
+                    f"{ANOTHER_TOKENIZER}"
+                ) from None
             raise DataError(
                 f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
                 "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
             ) from None
         except Died as died:
-            chunk = died.item[1]
+            if died.aborted:
+                raise _out_of_memory(died.item[1]) from None
             raise DataError(
-                f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: the process that tokenised these rows was killed. "
-                "Out of memory? Try data.num_workers=1."
+                f"{_rows(died.item[1])}: the process that tokenised these rows was killed. Out of memory? Try data.num_workers=1."
             ) from None
+
+
+def _rows(chunk: Chunk) -> str:
+    return f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}"
+
+
+def _out_of_memory(chunk: Chunk) -> DataError:
+    return DataError(
+        f"{_rows(chunk)}: the tokenizer needs more than {ENCODE_BYTES // 2**30} GiB of memory for these rows, so it makes far "
+        f"more of a text than there is. {ANOTHER_TOKENIZER}"
+    )
 
 
 def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
     """In a process of its own: a chunk by its recipe, or the probe."""
     if asked is not None:
         recipe, chunk = asked
-        return recipe(template, chunk, watch)
+        try:
+            return recipe(template, chunk, watch)
+        except MemoryError:
+            raise _out_of_memory(chunk) from None
     watch.at(0)
     try:
         with bounded_memory():

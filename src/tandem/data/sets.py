@@ -26,12 +26,12 @@ PUBLISHED = {
     "HelpSteer3": {"data_path": "nvidia/HelpSteer3", "subset": "preference"},
     "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
 }
-BAR_STEPS = 1000
+PERCENT = 100
 LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
 IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
-# Opens a bar for a piece of work in so many steps; the function it yields is told how many were done.
-ProgressBar = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
+# Opens a bar for a piece of work in so many steps, or percent; the function it yields is told how many were done.
+ProgressBar = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Sets:
         return {"train": self.train, **{f"validation-{name}": store for name, store in self.validation.items()}}
 
 
-def no_bar(what: str, total: int) -> AbstractContextManager[Callable[..., None]]:
+def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Callable[..., None]]:
     return nullcontext(lambda advance=1, numbers=(): None)
 
 
@@ -70,7 +70,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         given = _with_path(given, split)
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
-        with bar(f"Tokenising {split}", BAR_STEPS) as advance:
+        with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
             return open_store(path, given, template, config.data, length, _steps(advance), processes)
 
     given = config.data.training_sets
@@ -209,7 +209,7 @@ def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
 
     def progress(share: float) -> None:
         nonlocal done
-        steps = int(share * BAR_STEPS)
+        steps = int(share * PERCENT)
         if steps > done:
             advance(steps - done)
             done = steps

@@ -22,7 +22,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from tandem.data.json_array import MAX_BYTES, DuplicateKey, decode, elements
+from tandem.config.datasets import MAX_EXPANSION
+from tandem.data.csv_cells import is_python_list, json_cell, refuse_first_line, refuse_spreadsheet
+from tandem.data.json_array import MAX_BYTES, NESTED, DuplicateKey, decode, elements
+from tandem.data.limits import COLUMNS, Expansion
+from tandem.data.tables import kind_of_table, one_line, stream_values, table_parts, too_many_columns
 from tandem.errors import DataError, full_disk
 
 # A chunk ends with the record that reaches one of these. They decide the layout of a store, whoever works on it.
@@ -30,7 +34,7 @@ CHUNK_RECORDS = 512
 CHUNK_BYTES = 128 * 1024
 NUMPY = b"\x93NUMPY"
 BOM = b"\xef\xbb\xbf"
-TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+BUFFER_BYTES = 128 * 1024  # unpacked together
 # Known by how they start, so that they are not read as lines.
 OTHER_ARCHIVES = {"zip": b"PK\x03\x04", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", "7z": b"7z\xbc\xaf\x27\x1c"}
 # Names under which scores stand beside two completions.
@@ -85,12 +89,17 @@ def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
     return (row for chunk in read_chunks(path) for row in rows_of(chunk))
 
 
-def read_chunks(path: Path, name: str | None = None, at_once: int | None = None) -> Iterator[Chunk]:
-    """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content."""
+def read_chunks(
+    path: Path, name: str | None = None, at_once: int | None = None, max_expansion: float = MAX_EXPANSION
+) -> Iterator[Chunk]:
+    """A file's records, a few hundred at a time; its rows are known by `name`. Its kind is told by its content.
+
+    max_expansion: how many times its size it may expand to.
+    """
     name, at_once = name or str(path), at_once or CHUNK_RECORDS
     with path.open("rb") as raw:
-        file = _uncompressed(raw, path)
         size = max(1, path.stat().st_size)
+        file = _uncompressed(raw, Expansion(path, size, max_expansion))
 
         def share() -> float:
             return raw.tell() / size
@@ -106,10 +115,10 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
                 )
             if opening.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"{path}: text in UTF-16, which is not read. Save it as UTF-8.")
-            if (table := _kind_of_table(opening, path)) is not None:
+            if (table := kind_of_table(opening, path)) is not None:
                 unpacked = nullcontext(path) if file is raw else _unpacked(file)
                 with unpacked as place:
-                    yield from _table_chunks(place, path, table, name, at_once)
+                    yield from _table_chunks(place, table, name, Expansion(path, size, max_expansion), at_once)
                 return
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
@@ -131,7 +140,7 @@ def read_chunks(path: Path, name: str | None = None, at_once: int | None = None)
             if full_disk(error):  # where a packed table was unpacked
                 raise
             raise DataError(
-                f"{path}: the archive is damaged or cut off ({_one_line(error)}). Write or fetch it again."
+                f"{path}: the archive is damaged or cut off ({one_line(error)}). Write or fetch it again."
             ) from None
 
 
@@ -142,7 +151,7 @@ def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
         yield from (_parse(line, chunk.file, n) for n, line in zip(chunk.numbers, values, strict=True))
         return
     if isinstance(values, bytes):
-        values = [_without_nulls(value) for batch in pa.ipc.open_stream(values) for value in batch.to_pylist()]
+        values = stream_values(values)
     for number, value in zip(chunk.numbers, values, strict=True):
         yield value if isinstance(value, RowError) else _as_row(value, chunk.file, number)
 
@@ -176,17 +185,36 @@ def _is_indented(opening: bytes) -> bool:
     return first.strip() == b"{" and rest.lstrip()[:1] == b'"'
 
 
-def _uncompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
+def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedReader:
     """The content of a file, unpacked if it starts like a gzip or zstd archive, whatever its name."""
     magic = raw.peek(8)[:8]
+    refuse_spreadsheet(raw)
     if magic.startswith(b"\x1f\x8b"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw))  # type: ignore[arg-type]
+        return io.BufferedReader(_Counted(gzip.GzipFile(fileobj=raw), expansion), BUFFER_BYTES)
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+        unpacked = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+        return io.BufferedReader(_Counted(unpacked, expansion), BUFFER_BYTES)
     for kind, start in OTHER_ARCHIVES.items():
         if magic.startswith(start):
-            raise DataError(f"{path}: a {kind} archive, which is not read. Unpack it, or pack it by gzip or zstd.")
+            raise DataError(
+                f"{expansion.path}: a {kind} archive, which is not read. Unpack it, or pack it by gzip or zstd."
+            )
     return raw
+
+
+class _Counted(io.RawIOBase):
+    """What an archive holds, counted as it is unpacked."""
+
+    def __init__(self, file: gzip.GzipFile | pa.NativeFile, expansion: Expansion):
+        self._file, self._expansion = file, expansion
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = self._file.readinto(buffer)
+        self._expansion.add(num_bytes)
+        return num_bytes
 
 
 @contextmanager
@@ -211,27 +239,28 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
     """The rows of a table with a header line, values as texts; a row is numbered by the line it begins on."""
     csv.field_size_limit(MAX_BYTES)  # Python's own limit, 128 kB, is less than some answers
     damaged: dict[int, str] = {}  # lines that are not UTF-8, until their row has been read
-    reader = csv.DictReader(_decoded(file, path, damaged), strict=True)
+    reader = csv.reader(_decoded(file, path, damaged), strict=True)
+    ended = 0  # the last line of the row before
     try:
-        names = list(reader.fieldnames or [])
-        if names and (other := _no_header(names)):
-            raise DataError(f"{path}:1: {other}")
-        twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-        if twice is not None:
-            raise DataError(f"{path}:1: the column {twice!r} stands twice in the header. Remove one.")
-        for value in reader:
-            surplus = value.pop(None, [])
-            texts = [text for text in value.values() if text is not None]
-            num_fields = len(texts) + len(surplus)
-            number = reader.line_num - sum(text.count("\n") for text in chain(texts, surplus))
+        names = next(reader, [])
+        _check_header(names, path)
+        ended = reader.line_num
+        for texts in reader:
+            ended = reader.line_num
+            if not texts:
+                continue
+            number = reader.line_num - sum(text.count("\n") for text in texts)
             if damaged:
                 message = "; ".join(damaged.values())
                 damaged.clear()
                 yield number, RowError(f"{path}:{number}", "not UTF-8", f"{message}. Save the file as UTF-8."), 0
-            elif num_fields != len(names):
-                message = f"{num_fields} fields where the header has {len(names)}."
+                continue
+            if len(texts) != len(names):
+                message = f"{len(texts)} fields where the header has {len(names)}."
                 yield number, RowError(f"{path}:{number}", "wrong number of fields", message), 0
-            elif (column := next((name for name, text in value.items() if _is_python_list(text)), None)) is not None:
+                continue
+            value: dict[str, Any] = dict(zip(names, texts, strict=True))
+            if (column := next((name for name, text in value.items() if is_python_list(text)), None)) is not None:
                 message = (
                     f"{column}: messages as Python prints them, not as JSON. Write the column by json.dumps, or the table as "
                     ".parquet."
@@ -240,30 +269,32 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
             else:
                 yield number, _with_numbers(_with_messages(value)), sum(map(len, texts))
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num + 1}: malformed csv in the row from here: {error}.") from None
+        raise DataError(f"{path}:{ended + 1}: malformed csv in the row from here: {error}.") from None
+
+
+def _check_header(names: list[str], path: Path) -> None:
+    if names and (other := _no_header(names)):
+        raise DataError(f"{path}:1: {other}")
+    if len(names) > COLUMNS:
+        raise too_many_columns(f"{path}:1", len(names))
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))
+        raise DataError(f"{path}:1: the column {twice!r} stands twice in the header. Remove one.")
 
 
 def _no_header(names: list[str]) -> str | None:
     """What the first line of a csv file is, if it is not the names of columns between commas."""
     if names[0].lstrip().startswith("{"):
         return "an object, not the names of columns. A file with a JSON object on every line is named .jsonl."
-    for sign, word in ((";", "semicolons"), ("\t", "tabs")):
-        if len(names) == 1 and sign in names[0]:
-            return f"the names of columns are separated by {word}. Write the file with commas."
     return None
 
 
-def _is_python_list(text: str) -> bool:
-    """Whether a list of messages was written by str() or, as pandas does, by to_csv: [{'role': ...}]."""
-    return text.startswith("[{'") and "'role'" in text
-
-
 def _with_messages(value: dict[str, Any]) -> dict[str, Any]:
-    """Lists of messages, which a table of texts can hold as JSON alone."""
+    """Messages and lists, which a table of texts can hold as JSON alone."""
     for name, text in value.items():
-        if text and text.startswith("[{") and '"role"' in text:
-            with suppress(ValueError, RecursionError, DuplicateKey):  # else it stays the text it is
-                value[name] = decode(text)
+        if text and (parsed := json_cell(name, text)) is not None:
+            value[name] = parsed
     return value
 
 
@@ -271,8 +302,8 @@ def _with_numbers(value: dict[str, Any]) -> dict[str, Any]:
     """The known columns of numbers as numbers, where they are; an empty one is none."""
     for name in CSV_NUMBERS:
         if (text := value.get(name)) is not None:
-            with suppress(ValueError, RecursionError):  # else it stays a text, and the format refuses it by name
-                value[name] = json.loads(text) if text.strip() else None
+            with suppress(ValueError, RecursionError, DuplicateKey):  # else the format refuses it by name, as a text
+                value[name] = decode(text) if text.strip() else None
     return value
 
 
@@ -280,7 +311,10 @@ def _decoded(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> It
     """The lines as text; one that is not UTF-8 is noted in `damaged`, unless it is the header."""
     for number, line in _numbered(file, path):
         try:
-            yield line.decode("utf-8")
+            text = line.decode("utf-8")
+            if number == 1:
+                refuse_first_line(text, path)
+            yield text
         except UnicodeDecodeError as error:
             damaged[number] = f"not UTF-8 at byte {error.start} of line {number}"
             if number == 1:
@@ -288,67 +322,12 @@ def _decoded(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> It
             yield line.decode("utf-8", errors="replace")
 
 
-def _kind_of_table(opening: bytes, path: Path) -> str | None:
-    """parquet or arrow, told by the first bytes; a file with such a name (pairs.parquet, pairs.parquet.gz) is nothing else."""
-    if opening[:4] == b"PAR1":
-        return "parquet"
-    if opening[:6] == b"ARROW1" or opening[:4] == b"\xff\xff\xff\xff":
-        return "arrow"
-    named = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
-    return TABLES.get(named.suffix.lower())
-
-
-def _table_chunks(place: Path, path: Path, kind: str, name: str, at_once: int) -> Iterator[Chunk]:
-    """The rows of the table at a place, numbered from 1; `path` is what the user knows it by."""
-    number, before = 1, 0.0
-    try:
-        for batch, share in _record_batches(place, kind):
-            batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
-            for start in range(0, batch.num_rows, at_once):
-                part = batch.slice(start, at_once)
-                numbers = tuple(range(number, number + part.num_rows))
-                reached = before + (share - before) * min(1.0, (start + at_once) / batch.num_rows)
-                yield Chunk(name, numbers, _as_stream(part), "table", reached)
-                number += part.num_rows
-            before = share
-    except (pa.ArrowException, ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path}: damaged, or no {kind} file: {_one_line(error)}.") from None
-
-
-def _record_batches(path: Path, kind: str) -> Iterator[tuple[pa.RecordBatch, float]]:
-    if kind == "parquet":
-        import pyarrow.parquet as parquet
-
-        with parquet.ParquetFile(path) as file:
-            total, done = max(1, file.metadata.num_rows), 0
-            for batch in file.iter_batches(batch_size=CHUNK_RECORDS):
-                done += batch.num_rows
-                yield batch, done / total
-        return
-    with pa.memory_map(str(path)) as file:
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        if is_file:
-            reader = pa.ipc.open_file(file)
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i), (i + 1) / reader.num_record_batches
-        else:
-            for batch in pa.ipc.open_stream(file):
-                yield batch, file.tell() / max(1, file.size())
-
-
-def _as_stream(batch: pa.RecordBatch) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """A table gives every inner object the keys of all others, null where it has none: those are left out."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
-    return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value
+def _table_chunks(place: Path, kind: str, name: str, expansion: Expansion, at_once: int) -> Iterator[Chunk]:
+    """The rows of the table at a place, numbered from 1."""
+    number = 1
+    for stream, num_rows, done in table_parts(place, kind, expansion, batch_size=CHUNK_RECORDS, at_once=at_once):
+        yield Chunk(name, tuple(range(number, number + num_rows)), stream, "table", done)
+        number += num_rows
 
 
 def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
@@ -367,7 +346,7 @@ def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
     except DuplicateKey as error:
         return RowError(place, "duplicate key", f"the key {error.args[0]!r} stands twice in one object. Remove one.")
     except RecursionError:
-        return RowError(place, "nested too deeply", "JSON nested too deeply to be a preference.")
+        return RowError(place, "nested too deeply", f"{NESTED}, which no preference needs.")
     return _as_row(value, file, number)
 
 
@@ -390,7 +369,3 @@ def kind_of(value: Any) -> str:
         type(None): "null",
     }
     return names.get(type(value), f"a value of type {type(value).__name__}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

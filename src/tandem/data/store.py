@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from tandem.data.store_check import Columns, check_manifest, check_preferences, open_batches
 from tandem.data.store_writer import SCHEMA
 from tandem.data.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,13 @@ class Counts:
 
 
 class TokenStore:
-    """The tokenised preferences of one set, read from disk as they are needed."""
+    """The tokenised preferences of one set, read from disk as they are needed.
+
+    Everything is validated when it is opened, whoever wrote it; ValueError says what is wrong.
+    """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):
+        check_manifest(manifest, folder)
         self.folder = folder
         self.fingerprint: str = manifest["fingerprint"]
         self.format: str = manifest["format"]
@@ -45,6 +49,8 @@ class TokenStore:
             sorted((int(limit), count) for limit, count in manifest["longer_than"].items())
         )
         self._columns = _Columns(folder / "tokens.arrow")
+        if len(self._columns) != len(self):
+            raise ValueError(f"{folder}/tokens.arrow has {len(self._columns)} rows where the manifest says {len(self)}")
 
     def __len__(self) -> int:
         return self.counts.accepted
@@ -139,21 +145,21 @@ class _Columns:
     """Arrow record batches as numpy: one offset lookup and one slice a row, no Python objects."""
 
     def __init__(self, path: Path):
-        self._file = pa.memory_map(str(path))
-        reader = pa.ipc.open_file(self._file)
-        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._batches = open_batches(path, SCHEMA)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self._arrays = [
+        self._arrays: list[Columns] = [
             {
-                name: (
-                    batch.column(name).offsets.to_numpy(),
-                    batch.column(name).values.to_numpy(zero_copy_only=False),
-                )
+                name: (batch.column(name).offsets.to_numpy(), batch.column(name).values.to_numpy())
                 for name in SCHEMA.names
                 if name not in ("digest", "place")
             }
             for batch in self._batches
         ]
+        for number, columns in enumerate(self._arrays):
+            check_preferences(columns, f"{path}: batch {number}")
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
 
     def _find(self, index: int) -> tuple[int, int]:
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -14,22 +14,27 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.config.datasets import DatasetFields
+from tandem.config.datasets import MAX_EXPANSION, DatasetFields
 from tandem.data.files import SourceFile
 from tandem.data.formats import NOTHING_FITS, detect_format, read_preference
+from tandem.data.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, in_words
 from tandem.data.notes import notes_on
 from tandem.data.preference import Preference
 from tandem.data.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.template import Rendered, Template
 from tandem.data.tokens import TokenizedPreference, encode, fitted, render
 from tandem.data.wording import Wording
-from tandem.data.workers import Watch, bounded_memory
+from tandem.data.workers import TEMPLATE_BYTES, Watch, bounded_memory
+from tandem.errors import DataError
 
 SHOWN_PER_REASON = 3
 # Rows whose keys are looked at until they tell a format.
 ROWS_TRIED = 1000
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
+# What a tokenizer may take for some texts. Fast ones take 170 bytes a character, and encode 1,000,000 characters a second.
+ENCODE_BYTES, BYTES_PER_CHARACTER = 4 * 1024**3, 1024
+CHARACTERS_PER_SECOND = 10_000  # beside what a row may take
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 TWICE = "preferences that stand in it already"
@@ -90,11 +95,24 @@ class Recipe:
     def _tokenized(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
     ) -> Iterator[TokenizedPreference | RowError]:
+        number = 0
         while rendered := self._render_some(template, rows, watch):
+            number += 1
             for preference, texts in (item for item in rendered if not isinstance(item, RowError)):
                 for note in notes_on(preference, texts, template, self.pairing):
                     prepared.note(note, preference.place)
-            yield from encode(rendered, template, self.pairing)
+            yield from self._encoded(template, rendered, watch, number)
+
+    def _encoded(
+        self, template: Template, rendered: list[tuple[Preference, Rendered] | RowError], watch: Watch, number: int
+    ) -> list[TokenizedPreference | RowError]:
+        """The rows of some texts, under bounds that grow with the texts: a tokenizer may expand them, or never end."""
+        characters = sum(item[1].num_characters for item in rendered if not isinstance(item, RowError))
+        watch.at(number, more_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
+        with bounded_memory(ENCODE_BYTES + characters * BYTES_PER_CHARACTER):
+            encoded = list(encode(rendered, template, self.pairing))
+        watch.off()
+        return encoded
 
     def _render_some(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch
@@ -152,9 +170,12 @@ def settle(
     return prepared
 
 
-def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
+def write_store(chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = REJECTS_BYTES) -> dict[str, Any]:
     """Write `tokens.arrow` and `rejects.jsonl`, of what became of the rows, into a folder; return what a manifest should say
-    about them."""
+    about them.
+
+    rejects_bytes: that `rejects.jsonl` may take. All rejects are counted, listed or not.
+    """
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
     notes: Counter[str] = Counter()
@@ -163,7 +184,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
     examples: list[dict[str, str]] = []
     digests = bytearray()
     with (
-        (folder / "rejects.jsonl").open("w", encoding="utf-8") as rejects,
+        _RejectsFile(folder / "rejects.jsonl", rejects_bytes) as rejects,
         pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, SCHEMA) as writer,
     ):
@@ -173,7 +194,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
             for reject in prepared.rejects:
                 counter = bad if reject["kind"] == "bad" else filtered
                 counter[reject["reason"]] += 1
-                rejects.write(json.dumps(reject) + "\n")
+                rejects.write(reject)
                 if counter[reject["reason"]] <= SHOWN_PER_REASON:
                     examples.append(reject)
             notes.update(prepared.notes)
@@ -196,6 +217,34 @@ def write_store(chunks: Iterable[Prepared], folder: Path) -> dict[str, Any]:
         "noted_at": noted_at,
         "longer_than": {str(limit): count for limit, count in sorted(longer_than.items())},
     }
+
+
+class _RejectsFile:
+    """`rejects.jsonl`, a line for each reject, up to a size; then one line that counts those which are not listed."""
+
+    def __init__(self, path: Path, max_bytes: int):
+        self._file, self._max_bytes = path.open("w", encoding="utf-8"), max_bytes
+        self._num_bytes = self._num_left_out = 0
+        self._first_left_out: dict[str, str] = {}
+
+    def __enter__(self) -> "_RejectsFile":
+        return self
+
+    def write(self, reject: dict[str, str]) -> None:
+        line = json.dumps(reject) + "\n"  # ASCII
+        if self._num_left_out or self._num_bytes + len(line) > self._max_bytes:
+            self._first_left_out = self._first_left_out or reject
+            self._num_left_out += 1
+            return
+        self._num_bytes += len(line)
+        self._file.write(line)
+
+    def __exit__(self, *_: object) -> None:
+        if self._num_left_out:
+            limit = in_words(self._max_bytes)
+            message = f"{self._num_left_out} rows from here on are not listed: this file is limited to {limit}."
+            self._file.write(json.dumps({**self._first_left_out, "message": message}) + "\n")
+        self._file.close()
 
 
 def repeated(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
@@ -228,11 +277,11 @@ def _place_of(tokens: Path, row: int) -> str:
     raise IndexError(row)
 
 
-def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
+def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float = MAX_EXPANSION) -> tuple[str, str]:
     """The name of the files' format and why: as given, or told by the first row whose keys fit one."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
-    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, at_once=1))
+    chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
     rows = (row for chunk in chunks for row in rows_of(chunk) if isinstance(row, SourceRow))
     for row in islice(rows, ROWS_TRIED):
         name, reason = found = detect_format(row, keys)
@@ -242,11 +291,20 @@ def format_of(files: list[SourceFile], keys: DatasetFields) -> tuple[str, str]:
 
 
 def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
-    return zip(chunk.numbers, rows_of(chunk), strict=True)
+    try:
+        yield from zip(chunk.numbers, rows_of(chunk), strict=True)
+    except MemoryError:
+        raise DataError(
+            f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: these rows take over {in_words(TEMPLATE_BYTES)} of memory "
+            "once they are parsed. Remove what is not a preference from them."
+        ) from None
 
 
 def _as_reject(row: RowError) -> dict[str, str]:
-    return {"place": row.place, "kind": row.kind, "reason": row.reason, "message": row.message}
+    message = row.message
+    if len(message) > MESSAGE_CHARACTERS:
+        message = f"{message[:MESSAGE_CHARACTERS]}..."
+    return {"place": row.place, "kind": row.kind, "reason": row.reason, "message": message}
 
 
 def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:

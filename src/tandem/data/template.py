@@ -18,6 +18,7 @@ from tandem.data.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.tool_calls import as_wanted, renamed
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
+from tandem.printable import listed
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = "How far is the moon?"
@@ -57,7 +58,8 @@ class Template:
     source: str | None
     kwargs: dict[str, Any]
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
-    _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a turn
+    _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a text
+    _turn_ends: re.Pattern[str] = field(init=False, repr=False)  # one that a template may end a turn with
     _chat: ChatTemplate = field(init=False, repr=False)
     _begins: WordEncoder | None = field(init=False, repr=False)  # None if the tokenizer has no fast backend
     _goes_on: WordEncoder | None = field(init=False, repr=False)  # the same for texts that go on from others
@@ -67,6 +69,8 @@ class Template:
         special = special_tokens(t)
         object.__setattr__(self, "_special", _any_of(special))
         object.__setattr__(self, "_ends", _any_of(special - {t.bos_token, t.unk_token, t.pad_token} | {t.eos_token}))
+        # Some tokenizers pad with the end of turn, which is not their EOS.
+        object.__setattr__(self, "_turn_ends", _any_of(special - {t.bos_token, t.unk_token} | {t.eos_token}))
         object.__setattr__(self, "_chat", ChatTemplate(t, self.source or "", self.kwargs))
         backend = fast_backend(t)
         begins = backend and WordEncoder(backend)
@@ -86,6 +90,12 @@ class Template:
     def turn_tokens(self) -> re.Pattern[str]:
         """Finds what marks the turns of a conversation: no prompt that this template writes should hold it already."""
         return self._chat.turn_tokens
+
+    @property
+    def pads_with_end(self) -> bool:
+        """Whether the template may end turns with the padding token, which is not EOS."""
+        pad = self.tokenizer.pad_token
+        return bool(pad) and pad != self.tokenizer.eos_token and pad in (self.source or "")
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
@@ -162,7 +172,7 @@ class Template:
                 "Give policy.tokenizer.chat_template=FILE.jinja.",
             )
         # Raw text is already rendered: special tokens in it are meant, and one at its end ends it.
-        completions = tuple((Part(self._ended(str(answer), 0)),) for answer in answers)
+        completions = tuple((Part(self._ended(str(answer), 0, self._ends)),) for answer in answers)
         return Rendered(preference.prompt, completions, adds_bos=True)
 
     def _completion(self, before: "_Said", prompt: str, answer: Conversation, first: str) -> tuple[Part, ...]:
@@ -201,16 +211,16 @@ class Template:
             after = len(rest) - len(tail)
         else:
             after = max(0, rest.rfind(content)) + len(content)
-        said = self._ended(rest, after)
+        said = self._ended(rest, after, self._turn_ends)
         # Only the last turn may be given an EOS that the template did not write: others must lead on to what follows.
         return said if is_last or rest.startswith(said) else rest
 
-    def _ended(self, text: str, after: int) -> str:
+    def _ended(self, text: str, after: int, ends: re.Pattern[str]) -> str:
         """End with one end-of-turn token. "Yes<|im_end|>\\n" -> "Yes<|im_end|>"; "Yes" -> "Yes</s>"."""
         if after:
-            end = self._ends.search(text, after)
+            end = ends.search(text, after)
         else:
-            end = next((found for found in self._ends.finditer(text) if not text[found.end() :].strip()), None)
+            end = next((found for found in ends.finditer(text) if not text[found.end() :].strip()), None)
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
     def _check_calls(self, before: "_Said", answer: Conversation) -> None:
@@ -315,7 +325,7 @@ def _check_values(source: str | None, given: dict[str, Any]) -> None:
     if unread := sorted(given.keys() - read):
         raise ConfigError(
             f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template reads no such value. It reads "
-            f"{', '.join(sorted(read))}."
+            f"{listed(sorted(read))}."
         )
 
 

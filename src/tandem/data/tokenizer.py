@@ -3,22 +3,75 @@
 import hashlib
 import json
 import tempfile
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tandem.cache import cache_dir, content_of, fingerprint
 from tandem.data.spm import SAVED_AS, SentencePiece
+from tandem.data.workers import Died, Stalled, in_a_process
 from tandem.errors import ConfigError
 
 INSTALL = "pip install 'tandem-dpo[sentencepiece]'"
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+READ_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+# What loading a tokenizer and trying it out may take, beside what grows with its files: 18 MB of merges took 7 seconds.
+LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
+LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
 # Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
 PLAIN = "How far is the moon?"
 PROBES = (PLAIN, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
 
 
 def load_tokenizer(name: Path) -> Any:
-    """The tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused."""
+    """The tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused.
+
+    What its files make the libraries do may never end, or take all memory, and cannot be stopped: one whose content is new
+    is loaded in a process of its own first.
+    """
+    files = [name] if name.is_file() else sorted(file for file in name.glob("*") if file.suffix in READ_SUFFIXES)
+    contents = {file.name: content_of(file) for file in files if file.is_file()}
+    note = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
+    if not note.exists():
+        _try_out(name, sum(file.stat().st_size for file in files if file.is_file()))
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+    return _load(name)
+
+
+def _try_out(name: Path, num_bytes: int) -> None:
+    """Load a tokenizer, and use it as it will be used, where it can be killed. Errors are left to be met again."""
+
+    def work() -> None:
+        from tandem.data.words import WordEncoder  # which imports this module
+
+        with suppress(Exception):
+            tokenizer = _load(name)
+            if (backend := fast_backend(tokenizer)) is not None:
+                WordEncoder(backend)
+                WordEncoder(without_dummy_prefix(backend))
+            for text in PROBES:
+                tokenizer.decode(tokenizer(text)["input_ids"])
+
+    seconds, memory = LOAD_SECONDS + num_bytes / BYTES_PER_SECOND, LOAD_BYTES + num_bytes * BYTES_PER_BYTE
+    try:
+        in_a_process(work, seconds, memory)
+    except Stalled:
+        raise ConfigError(
+            f"{name}: its tokenizer is not loaded and tried out within {seconds:.0f} seconds. Use another tokenizer, by "
+            "policy.tokenizer.name."
+        ) from None
+    except (Died, MemoryError):
+        raise ConfigError(
+            f"{name}: its tokenizer ends the process that loads it and tries it out, or needs more than {memory / 2**30:.1f} GiB "
+            "of memory. Use another tokenizer, by policy.tokenizer.name."
+        ) from None
+
+
+def _load(name: Path) -> Any:
     if name.suffix == ".model" and not name.is_dir():
         return _read_sentencepiece(name, f"policy.tokenizer.name = {name}")
     if _exported(name):
@@ -130,7 +183,10 @@ def _from_folder(folder: Path) -> Any:
             raise ConfigError(
                 f"{folder}: holds no tokenizer (no {', no '.join(KNOWN_FILES)}). Give its folder as policy.tokenizer.name."
             ) from None
-        raise ConfigError(f"{folder}: no tokenizer could be loaded: {' '.join(str(error).split())}") from None
+        reason = (
+            "its files are nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        )
+        raise ConfigError(f"{folder}: no tokenizer could be loaded: {reason}") from None
     if differs:
         raise ConfigError(
             f"{folder}: transformers gives other ids than the SentencePiece model in there (tokenizer.model). "
@@ -161,7 +217,7 @@ def _exported(folder: Path) -> bool:
     """Whether a folder holds what `SentencePiece.save_pretrained` writes."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and SAVED_AS in config
 

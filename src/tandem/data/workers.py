@@ -1,6 +1,7 @@
 """Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -27,33 +28,47 @@ COLLECT_AFTER = 200_000  # new objects. Rows make many and no circles: looking e
 PR_SET_PDEATHSIG = 1
 # Memory that a template may take beside what the process has already.
 TEMPLATE_BYTES = 4 * 1024**3
+ENDING_SECONDS = 5.0  # that a process may take to end once its pipe is closed
 
 
 class Stalled(Exception):
-    """A worker was busy with one row for too long and was killed. `item` is what it worked on, `row` which of its rows."""
+    """A worker was busy with one row for too long and was killed. `item` is what it worked on, `row` which of its rows.
 
-    def __init__(self, item: Any, row: int):
-        self.item, self.row = item, row
+    `seconds` is the limit; `more_seconds` what the row was given of it beyond the usual.
+    """
+
+    def __init__(self, item: Any, row: int, seconds: float = 0.0, more_seconds: float = 0.0):
+        self.item, self.row, self.seconds, self.more_seconds = item, row, seconds, more_seconds
 
 
 class Died(Exception):
-    """A worker ended without an answer: killed by the system, most likely for its memory."""
+    """A worker ended without an answer: killed by the system, most likely for its memory.
 
-    def __init__(self, item: Any):
-        self.item = item
+    A library in which memory cannot be had ends the process itself (`aborted`): a limit of ours was met.
+    """
+
+    def __init__(self, item: Any, *, aborted: bool = False):
+        self.item, self.aborted = item, aborted
 
 
 class Watch:
-    """Where a worker tells which row it is at, while it does what may never end."""
+    """Where a worker reports which row it is at, while it does what may never end."""
 
     def __init__(self) -> None:
         self._row = multiprocessing.RawValue("q", -1)
+        self._more_seconds = multiprocessing.RawValue("d", 0.0)
 
     @property
     def row(self) -> int:
         return self._row.value
 
-    def at(self, row: int) -> None:
+    @property
+    def more_seconds(self) -> float:
+        return self._more_seconds.value
+
+    def at(self, row: int, more_seconds: float = 0.0) -> None:
+        """`more_seconds`: beyond what a row may take, for one with much to do."""
+        self._more_seconds.value = more_seconds
         self._row.value = row
 
     def off(self) -> None:
@@ -126,8 +141,10 @@ class Pool(Generic[T, R]):
         for worker in busy:
             if worker.pipe in ready:
                 worker.take()
-            elif worker.seconds_on_row() > self._row_seconds:
-                raise Stalled(worker.task.item if worker.task else None, worker.watch.row)
+            elif worker.seconds_on_row() > (limit := self._row_seconds + worker.watch.more_seconds):
+                worker.kill()
+                more = worker.watch.more_seconds
+                raise Stalled(worker.task.item if worker.task else None, worker.watch.row, limit, more)
 
     def stop(self) -> None:
         for worker in self._workers:  # all at once: an end takes a while
@@ -161,14 +178,14 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         self.task: _Task | None = None
         self.watch = Watch()
-        self._seen = (-1, time.monotonic())
+        self._seen = (-1, 0.0, time.monotonic())
         inherited = [*elders, self.pipe] if METHOD == "fork" else []
         self._process = context.Process(target=_serve, args=(theirs, work, self.watch, inherited), daemon=True)
         self._process.start()
         theirs.close()
 
     def give(self, task: _Task) -> None:
-        self.task, self._seen = task, (-1, time.monotonic())
+        self.task, self._seen = task, (-1, 0.0, time.monotonic())
         with suppress(BrokenPipeError):  # it died; reading from it will say so
             self.pipe.send(task.item)
 
@@ -178,13 +195,14 @@ class _Worker:
         try:
             task.done(self.pipe.recv())
         except (EOFError, OSError):  # nothing came, or half an answer
-            raise Died(task.item) from None
+            self._process.join(ENDING_SECONDS)
+            raise Died(task.item, aborted=self._process.exitcode == -signal.SIGABRT) from None
 
     def seconds_on_row(self) -> float:
-        now, row = time.monotonic(), self.watch.row
-        if row == -1 or row != self._seen[0]:
-            self._seen = (row, now)
-        return now - self._seen[1]
+        now, at = time.monotonic(), (self.watch.row, self.watch.more_seconds)
+        if at[0] == -1 or at != self._seen[:2]:
+            self._seen = (*at, now)
+        return now - self._seen[2]
 
     def kill(self) -> None:
         self._process.kill()
@@ -200,6 +218,7 @@ def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: 
     gc.set_threshold(COLLECT_AFTER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
     _die_with_parent()
+    _end_quietly()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     for other in inherited:
         other.close()
@@ -225,15 +244,56 @@ def _die_with_parent() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _end_quietly() -> None:
+    """Of a process that a memory limit ends: no core file of gigabytes, and no text of a library on the terminal."""
+    faulthandler.disable()
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
+def in_a_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
+    """What work returns, done in a process that may take so many seconds and so many more bytes than this one.
+
+    Raises Stalled, Died or MemoryError where that is not enough. Where processes are not forked, it is done in this one.
+    """
+    if METHOD != "fork":
+        return work()
+
+    def within(_: None, watch: Watch) -> R | MemoryError:
+        watch.at(0)
+        try:
+            with bounded_memory(num_bytes):
+                return work()
+        except MemoryError:
+            return MemoryError()
+
+    with Pool(within, 1, seconds) as pool:
+        answer = next(pool.map([None]))
+    if isinstance(answer, MemoryError):
+        raise answer
+    return answer
+
+
 @contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Within: MemoryError, not a machine brought down, where a template writes without end."""
+def bounded_memory(num_bytes: int | None = None) -> Iterator[None]:
+    """Within: MemoryError, not a machine brought down, where a template writes without end.
+
+    A library that is not Python's ends the process: for what calls one, use a worker. `num_bytes`: beside what the process
+    has; None: what a template may take.
+    """
+    num_bytes = TEMPLATE_BYTES if num_bytes is None else num_bytes
     try:
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TEMPLATE_BYTES, before[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, before[1]))
     except (ImportError, OSError, ValueError):  # no such limits on this system
         yield
         return

@@ -1,6 +1,7 @@
 """A folder of a trained LoRA adapter in, what it holds out, checked; and adapters into such a folder, as peft lays it out."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from tandem.cache import content_of
 from tandem.errors import ConfigError
-from tandem.model.source import fetched, read_json, refuse_run
+from tandem.model.folder import check_weight_file, read_json
+from tandem.model.source import fetched, refuse_run
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -63,10 +65,11 @@ def read_adapter(name: str) -> TrainedAdapter:
         raise ConfigError(
             f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."
         )
+    check_weight_file(key, folder / WEIGHTS_FILE)
     described = read_json(folder / CONFIG_FILE)
     _check_plain(key, described)
     dim, alpha = described.get("r"), described.get("lora_alpha")
-    if not isinstance(dim, int) or not isinstance(alpha, int | float):
+    if type(dim) is not int or dim < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigError(f"{key}: its {CONFIG_FILE} gives no r and lora_alpha, so it is no LoRA adapter.")
     shapes = _shapes(key, folder / WEIGHTS_FILE)
     return TrainedAdapter(name, folder, dim, float(alpha), bool(described.get("use_rslora")), shapes)

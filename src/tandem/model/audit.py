@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -107,6 +107,8 @@ def audit(policy: Policy, packer: Packer, workers: Workers, *, precision: str, m
     tolerance = found.tolerance([one.plain_difference for one in completions], workers)
     for one in completions:
         _check_plain(one, tolerance, model, packed=policy.packed)
+    if policy.packed:
+        _check_last_columns(policy, packer, found, workers, model)
     return found
 
 
@@ -151,6 +153,41 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
             rounding=partial(_rounding, policy, ids, scored, plain),
             is_best=at in best,
         )
+
+
+def _check_last_columns(policy: Policy, packer: Packer, found: Audit, workers: Workers, model: str) -> None:
+    """AuditError if a preference at the end of the longest row is not what it was near the beginning of its row.
+
+    The sample fills only the first columns. A model that computes something from columns, not from position ids, may do so only
+    beyond a number of them: the attention temperature of Llama 4 changes every 8,192.
+    """
+    sample = np.concatenate([pack.preferences for pack in found.packs])
+    index = int(sample[np.argmin(packer.sizes[sample])])
+    if packer.sizes[index] > packer.length:  # has several rows
+        return
+    pack = _at_the_end(packer.row([index], packer.length))
+    inputs = policy.inputs(pack, workers.device)
+    with torch.no_grad():
+        last = policy(inputs)[: inputs.num_scored].split(pack.completion_lengths.tolist())
+    owners = np.concatenate([pack.preferences[pack.owner] for pack in found.packs])
+    first = [one for one, owner in zip(found.completions, owners, strict=True) if owner == index]
+    differences = [_mean_difference(one.packed, other) for one, other in zip(first, last, strict=True)]
+    tolerance = found.tolerance(differences, workers)
+    for one, difference in zip(first, differences, strict=True):
+        if not difference <= tolerance:
+            raise AuditError(
+                f"audit: {model}: {one.place}: its log-probabilities at the end of a row of {packer.length:,} tokens differ from "
+                f"those at the beginning by {difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training would "
+                "not be exact. Nothing was trained. Lower policy.packing.pack_length, or train this model with "
+                "policy.packing.mode=none, and report it."
+            )
+
+
+def _at_the_end(pack: Pack) -> Pack:
+    """A pack of one row with its filler first: tokens 5 6 7 and two of filler -> two of filler and 5 6 7."""
+    by = pack.token_ids.shape[1] - pack.num_tokens
+    rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
+    return replace(pack, **rows, predicting=pack.predicting + by)
 
 
 def _rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:

@@ -7,6 +7,7 @@ import torch
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError
 from tandem.model.attention import IMPLEMENTATION, AttentionKind
+from tandem.model.build_limits import within_limits
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.source import ModelSource, described, one_line
 from tandem.model.trial import check_forward, is_out_of_memory
@@ -106,6 +107,11 @@ def load_policy(
             f"{source.key} = {source.name}: transformers cannot load it ({described(error)}). Choose another model, or "
             "download it again."
         ) from error
+    if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its weights are quantised ({_method(source)}), and quantised weights are not "
+            "trained: only its embeddings and norms would be. Give the model that it was made of."
+        )
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
@@ -114,13 +120,21 @@ def load_policy(
     return loaded
 
 
+def _method(source: ModelSource) -> str:
+    """How a model was quantised, by the name in its configuration."""
+    given = source.config.quantization_config
+    return str(given["quant_method"] if isinstance(given, dict) else given.quant_method)
+
+
 def empty_model(source: ModelSource) -> Any:
     """The model without weights, to look at its layers."""
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), within_limits(source):
             return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{source.key} = {source.name}: transformers cannot build a {source.config.model_type} model from this "

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from tandem.cache import fingerprint
 from tandem.config.lora import ALL_LINEAR, Lora
 from tandem.config.policy import Policy as PolicyConfig
+from tandem.data.workers import Died, Stalled, in_a_process
 from tandem.errors import ConfigError, MachineError
 from tandem.model.adapter_files import TrainedAdapter, read_adapter
 from tandem.model.load import empty_model, load_policy
 from tandem.model.policy import Policy
 from tandem.model.source import ModelSource, weights_fingerprint
+from tandem.printable import listed
 
 ADAPTER = "default"  # peft's name for an only adapter
+WIDER = ("F64", "F32", "F16")  # than bfloat16, as safetensors calls them
+PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # that matching a regular expression may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,22 @@ def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
     return fingerprint(weights, None if plan.start is None else plan.start.content(), plan.quantization)
 
 
+def is_rounded(source: ModelSource, plan: LoraPlan | None) -> bool:
+    """Whether frozen weights are rounded as they load: config.json names bfloat16, but files hold more digits.
+
+    Weights that are trained load in float32, so that such a model computes other numbers with adapters than without.
+    """
+    from safetensors import safe_open
+
+    if plan is None or not plan.dtype == source.dtype == torch.bfloat16:
+        return False
+    for path in source.folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if any(file.get_slice(name).get_dtype() in WIDER for name in file.keys()):  # noqa: SIM118 - no mapping
+                return True
+    return False
+
+
 def lora_layers(model: Any) -> list[tuple[str, Any]]:
     """The adapted layers, by their names in the plain model."""
     from peft.tuners.lora import LoraLayer
@@ -220,7 +240,7 @@ def _linear(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
 def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
     """The whole names of the layers that target_modules takes and exclude_modules leaves."""
     layers, head = _linear(model)
-    known = f"Its linear layers are {', '.join(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
+    known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
     taken = _taken(lora.target_modules, list(layers), head, source, known)
     for name in lora.exclude_modules:
         if not any(_ends(layer, name) for layer in (*layers, head or "")):
@@ -237,20 +257,23 @@ def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
 def _taken(wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, known: str) -> list[str]:
     if wanted == ALL_LINEAR:
         return layers
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    match = _is_whole if isinstance(wanted, str) else _ends
-    for pattern in patterns:
-        if head is not None and match(head, pattern):
+    names = layers if head is None else [*layers, head]
+    if isinstance(wanted, str):
+        found = {wanted: _matched(wanted, names)}
+    else:
+        found = {pattern: {name for name in names if _ends(name, pattern)} for pattern in wanted}
+    for pattern, taken in found.items():
+        if head in taken:
             raise ConfigError(
                 f"policy.lora.target_modules: {pattern} takes {head}, the head, which stays as it is: its weight is used "
                 "directly, without logits being kept. Leave it out."
             )
-        if not any(match(layer, pattern) for layer in layers):
+        if not taken:
             hint = " A regular expression matches whole names; give names as a list." if pattern is wanted else ""
             raise ConfigError(
                 f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {known}{hint}"
             )
-    return [layer for layer in layers if any(match(layer, pattern) for pattern in patterns)]
+    return [layer for layer in layers if any(layer in taken for taken in found.values())]
 
 
 def _targets_of(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
@@ -289,8 +312,17 @@ def _ends(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _is_whole(module: str, pattern: str) -> bool:
-    return re.fullmatch(pattern, module) is not None
+def _matched(pattern: str, modules: list[str]) -> set[str]:
+    """The names that a regular expression matches whole, in a process that can be killed: some expressions never end."""
+    try:
+        return in_a_process(
+            lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
+        )
+    except (Stalled, Died, MemoryError):
+        raise ConfigError(
+            f"policy.lora.target_modules: the regular expression {pattern} is not matched with the names of {len(modules)} "
+            f"layers within {PATTERN_SECONDS:g} seconds. Give a simpler one, or names as a list."
+        ) from None
 
 
 def _short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:

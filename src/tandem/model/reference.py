@@ -1,6 +1,5 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -20,12 +19,14 @@ from tandem.model.attention import PackMask
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
 from tandem.model.workers import Workers
+from tandem.ownership import free_path
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
 # Raised whenever the same weights and tokens would give other numbers.
 LOGPS_VERSION = 3
 PREFERENCES_AT_ONCE = 256
+VALUES_AT_ONCE = 1 << 20  # looked at together
 
 
 class Reference(Protocol):
@@ -106,7 +107,8 @@ def cached_reference(
     """
     store = packer.store
     # One rank of each machine keeps what all of them compute.
-    missing = workers.agreed(lambda: not is_sound(place), by=workers.is_first_here) or False
+    num_values = int(store.num_scored_tokens.sum())
+    missing = workers.agreed(lambda: not is_sound(place, num_values), by=workers.is_first_here) or False
     if workers.highest(missing):
         with ExitStack() as stack:
             model = policy()
@@ -123,18 +125,27 @@ def cached_reference(
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
 
-def is_sound(place: Path) -> bool:
-    """A cache that is there but damaged is moved aside, to be computed anew: it holds nothing that cannot be."""
+def is_sound(place: Path, num_values: int) -> bool:
+    """A cache that is there but damaged, or has another number of values, is moved aside, to be computed again."""
     if not place.is_dir():
         return False
     try:
         read_manifest(place)
+        _check_values(place / "logps.f32", num_values)
         return True
     except ValueError:
-        aside = place.with_name(place.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        place.rename(aside)
+        place.rename(free_path(place.parent, f"{place.name}.damaged"))
         return False
+
+
+def _check_values(file: Path, num_values: int) -> None:
+    """Refuse values that do not belong to the tokens of a set, or that nothing can be computed from."""
+    if not file.is_file() or file.stat().st_size != 4 * num_values:
+        raise ValueError(f"{file} does not have {num_values} values")
+    values = np.memmap(file, np.float32, mode="r")
+    for start in range(0, num_values, VALUES_AT_ONCE):
+        if not np.isfinite(values[start : start + VALUES_AT_ONCE]).all():
+            raise ValueError(f"{file} has values that are not finite")
 
 
 @torch.no_grad()

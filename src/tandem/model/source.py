@@ -1,6 +1,5 @@
 """A model's name in; its folder and its checked configuration out. No weights are loaded, and little is imported."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from tandem.cache import content_of, fingerprint, is_checkpoint, is_run
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
+from tandem.model.folder import HeldWeights, held_by, read_json, refuse_large_counts, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class ModelSource:
     folder: Path
     config: Any
     key: str = "policy.model_name"  # that names it in the configuration
+    held: HeldWeights | None = None  # by its weight files; None: not looked at
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -40,7 +41,19 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
+    refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
+
+
+def refuse_revision(policy: PolicyConfig) -> None:
+    """A folder is what it is: only a model of the hub has revisions."""
+    name, revision = policy.model_name, policy.revision
+    if revision is not None and (name == EMBEDDED or Path(name).is_dir()):
+        what = "built here" if name == EMBEDDED else "a folder"
+        raise ConfigError(
+            f"policy.revision = {revision}: policy.model_name = {name} is {what}, which has no revisions. Leave out "
+            "policy.revision."
+        )
 
 
 def check_folder(key: str, name: str, folder: Path) -> None:
@@ -75,16 +88,14 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
             f"{key} = {name}: this model needs Python code from its own repository, "
             "which tandem does not run. Use a model type that transformers knows."
         )
+    files = weight_files(key, name, folder, described)
+    held = held_by(f"{key} = {name}", files)
+    refuse_large_counts(f"{key} = {name}", folder, described, held)
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}") from None
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"{key} = {name}: {folder} holds no .safetensors weights. "
-            "Pickled weights are not read; convert them with transformers' save_pretrained."
-        )
-    return ModelSource(name, folder, config, key)
+    return ModelSource(name, folder, config, key, held)
 
 
 def check_path(key: str, name: str) -> None:
@@ -121,12 +132,13 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """A name for what the model computes: the content of its weights and of its configuration."""
-    files = sorted(source.folder.glob("*.safetensors"))
+    """A name for what the model computes: the content of the weight files that are read, and of its configuration."""
+    described = read_json(source.folder / "config.json")
+    files = weight_files(source.key, source.name, source.folder, described)
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(content_of, files))
     names = [file.name for file in files]
-    return fingerprint(dict(zip(names, digests, strict=True)), read_json(source.folder / "config.json"))
+    return fingerprint(dict(zip(names, digests, strict=True)), described)
 
 
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
@@ -190,17 +202,10 @@ def refuse_missing(key: str, name: str) -> None:
         raise ConfigError(f"{key} = {name}: no such directory.")
 
 
-def _known(model_type: str | None) -> bool:
+def _known(model_type: Any) -> bool:
     from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def described(error: Exception) -> str:

@@ -1,6 +1,8 @@
 """The processes that train together: which one this is, and how they agree. One process is a mesh of one."""
 
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tandem.errors import ConfigError, TandemError, ToldError
+from tandem.errors import ConfigError, MachineError, TandemError, ToldError
 
 T = TypeVar("T")
 
 # How long workers wait for one of them, which may be tokenising; then all end.
 PATIENCE = timedelta(minutes=30)
+LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,70 @@ def start_workers() -> Workers:
         device = torch.device("cuda", local)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        stay_on_loopback()
+        if (store := loopback_store()) is not None:
+            number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
+        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
             dist.init_process_group(backend, timeout=PATIENCE)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     return Workers(mesh, device, dist.get_rank(), is_first_here=local == 0)
+
+
+def stay_on_loopback() -> None:
+    """Let gloo listen where only this machine reaches it, if all ranks are here. Unless told, it listens where its name leads."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    is_here = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or _is_loopback(os.environ.get("MASTER_ADDR", ""))
+    interface = next((name for _, name in socket.if_nameindex() if name in LOOPBACK_INTERFACES), None)
+    if is_here and interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def loopback_store() -> dist.Store | None:
+    """The store at which ranks find each other, at a loopback address; None where torchrun serves one, or the address is another.
+
+    torch's own would listen on every interface, whatever MASTER_ADDR says.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_complete = "RANK" in os.environ and port.isdecimal() and int(port) < 2**16  # torch says what is missing
+    count = int(os.environ.get("WORLD_SIZE", 1))
+    if count == 1 or is_served or not is_complete or not _is_loopback(address):
+        return None
+    listening = _listening(address, int(port)) if os.environ["RANK"] == "0" else None
+    return dist.TCPStore(
+        host_name=address,
+        port=int(port),
+        world_size=count,
+        is_master=listening is not None,
+        timeout=PATIENCE,
+        wait_for_workers=False,  # the group does
+        master_listen_fd=None if listening is None else listening.detach(),
+    )
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen()
+    except OSError as error:
+        raise MachineError(
+            f"MASTER_ADDR = {address}, MASTER_PORT = {port}: the ranks cannot meet there ({error.strerror}). Choose "
+            "another port."
+        ) from None
+    return listening
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # the name of a machine
+        return False
 
 
 def stop_workers() -> None:

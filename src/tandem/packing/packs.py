@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from tandem.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
 from tandem.data.store import TokenStore
+from tandem.data.store_check import open_batches
 from tandem.errors import DataError
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
@@ -33,7 +34,11 @@ def open_packs(packer: Packer) -> Bins:
     """The packs of a whole set: as prepared earlier, or made now and kept for the next run."""
     facts = facts_of(packer)
     if isinstance(packer.store, TokenStore) and facts in packer.store.packs:
-        return read_packs(packer.store.folder / file_name(packer.length))  # verified with the rest of its folder
+        folder = packer.store.folder
+        try:
+            return _checked(folder / file_name(packer.length), packer)  # its SHA-256 was verified with the tokens'
+        except ValueError as error:
+            raise DataError(f"{error}. The prepared data is damaged. Prepare it again, with tandem prepare.") from None
     folder = cache_dir() / "packs" / fingerprint(facts)
     if not folder.is_dir():
         with published(folder, "packs") as aside:
@@ -41,9 +46,24 @@ def open_packs(packer: Packer) -> Bins:
             write_manifest(aside, **facts)
     try:
         read_manifest(folder)
-        return read_packs(folder / file_name(packer.length))
-    except (ValueError, OSError, pa.ArrowInvalid) as error:
+        return _checked(folder / file_name(packer.length), packer)
+    except (ValueError, OSError) as error:
         raise DataError(f"{error}. The packs are damaged: remove {folder} and start again.") from None
+
+
+def _checked(file: Path, packer: Packer) -> Bins:
+    """Packs from disk, if each preference of the set is in one of them and none holds more than fits in a row."""
+    bins = read_packs(file)
+    num = len(packer.store)
+    if not np.array_equal(np.sort(bins.order), np.arange(num)):
+        raise ValueError(f"{file} does not hold each of {num} preferences once")
+    sizes = np.diff(bins.bounds)
+    if not (sizes > 0).all():
+        raise ValueError(f"{file} has a pack without preferences")
+    tokens = np.add.reduceat(packer.sizes[bins.order], bins.bounds[:-1]) if num else sizes
+    if ((tokens > packer.length) & (sizes > 1)).any():  # one that is longer than a row has several to itself
+        raise ValueError(f"{file} has a pack of over {packer.length} tokens")
+    return bins
 
 
 def file_name(length: int) -> str:
@@ -57,7 +77,9 @@ def write_packs(bins: Bins, file: Path) -> None:
 
 
 def read_packs(file: Path) -> Bins:
-    with pa.memory_map(str(file)) as source:
-        table = pa.ipc.open_file(source).read_all().combine_chunks()
-    lists = table["preferences"].chunk(0)
-    return Bins(lists.values.to_numpy(), lists.offsets.to_numpy())
+    """Packs as written, copied into memory; ValueError says what is wrong with them."""
+    batches = open_batches(file, SCHEMA)
+    if len(batches) != 1:
+        raise ValueError(f"{file} has {len(batches)} batches where tandem writes one")
+    lists = batches[0].column("preferences")
+    return Bins(lists.values.to_numpy().copy(), lists.offsets.to_numpy().copy())

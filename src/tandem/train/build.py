@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.cache import remove_leftovers
+from tandem.config.load import LoadedConfig
 from tandem.model.lora import start_fingerprint
 from tandem.model.parallel import frozen
 from tandem.model.policy import Policy
@@ -20,6 +20,7 @@ from tandem.model.reference import (
 )
 from tandem.model.source import weights_fingerprint
 from tandem.model.workers import Workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.layout import join
 from tandem.train.adamw import state_bytes
 from tandem.train.checkpoint import (
@@ -37,7 +38,7 @@ from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.ranking import Ranking
 from tandem.train.references import audit_model, audit_start, load_sharded, make_references
 from tandem.train.report import MetricsFile, NoMetricsFile, Reporter
-from tandem.train.rundir import is_finished
+from tandem.train.rundir import is_finished, values_from_environment
 from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.train.setup import Setup
 from tandem.train.stopping import Stopping
@@ -129,67 +130,88 @@ class Training:
         return state_tensors(self.policy, optimizer, self.workers.number)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The policy and its references, audited, before anything is trained."""
+
+    policy: Policy
+    weights: str  # the fingerprint of the start model
+    references: dict[str, Reference]  # by split
+    samples: Samples | None
+    expected: Forecast | None
+
+
 def build(
     setup: Setup,
     run: Path,
     workers: Workers,
     reporter: Reporter,
     stopping: Stopping,
-    config: str,
+    given: LoadedConfig,
     extended_from: int | None,  # the last step of a finished run that is to be longer
 ) -> Training:
     """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
+    loaded = _load(setup, run, workers, reporter, stopping.check)
+    policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
+    optimizer = make_optimizer(
+        (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
+    )
+    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
+    fingerprints = _fingerprints(setup, workers, loaded.weights) | values_from_environment(given)
+    # Before it all workers draw alike (new weights must agree), from here on each its own.
+    torch.manual_seed(setup.config.run.seed + workers.number)
+    progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, workers, reporter)
+    if extended_from is not None:
+        _extend(run, extended_from, progress, config, workers, reporter)
+    metrics = _metrics_file(run, progress, workers, reporter)
+    if metrics.has_lost_lines:
+        progress = replace(progress, spared=progress.step)
+    ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
+    sides = {
+        split: Side(reference, setup.config.dpo, workers, setup.precision)
+        for split, reference in loaded.references.items()
+    }
+    training = Training(
+        setup=setup,
+        run=run,
+        policy=policy,
+        side=sides["train"],
+        validation_sets=_validation_sets(setup, sides),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        fingerprints=fingerprints,
+        config=config,
+        reporter=reporter,
+        metrics=metrics,
+        ranking=ranking,
+        progress=progress,
+        saver=_saver(setup, run, workers, optimizer, ranking, stopping),
+        stopping=stopping,
+        tracking=_tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
+        expected=loaded.expected,
+        samples=loaded.samples,
+    )
+    if checkpointing.enabled:
+        training.saver.reserve(training.saved_tensors())
+    return training
+
+
+def _load(setup: Setup, run: Path, workers: Workers, reporter: Reporter, check: Callable[[], None]) -> Loaded:
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, workers, setup.lora)
     weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
     found = audit_model(setup, policy, setup.source, workers, reporter)
-    references = make_references(setup, policy, run, workers, weights, reporter, stopping.check)
+    references = make_references(setup, policy, run, workers, weights, reporter, check)
     audit_start(setup, policy, found, references, workers, reporter)
     samples = _samples(setup, policy, references, workers)
-    expected = _rehearse(setup, policy, reporter, stopping.check)
-    dpo, checkpointing = setup.config.dpo, setup.config.checkpointing
-    optimizer = make_optimizer(
-        (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
-    )
-    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
-    fingerprints = _fingerprints(setup, workers, weights)
-    folder = setup.checkpoint_dir(run)
-    # Before it all workers draw alike (new weights must agree), from here on each its own.
-    torch.manual_seed(setup.config.run.seed + workers.number)
-    progress = _put_back(folder, policy, optimizer, scheduler, fingerprints, workers, reporter)
-    if extended_from is not None:
-        _extend(run, extended_from, progress, config, workers, reporter)
-    sides = {split: Side(reference, dpo, workers, setup.precision) for split, reference in references.items()}
-    metrics = _metrics_file(run, progress, workers, reporter)
-    if metrics.has_lost_lines:
-        progress = replace(progress, spared=progress.step)
-    ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
+    return Loaded(policy, weights, references, samples, expected=_rehearse(setup, policy, reporter, check))
+
+
+def _saver(setup: Setup, run: Path, workers: Workers, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
     copier, took = HostCopier(workers.device, optimizer), partial(stopping.took, "save")
-    saver = Saver(folder, checkpointing.keep_top_k, workers, copier, ranking=ranking, took=took)
-    training = Training(
-        setup,
-        run,
-        policy,
-        sides["train"],
-        _validation_sets(setup, sides),
-        optimizer,
-        scheduler,
-        fingerprints,
-        config,
-        reporter,
-        metrics,
-        ranking,
-        progress,
-        saver,
-        stopping,
-        _tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
-        expected,
-        samples,
-    )
-    if checkpointing.enabled:
-        saver.reserve(training.saved_tensors())
-    return training
+    keep = setup.config.checkpointing.keep_top_k
+    return Saver(setup.checkpoint_dir(run), keep, workers, copier, ranking=ranking, took=took)
 
 
 def _extend(run: Path, trained: int, progress: Progress, config: str, workers: Workers, reporter: Reporter) -> None:
@@ -253,8 +275,9 @@ def _put_back(
     reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    workers.agreed(lambda: remove_leftovers(folder, "step_*", "latest", "best"), by=workers.is_first)
     place, damaged = workers.from_first(lambda: newest_verified(folder))
+    own = ("step_[0-9]+", "latest", "best")
+    workers.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=workers.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:

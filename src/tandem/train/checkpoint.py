@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tandem.cache import published, read_manifest, sync_file, write_manifest
+from tandem.cache import intact_manifest, published, read_manifest, sync_file, write_manifest
 from tandem.errors import CheckpointError, writing
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
 from tandem.model.workers import Workers
+from tandem.ownership import MARKER, free_path, remove_folder, step_in, temporary_path
 from tandem.train.host_copy import HostCopier, HostCopy
 from tandem.train.parts import Part, fill_parts, names_in, part_of, write_parts
 from tandem.train.ranking import Ranking
@@ -119,7 +119,7 @@ class Saver:
 def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
     """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
     place = folder / f"step_{snapshot.progress.step}"
-    if workers.from_first(place.is_dir):  # by a run that stopped right there
+    if workers.from_first(lambda: _is_saved(place)):  # by a run that stopped right there
         workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
         return
     with ExitStack() as stack:
@@ -240,34 +240,109 @@ def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
     ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
     point(folder / "best", ranked[0])
     for place in ranked[keep:]:
-        if place != places[0] and step_of(place) > spared:
-            # Under its own name a checkpoint is whole, whenever a run is killed.
-            aside = place.rename(place.with_name(f".{place.name}.{os.getpid()}"))
-            fail_point("checkpoint.prune")
-            shutil.rmtree(aside)
+        if place != places[0] and step_of(place) > spared and _holds_nothing_else(place):
+            remove_folder(place, renamed=lambda: fail_point("checkpoint.prune"))
 
 
 def set_newer_aside(place: Path) -> None:
     """Rename checkpoints newer than the one gone on from, which are damaged: their steps are done and saved anew."""
     for newer in checkpoints(place.parent):
-        if step_of(newer) > step_of(place):
-            aside = newer.with_name(f"{newer.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            newer.rename(aside)
+        if step_of(newer) > step_of(place) and not newer.is_symlink():
+            newer.rename(free_path(newer.parent, f"{newer.name}.damaged"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    """What runs saved there, intact or damaged. A user's own folder is none of them, whatever its name."""
+    return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_own(path)]
 
 
 def step_of(place: Path) -> int:
-    return int(place.name[5:])
+    step = step_in(place.name)
+    assert step is not None, place
+    return step
+
+
+def _is_own(place: Path) -> bool:
+    """Whether it holds the files of a checkpoint, or an intact manifest that names them, of the step in its name."""
+    names = {f"tensors/{path.name}" for path in place.glob("tensors/worker_*.safetensors")}
+    if (place / "state.json").is_file():
+        names.add("state.json")
+    names |= _listed(place)
+    is_one = "state.json" in names and any(name.startswith("tensors/") for name in names)
+    return is_one and _saved_step(place) in (step_in(place.name), None)
+
+
+def _listed(place: Path) -> set[str]:
+    """The files that an intact manifest names."""
+    try:
+        return set(intact_manifest(place)["files"])
+    except ValueError:
+        return set()
+
+
+def _saved_step(place: Path) -> int | None:
+    try:
+        return int(json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _holds_nothing_else(place: Path) -> bool:
+    """Whether all in a checkpoint is what its manifest names: with a user's file inside it is never removed."""
+    listed = {"manifest.json", *_listed(place)} if not place.is_symlink() else set()
+    folders = {str(parent) for name in listed for parent in Path(name).parents}
+    for path in place.rglob("*"):
+        name = str(path.relative_to(place))
+        expected = name in folders if path.is_dir() else name in listed or name == MARKER
+        if path.is_symlink() or not expected:
+            return False
+    return len(listed) > 1
+
+
+def _is_saved(place: Path) -> bool:
+    """Whether the checkpoint is there already; what is there and is not one is in the way."""
+    if not os.path.lexists(place):
+        return False
+    if not _is_own(place):
+        raise CheckpointError(in_the_way(place))
+    if place.is_symlink():
+        try:
+            read_manifest(place)
+        except ValueError as error:
+            raise CheckpointError(f"{error}. {place} is a link to it, and in the way: remove the link.") from None
+    return True
+
+
+def refuse_in_the_way(folder: Path, num_steps: int) -> None:
+    """Refuse whatever has the name of what a run of so many steps is going to write there, before any weights load."""
+    for name in ("best", "latest"):
+        _refuse_other_than_pointer(folder / name)
+    newest = max(map(step_of, checkpoints(folder)), default=0)
+    for path in sorted(folder.glob("step_*")):
+        step = step_in(path.name)
+        if step is not None and newest < step <= num_steps:
+            raise CheckpointError(in_the_way(path))
+
+
+def in_the_way(path: Path) -> str:
+    return f"{path}: not a checkpoint of tandem's, and this run saves one under that name. Move it elsewhere."
+
+
+def _refuse_other_than_pointer(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_symlink():
+        what = "a directory" if path.is_dir() else "a file"
+        raise CheckpointError(f"{path}: {what}, where tandem keeps a link to a checkpoint. Move it elsewhere.")
+    target = str(path.readlink())
+    if step_in(target) is None:
+        raise CheckpointError(f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link.")
 
 
 def point(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its neighbour `target`, in one rename."""
     fail_point(f"checkpoint.{link.name}")
-    aside = link.with_name(f".{link.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)
+    _refuse_other_than_pointer(link)
+    aside = temporary_path(link)
     aside.symlink_to(target.name)
     aside.replace(link)

@@ -20,6 +20,7 @@ class EarlyStop:
 
     exported_step: int
     verdict: Verdict
+    helped: bool  # whether the exported step is better than the model before training, as far as that was measured
 
 
 def is_exhausted(t: Training) -> bool:
@@ -42,7 +43,8 @@ def put_back_best(t: Training) -> EarlyStop | None:
     load_weights(place, t.policy)
     assert t.setup.tracked is not None
     t.progress = replace(t.progress, step=step_of(place))
-    return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text))
+    helped = t.workers.from_first(lambda: t.ranking.better_start() is None)
+    return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text), helped)
 
 
 def _best(t: Training) -> tuple[Path, str]:
@@ -64,4 +66,6 @@ def _best(t: Training) -> tuple[Path, str]:
         f"stopped early at step {t.progress.step} of {t.setup.num_steps}: the last {validations} no better than that of step "
         f"{t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step {step_of(place)} is exported."
     )
+    if (start := t.ranking.better_start()) is not None:
+        text += f" No step was as good as the model before training ({start:.4f})."
     return place, text

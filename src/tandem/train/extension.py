@@ -5,16 +5,15 @@ the new configuration: killed at any moment, the run is either still finished or
 """
 
 import json
-import os
 import shutil
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from tandem.cache import sync_file, write_whole
+from tandem.cache import replacing, sync_file, write_whole
 from tandem.errors import CheckpointError
+from tandem.ownership import free_path
 from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.parts import names_in
 from tandem.train.ranking import Ranking
@@ -115,8 +114,8 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
     """
     if resumed != trained:
         raise CheckpointError(_damaged(run, trained))
-    _copy(run / "metrics.jsonl", _free(run, f"metrics.step_{trained}", ".jsonl"))
-    kept = (run / "model").rename(_free(run, f"model.step_{_exported_step(run, trained)}"))
+    _copy(run / "metrics.jsonl", free_path(run, f"metrics.step_{trained}", ".jsonl"))
+    kept = (run / "model").rename(free_path(run, f"model.step_{_exported_step(run, trained)}"))
     sync_file(run)
     write_whole(run / "config.yaml", config, "config")
     return kept
@@ -128,18 +127,9 @@ def _exported_step(run: Path, trained: int) -> int:
     return exported[-1] if exported else trained
 
 
-def _free(folder: Path, name: str, ending: str = "") -> Path:
-    """The first of NAME, NAME.2, NAME.3, ... that is not there: nothing is ever overwritten."""
-    numbers = chain([""], (f".{number}" for number in count(2)))
-    paths = (folder / f"{name}{number}{ending}" for number in numbers)
-    return next(path for path in paths if not path.exists())
-
-
 def _copy(source: Path, target: Path) -> None:
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copyfile(source, aside)
-    sync_file(aside)
-    aside.rename(target)
+    with source.open("rb") as old, replacing(target, binary=True) as new:
+        shutil.copyfileobj(old, new)
 
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:

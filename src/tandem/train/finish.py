@@ -29,7 +29,7 @@ from tandem.train.metrics import PairTable
 from tandem.train.per_pair import PerPairFile
 from tandem.train.references import load_sharded
 from tandem.train.validation import ValidationReport, measure, validate
-from tandem.train.verdicts import judge
+from tandem.train.verdicts import Verdict, judge
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
 PLACES = ("run.dir", "checkpointing.checkpoint_dir")  # which a run shares with no other
@@ -43,7 +43,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     after = _validated_and_saved(t)
     verdicts = judge(t.metrics.records(), t.setup.config)
     if (stop := put_back_best(t)) is not None:
-        verdicts = [stop.verdict, *verdicts]
+        verdicts = [stop.verdict, *_of_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
@@ -65,6 +65,13 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     # A model that training made worse is not used, nor are its settings taken to another: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
         _tell_next(t, model, loaded)
+
+
+def _of_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
+    """Verdicts on what is exported, the model of an earlier step; that the run diverged after it is told as well."""
+    until = [record for record in t.metrics.records() if record["step"] <= step]
+    later = [verdict for verdict in of_run if verdict.name == "diverged"]
+    return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
 
 
 def _tell_memory(t: Training) -> None:
@@ -105,7 +112,12 @@ def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, s
     t.reporter.end(f"Done. Everything is in {t.run}")
     alone = t.setup.lora is not None and not config.export.merge_lora
     what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
-    of_step = f": step {stop.exported_step}, the best checkpoint" if stop else ""
+    best = (
+        "the best checkpoint"
+        if stop and stop.helped
+        else "the best checkpoint, but worse than the model before training"
+    )
+    of_step = f": step {stop.exported_step}, {best}" if stop else ""
     t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
@@ -152,7 +164,7 @@ def with_real_model(loaded: LoadedConfig, run: Path) -> str:
         given = changed(given, "data.train.data_path", EMBEDDED)
     if not own and file is None and BATCH not in map(key_of, given):
         given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
-    return tandem_command("train", *(["--config", file] if file else []), *given)
+    return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
 
 
 def _value(config: Config, key: str) -> Any:

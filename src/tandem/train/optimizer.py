@@ -136,7 +136,7 @@ def highest_rate(policy: PolicyConfig, num_steps: int) -> float:
     scheduler = make_scheduler(optimizer, policy, num_steps)
     highest = 0.0
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
-        for _ in range(min(num_steps, 10_000)):
+        for _ in range(num_steps):
             highest = max(highest, optimizer.param_groups[0]["lr"])
             scheduler.step()
     return highest
@@ -148,3 +148,8 @@ def _one(optimizer: Optimizer, given: Scheduler) -> Any:
         return getattr(lr_scheduler, name)(optimizer, **given.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.scheduler: {name}: {error}") from None
+    except KeyError:  # torch looks for the rate that a run before it began with
+        raise ConfigError(
+            f"policy.scheduler: {name} {_arguments(given)}: last_epoch is not for a new run, and a resumed one finds its step "
+            "alone. Leave it out."
+        ) from None

@@ -4,16 +4,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from tandem.cache import sync_file
+from tandem.cache import replacing
 from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference, scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import ConfigError
-from tandem.failpoints import fail_point
 
 if TYPE_CHECKING:
     from tandem.train.metrics import PairTable
@@ -36,7 +35,7 @@ class PerPairFile:
     """Written under another name; it gets its own when it is whole."""
 
     def __init__(self, path: Path, dpo: Dpo):
-        self.path, self._aside = path, path.with_name(f".{path.name}.{os.getpid()}")
+        self.path = path
         # Without a reference there is nothing to compare with; sorted over the batch, a loss stands in no pair's place.
         absent = {"reference_chosen", "reference_rejected"} if not needs_reference(dpo.preference_loss) else set()
         own_loss = ("loss",) if scope_of(dpo.preference_loss) == "pair" else ()
@@ -44,17 +43,11 @@ class PerPairFile:
 
     def write(self, tables: Iterator[tuple[str, "PairTable", Preferences]]) -> None:
         """Every pair of every split, the least margin first within each."""
-        try:
-            with self._aside.open("w", encoding="utf-8") as out:
-                for split, table, store in tables:
-                    self._add(out, split, table, store)
-            sync_file(self._aside)
-            fail_point("per_pair.rename")
-            self._aside.replace(self.path)
-        finally:
-            self._aside.unlink(missing_ok=True)
+        with replacing(self.path, "per_pair") as out:
+            for split, table, store in tables:
+                self._add(out, split, table, store)
 
-    def _add(self, out: TextIO, split: str, table: "PairTable", store: Preferences) -> None:
+    def _add(self, out: IO[str], split: str, table: "PairTable", store: Preferences) -> None:
         columns = {name: getattr(table, name) for name in self._names}
         for pair in np.argsort(table.margin, kind="stable"):
             line = {

@@ -1,6 +1,8 @@
 """A run's sets in; its batches, its steps, and the sets in words out. The machine decides nothing of it."""
 
+import math
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
@@ -27,6 +29,7 @@ class Plan:
 
 def plan_steps(sets: Sets, config: Config) -> Plan:
     """Refused where not even one batch is full."""
+    _check_weights(sets, config)
     size = config.policy.train_global_batch_size
     batches = Batches(
         sets.train.num_pairs,
@@ -52,10 +55,23 @@ def plan_steps(sets: Sets, config: Config) -> Plan:
     return Plan(batches, len(counts), sum(counts))
 
 
+def _check_weights(sets: Sets, config: Config) -> None:
+    """Refuse a set of which no epoch takes a preference: a tenth of 3, rounded, is none."""
+    for span, given in zip(sets.spans, config.data.training_sets, strict=False):
+        size = span.end - span.start
+        if size and round(span.weight * size) == 0:
+            raise DataError(
+                f"{_path(given)}: weight {given.weight:g} of {size} preference{'s' if size > 1 else ''} is less than one, so "
+                f"that no epoch would train on any of them. Raise the weight to {math.ceil(100 / size) / 100:g} or more."
+            )
+
+
 def _counts(batches: Batches, config: Config) -> list[int]:
     """The pairs of every step."""
-    counts = [batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch)]
-    return counts[: config.dpo.max_num_steps]
+    counts = (batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch))
+    if batches.packs is None and not batches.spans and not batches.epoch(0):  # nor has any other epoch a batch
+        return []
+    return list(islice(counts, config.dpo.max_num_steps))
 
 
 def _smaller_batch(batches: Batches, config: Config) -> str:

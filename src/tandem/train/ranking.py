@@ -23,12 +23,16 @@ class Ranking:
         self._tracked, self._sign = tracked, -1.0 if higher_is_better else 1.0
         self._measured: list[tuple[int, float]] = []  # after which step, and what, in order
         self._pairs: tuple[Any, ...] = ()  # that it was measured on
+        self._start: tuple[tuple[Any, ...], float] = (), math.nan  # the same before the first step
         for record in records:
             self.note(record)
 
     def note(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, of this split or another."""
-        if self._tracked is None or record["split"] != self._tracked.split or record["step"] == 0:
+        if self._tracked is None or record["split"] != self._tracked.split:
+            return
+        if record["step"] == 0:
+            self._start = measured_on(record), record.get(self._tracked.metric, math.nan)
             return
         if (pairs := measured_on(record)) != self._pairs:
             self._measured, self._pairs = [], pairs  # a new list: another thread may be looking at the old one
@@ -42,6 +46,12 @@ class Ranking:
     def best_value(self) -> float:
         best = self._best()
         return math.nan if best is None else self._measured[best][1]
+
+    def better_start(self) -> float | None:
+        """The metric before the first step, where it was measured on the same pairs and no step has reached it."""
+        pairs, value = self._start
+        is_better = pairs == self._pairs and self._sign * value < self._sign * self.best_value()
+        return value if is_better else None
 
     def num_since_best(self) -> int:
         """How many times the metric was measured since then, in vain."""

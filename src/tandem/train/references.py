@@ -11,7 +11,7 @@ import transformers
 from tandem.cache import cache_dir, write_whole
 from tandem.model.audit import Audit, audit, audit_reference, start_loss_verdict
 from tandem.model.load import attention_kind, load_policy
-from tandem.model.lora import LoraPlan, load_adapted
+from tandem.model.lora import LoraPlan, is_rounded, load_adapted
 from tandem.model.parallel import compile_layers, frozen, shard
 from tandem.model.policy import Policy
 from tandem.model.recompute import recompute
@@ -27,6 +27,7 @@ from tandem.model.reference import (
 )
 from tandem.model.source import ModelSource, weights_fingerprint
 from tandem.model.workers import Workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.packer import Packer
 from tandem.train.checkpoint import checkpoints
 from tandem.train.report import Reporter
@@ -80,6 +81,7 @@ def make_references(
     if other is not None:
         weights = workers.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
+    workers.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=workers.is_first_here)
     places = _places_of_references(setup, run, folder, weights, workers, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
@@ -113,10 +115,11 @@ def _places_of_references(
     What may change on a resume (the version of transformers, attention, shared prompts) changes them by rounding, or more.
     """
     policy = setup.config.policy
+    rounded = setup.reference_source is None and is_rounded(setup.source, setup.lora)
     computed = {
         "transformers": transformers.__version__,
         # Weights loaded in bfloat16 are rounded in another way than weights that are cast to it.
-        "precision": f"{setup.precision}, {setup.weights_dtype} weights",
+        "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
     packers = setup.packers()
@@ -130,7 +133,10 @@ def _places_of_references(
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
             continue
         # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
-        whole = workers.agreed(lambda place=folder / before: is_sound(place), by=workers.is_first_here)
+        num_values = int(packer.store.num_scored_tokens.sum())
+        whole = workers.agreed(
+            lambda place=folder / before, num=num_values: is_sound(place, num), by=workers.is_first_here
+        )
         if not workers.highest(whole is False):  # on any machine
             places[name] = before
         else:

@@ -13,9 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tandem.console import SafeConsole, printing_above
 from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
 from tandem.errors import writing
 from tandem.failpoints import fail_point
+from tandem.ownership import open_own
+from tandem.printable import escaped, scrubbed, shortened
 from tandem.terminal import table, wrap
 
 if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
@@ -41,7 +44,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_own(path, "a")
         # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
         if keep_bytes is not None:
             is_cut = path.stat().st_size < keep_bytes
@@ -105,9 +108,7 @@ class Reporter:
     def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
         """as_json: records and the result are lines on standard output, and whatever else is said goes to standard error."""
         in_ci = os.environ.get("CI", "") not in ("", "0", "false")
-        self.console = console or Console(
-            highlight=False, soft_wrap=True, stderr=as_json, force_terminal=False if in_ci else None
-        )
+        self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
         if console is None and not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
@@ -122,7 +123,7 @@ class Reporter:
     def command(self, text: str) -> None:
         """A command to copy: never broken, so that it runs as printed."""
         if self.verbosity in ("normal", "verbose"):
-            self.console.print(Text(f"  {text}"), soft_wrap=True)
+            self._draw(f"  {text}")
 
     def detail(self, text: str) -> None:
         if self.verbosity == "verbose":
@@ -133,11 +134,15 @@ class Reporter:
         if self.verbosity != "silent":
             self._print(f"warning: {text}", style="yellow")
             if command:
-                self.console.print(Text(f"  {command}"), soft_wrap=True)
+                self._draw(f"  {command}")
 
     def _print(self, text: str, *, style: str = "", hang: int | None = None) -> None:
-        shown = wrap(text, self.console.width, hang) if self.console.is_terminal else text
-        self.console.print(Text(shown, style), soft_wrap=True)
+        shown = shortened(scrubbed(text))
+        self._draw(wrap(shown, self.console.width, hang) if self.console.is_terminal else shown, style)
+
+    def _draw(self, text: str, style: str = "") -> None:
+        # Escaped here, for rich drops some control characters in silence.
+        self.console.print(Text(escaped(text), style), soft_wrap=True)
 
     def end(self, text: str) -> None:
         """Where everything is: said in quiet runs too."""
@@ -290,20 +295,23 @@ class Reporter:
             self.say(title)
         width = self.console.width if self.console.is_terminal else None
         for line, is_heading in table(columns, rows, width):
-            self.console.print(Text(line, "bold" if is_heading else ""), soft_wrap=True)
+            self._draw(scrubbed(line), "bold" if is_heading else "")
 
     @contextmanager
-    def progress(self, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it."""
+    def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
+        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it.
+
+        unit: %, where the number done is a share of all; without it "3/9" is shown.
+        """
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, numbers=(): None
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:.0f} " + unit) if unit else MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[words]}", markup=False),
         )
 
         def update(advance: int = 1, numbers: Sequence[str] = ()) -> None:
@@ -312,7 +320,12 @@ class Reporter:
             words = " ".join(_fitting(numbers, self.console.width - taken, gap=1))
             bar.update(task, advance=advance, words=words)
 
-        with Progress(*columns, console=self.console, transient=True) as bar:
+        with (
+            printing_above(self.console),
+            Progress(
+                *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
+            ) as bar,
+        ):
             task = bar.add_task(what, total=total, completed=done, words="")
             yield update
 

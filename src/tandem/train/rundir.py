@@ -2,17 +2,34 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
+from pydantic import ValidationError
 
+from tandem.cache import fingerprint
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
+from tandem.config.schema import Config
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
+from tandem.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 
+# What a run writes in its directory, beside its checkpoints.
+FILES = (
+    *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
+    *("logs/gpu.jsonl", "logs/trackers.log", "samples/step_*.jsonl"),
+)
+FOLDERS = ("checkpoints", "logs", "model", "samples")
+# What their temporary files become, as regular expressions.
+TEMPORARY_NAMES = (
+    *(re.escape(name) for name in FILES if "/" not in name),
+    *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
+)
 # Keys that do not change what is learned up to a step: they may differ when a run goes on.
 MAY_CHANGE = (
     "run.name",
@@ -40,6 +57,17 @@ MAY_CHANGE = (
 )
 # But not where the schedule is a share of the run: the steps so far followed one of another length.
 LENGTH = ("dpo.max_num_steps", "dpo.max_num_epochs")
+# Models and data, which are compared by their content.
+KNOWN_BY_CONTENT = (
+    "data.train",
+    "data.default",
+    "policy.model_name",
+    "policy.lora.adapter",
+    "policy.tokenizer.name",
+    "policy.tokenizer.chat_template",
+    "reference.model",
+    "reference.cache_dir",
+)
 # The same where each batch is packed by itself: rows then decide nothing but speed.
 MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_prompts", "policy.packing.algorithm")
 
@@ -56,6 +84,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         raise ConfigError(f"{key} = {named}: a file, not a directory. Choose another {key}.")
     if named is not None and not fresh:
         given = Path(named)
+        refuse_links(given)
         if (given / "config.yaml").is_file():
             refuse_other_config(given, loaded)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
@@ -63,9 +92,10 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         return given
     parent, stem = (Path(named).parent, Path(named).name) if named else (Path("runs"), config.run.name)
     numbers = _numbers(parent, stem)
-    now = yaml.safe_load(loaded.as_yaml())
+    now = _config_now(loaded)
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
         if not is_finished(run) and _stored_config(run) == now:
+            refuse_links(run)
             return run
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
@@ -75,14 +105,14 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     if loaded.config.run.dir is not None:
         return None
     stem, _, number = run.name.rpartition("-")
-    elder = run.with_name(f"{stem}-{int(number) - 1}") if number.isdigit() else run
+    elder = run.with_name(f"{stem}-{int(number) - 1}") if _is_number(number) else run
     stored = _stored_config(elder) if elder != run else None
     if stored is None or _differences(stored, loaded):
         return None
-    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(stored), _flat(_config_now(loaded))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [override(key, new.get(key)) for key in keys]
-    how = tandem_command("train", "--resume", str(elder), *changed)
+    how = tandem_command("train", "--resume", str(elder), *loaded.options, *changed)
     if not is_finished(elder):
         return (
             f"{elder} is unfinished and differs in {', '.join(changed)} alone, which changes nothing that is learned. To resume "
@@ -105,7 +135,21 @@ def _is_greater(new: int | None, old: int | None) -> bool:
 def _numbers(parent: Path, stem: str) -> list[int]:
     """Of the directories stem-1, stem-2, ..., the newest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
-    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)
+
+
+def _is_number(text: str) -> bool:
+    """Of the digits 0 to 9: others, as in tandem-², are digits to Python and not numbers."""
+    return text.isascii() and text.isdigit()
+
+
+def refuse_links(run: Path) -> None:
+    """Refuse a run of which a file is a link, or something else that is not a file: it would be written elsewhere."""
+    for name in FILES:
+        for path in run.glob(name) if "*" in name else [run / name]:
+            refuse_other_than_file(path)
+    for name in FOLDERS:
+        refuse_other_than_folder(run / name)
 
 
 def no_run(folder: Path) -> str:
@@ -143,15 +187,40 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
 
 def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
     """What differs between a run's configuration and this one, and would change what is learned."""
-    old, new = _flat(stored), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(stored), _flat(_config_now(loaded))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
-    free = MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ())
-    bound = ("data.validation_share", *(LENGTH if loaded.config.policy.scheduler_spans_run else ()))
     return [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (not key.startswith(free) or key in bound)
+        if old.get(key) != new.get(key) and _changes_learning(key, loaded.config, by_batch=by_batch)
     ]
+
+
+def _changes_learning(key: str, config: Config, *, by_batch: bool) -> bool:
+    """Whether a key decides what is learned up to a step. by_batch: whether each batch is packed alone."""
+    bound = ("data.validation_share", *(LENGTH if config.policy.scheduler_spans_run else ()))
+    return key in bound or not key.startswith(MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ()))
+
+
+def values_from_environment(loaded: LoadedConfig) -> dict[str, str]:
+    """A digest of each setting that changes what is learned and is taken from the environment, by what it is called.
+
+    config.yaml has these as they were written, ${oc.env:NAME}, whatever the environment says.
+    """
+    config, given = loaded.config, {".".join(map(str, place)) for place in loaded.from_environment}
+    by_batch = config.policy.packing.mode == "batch"
+    values = {
+        key: value
+        for key, value in _flat(config.model_dump()).items()
+        if any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)  # betas.0 is in betas
+        and _changes_learning(key, config, by_batch=by_batch)
+        and not key.startswith(KNOWN_BY_CONTENT)
+    }
+    if any(key.startswith("data.train") for key in given):
+        values["data.train.weight"] = [one.weight for one in config.data.training_sets]
+    return {
+        f"value of {key}, which is taken from the environment,": fingerprint(value) for key, value in values.items()
+    }
 
 
 def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool) -> None:
@@ -165,7 +234,7 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
 
 def is_asked_for_more(run: Path, loaded: LoadedConfig) -> bool:
     """Whether a finished run was configured to end elsewhere than it would now: only then may there be more to train."""
-    old, new = _flat(_stored_config(run) or {}), _flat(yaml.safe_load(loaded.as_yaml()))
+    old, new = _flat(_stored_config(run) or {}), _flat(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH, "dpo.early_stopping_patience"))
 
 
@@ -174,30 +243,55 @@ def held(run: Path) -> Iterator[None]:
     """Hold the directory for this process; a second one is refused. A dead process holds nothing."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = (run / "lock").open("a+")
+        file = open_own(run / "lock", "a+")
     except OSError as error:
         raise ConfigError(f"run.dir = {run}: cannot be written ({error.strerror}). Choose another run.dir.") from None
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
+            holder = _read_lock(lock) or "unknown"
             raise CheckpointError(
                 f"{run} is in use by process {holder}. Wait for it, or choose another run.dir."
             ) from None
+        if not re.fullmatch("[0-9]*", _read_lock(lock)):
+            raise CheckpointError(
+                f"{run}/lock: not written by tandem, which keeps the number of its process there. Move it elsewhere."
+            )
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         yield
 
 
+def _read_lock(lock: IO[str]) -> str:
+    return os.pread(lock.fileno(), 64, 0).decode("ascii", "replace").strip()
+
+
 def _stored_config(run: Path) -> dict[str, Any] | None:
     try:
-        stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+    except (OSError, ValueError, yaml.YAMLError, YamlLimitError):
         return None
-    return stored if isinstance(stored, dict) else None
+    return _with_defaults(stored) if isinstance(stored, dict) else None
+
+
+def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
+    """The configuration in force as a run's config.yaml would be read again."""
+    return _with_defaults(yaml.safe_load(loaded.as_yaml()))
+
+
+def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version may have written: keys that were added since have their defaults."""
+    try:
+        return Config.model_validate(stored).model_dump()
+    except ValidationError:  # a value that is taken from the environment, or a key that is gone
+        return _filled(Config().model_dump(), stored)
+
+
+def _filled(usual: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    both = [key for key in given if isinstance(given[key], dict) and isinstance(usual.get(key), dict)]
+    return {**usual, **given, **{key: _filled(usual[key], given[key]) for key in both}}
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

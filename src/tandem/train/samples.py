@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tandem.cache import replacing
 from tandem.data.selection import Preferences
 from tandem.model.policy import Policy
 
@@ -78,4 +79,5 @@ def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
     """`step_N.jsonl`, a line a prompt: a validation done anew writes the same file anew."""
     folder.mkdir(exist_ok=True)
     lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-    (folder / f"step_{step}.jsonl").write_text("".join(lines), encoding="utf-8")
+    with replacing(folder / f"step_{step}.jsonl") as file:
+        file.writelines(lines)

@@ -24,6 +24,7 @@ from tandem.model.positions import check_positions
 from tandem.model.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.packing.packer import ALONE, Packer, Share, make_packer
 from tandem.packing.schedule import Batches
+from tandem.printable import listed
 from tandem.train.adamw import state_bytes
 from tandem.train.machine import Machine, check_machine
 from tandem.train.optimizer import check_scheduler, highest_rate, schedule_in_words
@@ -38,6 +39,7 @@ from tandem.train.row_length import (
 )
 from tandem.train.trackers.feed import check_packages
 
+COUNTED_EPOCHS = 1000  # whose pairs are counted one by one: people set a million where the steps end a run
 # What policy.activation_checkpointing does to layers, in words.
 AGAIN = {
     "none": "",
@@ -103,7 +105,6 @@ class Setup:
     def choices(self) -> list[tuple[str, str]]:
         """What decides what is learned, in words, with the values in force."""
         c, dpo = self.config, self.config.dpo
-        total = sum(self.batches.num_pairs_of(epoch) for epoch in range(dpo.max_num_epochs))
         averaging = {True: "per token", False: "summed"}
         sets = c.data.training_sets
         weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
@@ -131,7 +132,7 @@ class Setup:
             ("batch", f"{c.policy.train_global_batch_size} pairs{self._in_packs()}"),
             (
                 "length",
-                f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {total:,}; "
+                f"steps: {self.num_steps}; pairs used: {self.num_pairs_trained:,} of {self._pairs_of_epochs()}; "
                 f"epochs: {dpo.max_num_epochs}{self._before_steps()}; seed: {c.run.seed}{self._stops_early()}",
             ),
             (
@@ -169,7 +170,7 @@ class Setup:
         lora = self.lora
         return (
             f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
-            f"({', '.join(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
+            f"({listed(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
             + (f"; starting from {lora.start.folder}" if lora.start else "")
         )
 
@@ -203,6 +204,13 @@ class Setup:
     def ends_with_epochs(self) -> bool:
         """Whether the epochs hold fewer steps than dpo.max_num_steps."""
         return self.num_steps < (self.config.dpo.max_num_steps or 0)
+
+    def _pairs_of_epochs(self) -> str:
+        """How many pairs the epochs hold, those of last short batches included; of very many, those of one."""
+        epochs = self.config.dpo.max_num_epochs
+        if epochs > COUNTED_EPOCHS:
+            return f"{self.batches.num_pairs_of(0):,} an epoch"
+        return f"{sum(self.batches.num_pairs_of(epoch) for epoch in range(epochs)):,}"
 
     def _before_steps(self) -> str:
         return f", which end before dpo.max_num_steps={self.config.dpo.max_num_steps}" if self.ends_with_epochs else ""
@@ -288,7 +296,8 @@ def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int
     refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device, memory)
     compiles = machine.compiles
     if compiles or share.num_workers > 1 or config.policy.activation_checkpointing != "none":
-        compiles = check_layers(source, config.policy, share.num_workers) and compiles
+        models = [one for one in (source, inputs.reference_source) if one is not None]
+        compiles = all(check_layers(one, config.policy, share.num_workers) for one in models) and compiles
     return Setup(
         config,
         device,

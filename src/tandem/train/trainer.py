@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.cache import remove_leftovers, write_whole
+from tandem.cache import replacing, write_whole
 from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
@@ -17,12 +17,13 @@ from tandem.data.sets import of_set
 from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.positions import long_sequences
 from tandem.model.workers import Workers, compute_deterministically, start_workers
+from tandem.ownership import remove_abandoned
 from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Share
 from tandem.packing.schedule import GlobalBatch
 from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
-from tandem.train.checkpoint import Progress, checkpoints, step_of
+from tandem.train.checkpoint import Progress, checkpoints, refuse_in_the_way, step_of
 from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
 from tandem.train.extension import check_extension, refuse_shortening
 from tandem.train.finish import finish, write_per_pair
@@ -31,6 +32,7 @@ from tandem.train.per_pair import check_per_pair
 from tandem.train.report import Reporter
 from tandem.train.row_length import device_memory, much_filler
 from tandem.train.rundir import (
+    TEMPORARY_NAMES,
     choose_run_dir,
     earlier_run,
     held,
@@ -106,13 +108,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded.as_yaml(), extended_from)
+                    training = build(setup, run, workers, reporter, stopping, loaded, extended_from)
                 refuse_different_ranks(workers, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
             except StoppedError:
-                reporter.warn(_what_is_kept(kept, loaded.config.checkpointing))
+                _tell_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
                 if told := out_of_memory(error, setup.train.length, loaded.config.policy):
@@ -138,7 +140,9 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    remove_leftovers(run, "config.yaml", "references.json", "verdicts.json", "metrics.step_*", "model")
+    refuse_in_the_way(kept, setup.num_steps)
+    remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
+    remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         refuse_shortening(run, setup)
         write_whole(run / "config.yaml", loaded.as_yaml(), "config")
@@ -199,6 +203,11 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
         hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
         reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
     wanted = setup.config.policy.optimizer.kwargs.lr
+    if setup.highest_rate > 1.01 * wanted:
+        reporter.warn(
+            f"policy.scheduler raises the learning rate to {setup.highest_rate:g}, above policy.optimizer.kwargs.lr = "
+            f"{wanted:g}. Of torch's schedulers, eta_min is a learning rate, not a share of one."
+        )
     if setup.highest_rate < 0.99 * wanted:
         steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
         more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
@@ -209,12 +218,17 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
-    """Of a finished run that is asked for more steps than its epochs hold."""
+    """Of a finished run that is asked for more steps than its epochs hold, or for more epochs than its steps reach."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
             f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
             f"step {setup.num_steps}. Raise dpo.max_num_epochs to extend it."
+        )
+    elif setup.num_steps == dpo.max_num_steps:
+        reporter.warn(
+            f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
+            "Raise dpo.max_num_steps to extend it, or set it to null."
         )
 
 
@@ -227,13 +241,17 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
         reporter.warn(text)
 
 
-def _what_is_kept(folder: Path, checkpointing: Checkpointing) -> str:
+def _tell_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
+    """A warning only where steps are lost."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
-        return "No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet."
-    if not checkpointing.save_optimizer:
-        return f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
-    return f"{place} is kept; the same command goes on from it."
+        reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
+    elif not checkpointing.save_optimizer:
+        reporter.warn(
+            f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
+        )
+    else:
+        reporter.end(f"{place} is kept; the same command resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:
@@ -365,7 +383,7 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
-    with (run / "rejects.jsonl").open("w", encoding="utf-8") as out:
+    with replacing(run / "rejects.jsonl") as out:
         for split, store in setup.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:

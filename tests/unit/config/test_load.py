@@ -693,6 +693,14 @@ def test_a_model_or_set_of_ones_own_without_a_training_set_is_refused(overrides,
     )
 
 
+def test_a_printed_configuration_asks_for_no_training_set_that_was_not_given(tmp_path):
+    for overrides in (["policy.model_name=m"], ["data.validation=v.jsonl"]):
+        (tmp_path / "f.yaml").write_text(load_config(None, overrides).as_yaml(), encoding="utf-8")
+        with pytest.raises(ConfigError, match="but no training set is given"):
+            require_training_set(load_config(str(tmp_path / "f.yaml"), []).config)
+        require_training_set(load_config(str(tmp_path / "f.yaml"), ["data.train=x.jsonl"]).config)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

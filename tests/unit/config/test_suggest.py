@@ -50,6 +50,7 @@ TRIED = {
     "lr_scheduler_type": "Did you mean policy.scheduler? policy.scheduler.name is linear, cosine, constant or wsd.",
     "bf16": "Did you mean policy.precision? policy.precision=bfloat16 is the default on a GPU.",
     "fp16": "float16 is not trained in; policy.precision is bfloat16 or float32.",
+    "validation_split": "Did you mean data.validation_share? data.validation.split names the split of a separate set.",
     "report_to": "Each tracker has its own key, logger.wandb_enabled, logger.tensorboard_enabled and logger.mlflow_enabled.",
     "logging_steps": "Not needed; every step is written to metrics.jsonl.",
     "use_liger_kernel": "Not needed; the head computes log-probabilities in chunks, without a logits tensor "
@@ -157,6 +158,6 @@ def test_keys_inside_an_unknown_section_are_answered_one_by_one():
 
 def test_an_unknown_section_without_known_names_is_answered_as_one():
     assert refusal("megatron_cfg={a: 1, b: {c: 2}}") == (
-        "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N -m tandem "
-        "train (docs/workers.md). `tandem config` lists all keys."
+        "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N "
+        "--no-python tandem train (docs/workers.md). `tandem config` lists all keys."
     )

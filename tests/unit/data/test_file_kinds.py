@@ -130,6 +130,35 @@ def test_messages_stand_in_a_csv_file_as_json(values):
     assert values("pairs.csv", as_csv(rows)) == [{**rows[0], "prompt": asked}]
 
 
+TURN = {"role": "user", "content": "Hi"}
+SHARED = {"from": "human", "value": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt", [TURN]),
+        ("chosen", TURN),  # one message
+        ("chosen", SHARED),
+        ("conversations", [SHARED]),
+        ("completions", [{"response": "yes", "overall_score": 9}, {"response": "no", "overall_score": 1}]),
+        ("responses", ["yes", "no"]),
+        ("scores", [9, 1]),
+        ("output", ["yes", "no"]),
+    ],
+)
+def test_json_in_a_csv_file_is_read_however_it_is_laid_out(values, name, value):
+    for text in (json.dumps(value), json.dumps(value, indent=2), f" {json.dumps(value)}\n"):
+        assert values("pairs.csv", as_csv([{name: text, "id": "1"}])) == [{name: value, "id": "1"}]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"value": 3}', '["a", "b"]', '[{"id": 1, "of": "role"}]', '[{"role": "user"', "[]", "{}"]
+)
+def test_json_that_is_an_answer_stays_a_text_in_a_csv_file(values, text):
+    assert values("pairs.csv", as_csv([{"prompt": text, "chosen": text}])) == [{"prompt": text, "chosen": text}]
+
+
 def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
     asked = str([{"role": "user", "content": "Why?"}])
     refused, kept = read(
@@ -275,7 +304,7 @@ BAD_ARRAYS = {
         "pairs.json: element 1: the key 'a' stands twice in one object. Remove one.",
     ),
     "not UTF-8": (b'[{"a": "\xff"}]', "pairs.json: not UTF-8 at byte 8. Save the file as UTF-8."),
-    "deep": (b"[" * 100_000, "pairs.json: JSON nested too deeply to hold preferences."),
+    "deep": (b"[" * 100_000, "pairs.json: element 1: JSON nested over 100 levels deep, which no preference needs."),
     "many digits": (b"[" + b"1" * 5000 + b"]", "pairs.json: a number with too many digits to be read."),
 }
 
@@ -407,6 +436,21 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
         ),
         (
             "a.csv",
+            '\ufeff"prompt";"chosen";"rejected"\n"a";"b";"c"\n',
+            "a.csv:1: the names of columns are separated by semicolons. Write the file with commas.",
+        ),
+        (
+            "a.csv",
+            "prompt|chosen|rejected\na|b, c|d\n",
+            "a.csv:1: the names of columns are separated by vertical bars. Write the file with commas.",
+        ),
+        (
+            "a.csv",
+            "prompt,chosen,rejected\ra,b,c\r",
+            "a.csv:1: lines end in a carriage return alone, as on old Macs. Save the file with line feeds as line ends.",
+        ),
+        (
+            "a.csv",
             '{"prompt": "a", "chosen": "b"}\n',
             "a.csv:1: an object, not the names of columns. A file with a JSON object on every line is named .jsonl.",
         ),
@@ -420,3 +464,27 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
 )
 def test_files_of_another_kind_than_their_name_says_or_cut_off_are_told(refusal, name, content, told):
     assert refusal(name, content.encode()) == told
+
+
+def zipped(name):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(name, "<x/>")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.xlsx", "pairs.jsonl"])
+@pytest.mark.parametrize(
+    "content",
+    [zipped("[Content_Types].xml"), zipped("xl/workbook.xml"), b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600)],
+)
+def test_a_spreadsheet_is_refused_by_its_content(refusal, name, content):
+    assert refusal(name, content) == (
+        f"{name}: a spreadsheet (Excel or OpenDocument), which is not read, whatever its name. Save the sheet as CSV in UTF-8, "
+        "with commas."
+    )
+
+
+def test_a_zip_archive_that_is_no_spreadsheet_is_refused_as_one(refusal):
+    told = "pairs.csv: a zip archive, which is not read. Unpack it, or pack it by gzip or zstd."
+    assert refusal("pairs.csv", zipped("pairs.csv")) == told

@@ -99,6 +99,11 @@ BAD = {
         "wrong type",
         "overall_preference: True, not a whole number.",
     ),
+    "aligner: decimal comma": (
+        {"chosen_reward": "4,5"},
+        "bad score",
+        "chosen_reward: '4,5' is not a finite number. Write it with a point: 4.5.",
+    ),
     "aligner: text": ({"chosen_reward": "2"}, "bad score", "chosen_reward: '2' is not a finite number."),
     "aligner: NaN": (
         {"rejected_reward": float("nan")},

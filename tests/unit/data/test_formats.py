@@ -7,7 +7,7 @@ from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, tu
 
 from tandem.config.datasets import DatasetFields, DatasetName
 from tandem.data.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
-from tandem.data.preference import Completion, Message
+from tandem.data.preference import AGAINST, Completion, Message
 from tandem.data.sources import SCORE_KEYS, RowError
 from tandem.data.wording import Wording
 
@@ -437,6 +437,46 @@ def test_a_row_of_another_format_than_those_before_it_is_told():
     )
     named = DatasetFields(dataset_name="BinaryPreferenceDataset")
     assert refusal(reads, row(GOOD["alpaca"]), named)[1] == "missing key"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"prompt ": "Hi", " chosen": "yes", "rejected\t": "no"}, "'prompt ', ' chosen', 'rejected\\t'"),
+        ({"prompt": "Hi", "chosen": "yes", "rejected ": "no"}, "'rejected '"),
+    ],
+)
+def test_keys_with_spaces_around_them_are_shown_in_quotes(value, told):
+    assert refusal(FORMATS["BinaryPreferenceDataset"].read, row(value)) == (
+        "bad",
+        "missing key",
+        f"spaces around {told}. Remove them, in the header of a table or from the key.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "is_noted"),
+    [
+        ({"label": 0}, True),
+        ({"label": "0"}, True),
+        ({"preference": -1.0}, True),
+        ({"labels": False}, True),
+        ({"winner": "Rejected"}, True),
+        ({"label": 1}, False),
+        ({"label": "10"}, False),
+        ({"label": None}, False),
+        ({"number": 0}, False),
+    ],
+)
+def test_a_label_that_may_prefer_the_rejected_completion_is_noted(more, is_noted):
+    source = row({"prompt": "Hi", "chosen": "yes", "rejected": "no", **more})
+    read = read_preference(source, DatasetFields(), "BinaryPreferenceDataset", Wording())
+    assert read.notes == ((AGAINST,) if is_noted else ())
+
+
+def test_a_label_is_not_noted_where_rows_rank_their_completions_themselves():
+    ranked = {**GOOD["HelpSteer3"], "label": 0}
+    assert read_preference(row(ranked), DatasetFields(), "HelpSteer3", Wording()).notes == ()
 
 
 def test_keys_in_other_letters_are_told_with_the_settings_that_read_them():

@@ -172,7 +172,10 @@ def test_a_number_with_absurdly_many_digits_is_refused():
 
 
 def test_absurd_nesting_is_refused():
-    assert refusal("[" * 100_000, 10**6) == "pairs.json: JSON nested too deeply to hold preferences."
+    assert (
+        refusal("[" * 100_000, 10**6)
+        == "pairs.json: element 1: JSON nested over 100 levels deep, which no preference needs."
+    )
 
 
 # The limit of one element

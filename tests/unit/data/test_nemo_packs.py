@@ -381,6 +381,8 @@ HOSTILE = {
     "a huge text": b"\x80\x03X\xff\xff\xff\xffa.",
     "a deep key": b"\x80\x03})" + b"\x85" * 200_000 + b"Ns.",
     "an endless frame": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+    "a text encoded a thousand times": b"\x80\x03X\x40\x42\x0f\x00" + b"a" * 10**6 + b"q\x00c_codecs\nencode\nq\x01"
+    b"X\x06\x00\x00\x00latin1q\x02" + b"h\x01h\x00h\x02\x86R" * 1000 + b".",
     "a list in itself": b"\x80\x03]q\x00h\x00a.",
     "an empty stack": b"\x80\x03t.",
     "nothing": b".",

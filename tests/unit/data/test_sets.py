@@ -301,7 +301,8 @@ def test_a_bar_is_opened_for_each_set_and_told_all_its_steps(here):
     bars: dict[str, list[int]] = {}
 
     @contextmanager
-    def bar(what: str, total: int):
+    def bar(what: str, total: int, unit: str):
+        assert (total, unit) == (100, "%")
         bars[what] = []
         yield lambda advance=1, words="": bars[what].append(advance)
         assert sum(bars[what]) == total

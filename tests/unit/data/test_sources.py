@@ -92,7 +92,7 @@ def test_a_line_that_is_no_object_is_refused(file, line, kind):
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_absurd_nesting_is_refused_and_the_next_line_read(file, opening):
     deep, after = read(file, opening * 100_000 + b'\n{"a": 1}\n')
-    assert str(deep) == f"{file}:1: JSON nested too deeply to be a preference."
+    assert str(deep) == f"{file}:1: JSON nested over 100 levels deep, which no preference needs."
     assert isinstance(after, SourceRow)
 
 

@@ -59,6 +59,15 @@ def test_the_newline_after_the_end_of_turn_is_dropped_and_no_other():
     assert with_template(CHAT).render(of_text("a\n")).completions[0] == (Part("a\n<end>"),)
 
 
+def test_an_end_of_turn_that_is_also_the_padding_token_ends_the_answer_alone():
+    tokenizer = letter_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<end>", "eos_token": "<stop>"})
+    template = Template(tokenizer, CHAT, {})
+    assert template.render(PAIR).completions == texts("yes<end>", "no<end>")
+    assert template.pads_with_end
+    assert not with_template(CHAT).pads_with_end
+
+
 def test_a_template_that_does_not_end_the_turn_gets_eos_once():
     bare = CHAT.replace("<end>", "")
     assert with_template(bare).render(PAIR).completions == texts("yes\n</s>", "no\n</s>")

@@ -7,7 +7,7 @@ import pytest
 from letters import CHAT, letter_tokenizer
 
 from tandem.config.datasets import Data, DatasetFields
-from tandem.data.notes import TAGGED, TEMPLATED
+from tandem.data.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
 from tandem.data.opening import open_store
 from tandem.data.preflight import preflight, warnings_of
 from tandem.data.template import Template
@@ -22,9 +22,9 @@ DIALOGUE = "\n\nHuman: hi\n\nAssistant:"
 def found(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
 
-    def of(*prompts, template=CHATTING):
+    def of(*prompts, template=CHATTING, **more):
         """What a preflight reports of preferences with these prompts."""
-        rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no"} for prompt in prompts]
+        rows = [{"prompt": prompt, "chosen": "yes", "rejected": "no", **more} for prompt in prompts]
         (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         return preflight("train", open_store("pairs.jsonl", DatasetFields(), template, Data(), 1000))
@@ -105,3 +105,36 @@ def test_each_is_warned_about_once_with_count_place_and_what_to_do(found, capsys
 
 def test_a_set_without_any_has_no_warning(found):
     assert warnings_of(found("hi", "why?")) == {}
+
+
+@pytest.mark.parametrize("word", ["nan", "NaN", "None", "null", " nan\n", "<NA>", "#N/A"])
+def test_a_word_for_a_missing_value_is_counted_as_a_prompt_or_completion(found, word):
+    assert found("hi", chosen=word).notes == {MISSING: 1}
+    assert found("hi", rejected=[{"role": "assistant", "content": word}]).notes == {MISSING: 1}
+    assert found(word, "hi").notes == {MISSING: 1}
+    assert found([{"role": "user", "content": word}], "hi").notes == {MISSING: 1}
+    assert found(f"add them up\n\n{word}", "hi").notes == {MISSING: 1}  # the empty input of an instruction
+
+
+def test_an_answer_that_only_mentions_such_a_word_is_not_counted(found):
+    assert found("is nan a number?", "none", chosen="nan is not", rejected="it says:\n\nNone").notes == {}
+
+
+def test_messages_in_a_text_are_counted_though_it_is_one_message_alone(found):
+    turn = {"role": "assistant", "content": "yes"}
+    for text in (json.dumps(turn), json.dumps([turn], indent=2), str([turn]), f"array([{turn}], dtype=object)"):
+        assert found("hi", chosen=text).notes == {AS_TEXT: 1}
+    for text in ('{"value": 3}', '[{"content": "a"}]', '{"role": "admin", "content": 3}'):  # answers in JSON
+        assert found("hi", chosen=text).notes == {}
+
+
+def test_texts_and_labels_that_were_hardly_meant_are_warned_about(found):
+    told = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
+    assert list(told.values()) == [
+        "train: messages written as a text in 2 preferences, the first at pairs.jsonl:1, which become part of a single turn, "
+        "brackets and quotes included. Give lists of messages; in csv files, as JSON.",
+        "train: a prompt or completion that only says nan, None or null in 2 preferences, the first at pairs.jsonl:1, which is "
+        "trained on as a text. If values are missing, remove these rows or leave the values empty.",
+        "train: a label of 0, -1, false or rejected in 2 preferences, the first at pairs.jsonl:1, which is not read: chosen is "
+        "preferred in every row. If it means that rejected is better, exchange the two.",
+    ]

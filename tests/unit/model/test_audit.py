@@ -439,3 +439,32 @@ def test_a_preference_whose_reference_no_rank_computed_is_a_defect_and_not_zeros
     with pytest.raises(DefectError, match=r"the reference of 40 preferences was to be computed, and that of 39 was\."):
         short_run(tmp_path / "run", few_pairs(tmp_path), f"reference.cache_dir={tmp_path}/cache")
     assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_a_model_that_computes_from_columns_far_along_a_row_is_refused(tmp_path):
+    # Llama 4 scales attention by the column, in steps of floor_scale. The audited sample is shorter than that, rows are longer.
+    folder = model_folder(
+        tmp_path / "model",
+        "llama4_text",
+        floor_scale=1536,
+        attn_scale=2.0,
+        no_rope_layers=[1, 0],
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        initializer_range=0.3,
+        max_position_embeddings=2048,
+    )
+    run = tmp_path / "run"
+    named = (f"policy.model_name={folder}", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
+    with pytest.raises(AuditError) as caught:
+        short_run(run, *named, "policy.packing.pack_length=2048")
+    assert re.fullmatch(
+        r"audit: policy\.model_name = .*: .*few\.jsonl:\d+ \(completion [01]\): its log-probabilities at the end of a row of "
+        r"2,048 tokens differ from those at the beginning by [\d.e-]+ nats a token \(rounding explains 0\.0001\), so training "
+        r"would not be exact\. Nothing was trained\. Lower policy\.packing\.pack_length, or train this model with "
+        r"policy\.packing\.mode=none, and report it\.",
+        str(caught.value),
+    )
+    assert_nothing_was_trained(run)
+    assert not list((tmp_path / "cache").glob("*"))
+    short_run(tmp_path / "shorter", *named, "policy.packing.pack_length=1536", "dpo.max_num_steps=1")

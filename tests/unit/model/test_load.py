@@ -9,11 +9,13 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from models import random_preference, tiny_config
+from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
+from tandem.export import _save
 from tandem.model.attention import windows_of
 from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
 from tandem.model.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
@@ -240,6 +242,32 @@ def test_weights_load_as_float32_whatever_they_are_on_disk(folder):
     source = find_model(Policy(model_name=str(folder)))
     assert source.dtype == torch.bfloat16
     assert {p.dtype for p in load_policy(source, Policy(), CPU).parameters()} == {torch.float32}
+
+
+def test_quantised_weights_are_not_trained_in_part(folder):
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.bitnet import pack_weights
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[name.replace(".weight", ".weight_scale")] = torch.ones(1)
+        weights[name] = pack_weights(weights[name].sign())
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(folder, quantization_config={"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]})
+    with pytest.raises(ConfigError) as refused:
+        load_policy(find_model(Policy(model_name=str(folder))), Policy(), CPU)
+    assert str(refused.value) == (
+        f"policy.model_name = {folder}: its weights are quantised (bitnet), and quantised weights are not trained: only its "
+        "embeddings and norms would be. Give the model that it was made of."
+    )
+
+
+def test_an_export_of_plain_weights_does_not_call_them_quantised(folder, tmp_path):
+    # gpt-oss is published in MXFP4, and loads in bfloat16 where there are no kernels for that.
+    source = find_model(Policy(model_name=str(rewritten(folder, quantization_config={"quant_method": "mxfp4"}))))
+    model = AutoModelForCausalLM.from_config(find_model(Policy(model_name="embedded")).config)
+    _save(model, source.config, model.state_dict(), tmp_path / "export", torch.float32)
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
 
 
 def test_the_fingerprint_follows_content_and_not_names(folder, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import make_model, tiny_config
-from models import embedded_model, random_preference
+from models import embedded_model, model_folder, random_preference
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.policy import Packing, Policy
@@ -217,6 +217,15 @@ def test_layers_are_looked_for_before_weights_load(tmp_path):
     given = Policy(model_name=str(model), activation_checkpointing="full", tokenizer=template)
     assert refusal(set_up, Config(policy=given), CPU).startswith(
         "policy.activation_checkpointing = full: needs the list"
+    )
+
+
+def test_the_layers_of_a_reference_that_is_another_model_are_looked_for_too(tmp_path):
+    model = model_folder(tmp_path / "reference", "gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=2048)
+    given = {"policy": Policy(activation_checkpointing="full"), "reference": {"model": str(model)}}
+    assert refusal(set_up, Config(**given), CPU) == (
+        f"policy.activation_checkpointing = full: needs the list of a model's layers, which {model} (model type gpt2) does not "
+        "have where other models have it. Leave it out."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cache import read_manifest
+from tandem.cache import read_manifest, write_manifest
 from tandem.data.store import TokenStore
 from tandem.errors import DataError
 from tandem.packing import packs
@@ -139,9 +139,9 @@ class Prepared(TokenStore):
 
 
 def test_packs_prepared_beside_the_tokens_are_taken_and_others_are_made(tmp_path, cache):
-    write_packs(Bins(np.arange(5), np.array([0, 2, 5])), tmp_path / "packs-128.arrow")
+    write_packs(Bins(np.array([0, 4, 1, 3, 2]), np.array([0, 2, 4, 5])), tmp_path / "packs-128.arrow")
     packer = replace(PACKER, store=Prepared(tmp_path, [facts_of(PACKER)]))
-    assert lists(open_packs(packer)) == [[0, 1], [2, 3, 4]]
+    assert lists(open_packs(packer)) == [[0, 4], [1, 3], [2]]
     assert not cache.exists()
     assert lists(open_packs(replace(packer, seed=8))) == PACKS
     assert len(list(cache.iterdir())) == 1
@@ -217,6 +217,45 @@ def test_packs_the_manifest_does_not_know_are_refused_all_the_same(kept, no_pack
     (kept / "manifest.json").write_text('{"files": {}}')
     file.unlink() if written is None else file.write_bytes(written)
     assert refusal().endswith(f"The packs are damaged: remove {kept} and start again.")
+
+
+def damaged_bytes(file, before: list[int], after: list[int]) -> None:
+    old, new = (np.array(numbers, np.int64).tobytes() for numbers in (before, after))
+    data = file.read_bytes()
+    assert data.count(old) == 1
+    file.write_bytes(data.replace(old, new))
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [  # packs 1 3 | 4 0 | 2
+        ([0, 2, 4, 5], [0, 2, 4, 2**40], ": "),
+        ([0, 2, 4, 5], [-(2**33), 2, 4, 5], ": "),
+        ([0, 2, 4, 5], [0, 4, 2, 5], ": "),
+        ([0, 2, 4, 5], [0, 2, 4, 4], ": batch 0: preferences has values that belong to no row. "),
+        ([0, 2, 4, 5], [0, 2, 2, 5], " has a pack without preferences. "),
+        ([0, 2, 4, 5], [0, 2, 3, 5], " has a pack of over 128 tokens. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, 2**40, 2], " does not hold each of 5 preferences once. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, -1, 2], " does not hold each of 5 preferences once. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, 1, 2], " does not hold each of 5 preferences once. "),
+    ],
+)
+def test_packs_that_do_not_fit_the_set_are_refused_though_the_manifest_fits(
+    kept, no_packing, before, after, problem, is_prepared
+):
+    file = kept / "packs-128.arrow"
+    damaged_bytes(file, before, after)
+    write_manifest(kept, **facts_of(PACKER))
+    packer = replace(PACKER, store=Prepared(kept, [facts_of(PACKER)])) if is_prepared else PACKER
+    with pytest.raises(DataError) as caught:
+        open_packs(packer)
+    assert str(caught.value).startswith(f"{file}{problem}")
+    assert str(caught.value).endswith(
+        "The prepared data is damaged. Prepare it again, with tandem prepare."
+        if is_prepared
+        else f"The packs are damaged: remove {kept} and start again."
+    )
 
 
 def test_removed_as_it_says_the_packs_are_made_again(kept):

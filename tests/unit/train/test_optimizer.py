@@ -173,3 +173,17 @@ def test_a_scheduler_that_divides_by_nothing_is_refused_before_it_is_stepped(sch
     with pytest.raises(ConfigError) as error:
         check_scheduler(policy_of(schedule))
     assert str(error.value) == f"policy.scheduler: {told} cannot be stepped: integer modulo by zero."
+
+
+def test_a_scheduler_that_is_to_start_in_the_middle_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        check_scheduler(policy_of("{name:torch.optim.lr_scheduler.LinearLR,kwargs:{last_epoch:5}}"))
+    assert str(refused.value) == (
+        "policy.scheduler: LinearLR (last_epoch=5): last_epoch is not for a new run, and a resumed one finds its step alone. "
+        "Leave it out."
+    )
+
+
+def test_the_highest_rate_of_torchs_schedulers_is_that_of_all_steps():
+    slow = policy_of("{name:torch.optim.lr_scheduler.LinearLR,kwargs:{start_factor:0.1,total_iters:12000}}")
+    assert highest_rate(slow, 12_001) == pytest.approx(slow.optimizer.kwargs.lr)

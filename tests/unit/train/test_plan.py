@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from patience import within
 
 from tandem.config.load import load_config
 from tandem.data.sets import Sets
@@ -14,6 +15,8 @@ from tandem.train.plan import plan_steps
 from tandem.train.setup import set_up
 
 CPU = torch.device("cpu")
+B2 = "policy.train_global_batch_size=2"
+MANY = ("dpo.max_num_epochs=1000000000", "dpo.max_num_steps=3")
 
 
 class Pairs:
@@ -108,3 +111,45 @@ def files(tmp_path, monkeypatch):
 def test_the_choices_name_every_set_and_its_pairs(files, overrides, said):
     choices = set_up(load_config(None, ["policy.train_global_batch_size=1", *overrides]).config, CPU).choices()
     assert {name: value for name, value in choices if "set" in name.split() or "sets" in name.split()} == said
+
+
+def test_epochs_beyond_the_last_step_cost_nothing():
+    with within(10):
+        assert plan(Pairs(1, 1, 1), B2, *MANY).num_steps == 3
+        with pytest.raises(DataError, match="fewer than one batch of 4"):
+            plan(Pairs(1, 1, 1), "policy.train_global_batch_size=4", *MANY)
+
+
+def test_the_choices_of_a_run_of_a_billion_epochs_are_printed(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(line(i) for i in range(4)))
+    with within(20):
+        asked = [f"data.train={tmp_path}/a.jsonl", B2, *MANY]
+        found = dict(set_up(load_config(None, asked).config, CPU).choices())["length"]
+    assert found == "steps: 3; pairs used: 6 of 4 an epoch; epochs: 1000000000; seed: 42"
+
+
+def line(number: int) -> str:
+    return json.dumps({"prompt": f"{number}?", "chosen": "Yes.", "rejected": "No."}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("weight", "told"),
+    [
+        (
+            0.1,
+            "weight 0.1 of 3 preferences is less than one, so that no epoch would train on any of them. Raise the weight to",
+        ),
+        (0.34, None),
+    ],
+)
+def test_a_set_of_which_no_epoch_takes_anything_is_refused(tmp_path, weight, told):
+    (tmp_path / "a.jsonl").write_text("".join(line(i) for i in range(4)))
+    (tmp_path / "b.jsonl").write_text("".join(line(i) for i in range(10, 13)))
+    few = f"{{data_path:{tmp_path}/b.jsonl,weight:{weight}}}"
+    config = load_config(None, [f"data.train=[{tmp_path}/a.jsonl,{few}]", B2]).config
+    if told is None:
+        assert set_up(config, CPU).batches.num_pairs_of(0) == 5
+        return
+    with pytest.raises(DataError) as refused:
+        set_up(config, CPU)
+    assert str(refused.value) == f"{tmp_path}/b.jsonl: {told} 0.34 or more."

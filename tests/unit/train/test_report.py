@@ -174,3 +174,12 @@ def test_an_answer_of_white_space_is_spelled(capsys):
     shown = capsys.readouterr().out
     assert "    reference: '  ' (2 characters of white space)\n" in shown
     assert shown.endswith(" (30 characters of white space)\n")
+
+
+def test_a_share_of_the_work_is_shown_in_percent():
+    file, reporter = a_terminal(100)
+    with reporter.progress("Tokenising train", 100, unit="%") as advance:
+        advance(37)
+    shown = CONTROL.sub("", file.getvalue())
+    assert " 37 % " in shown
+    assert "/100" not in shown

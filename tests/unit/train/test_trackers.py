@@ -14,8 +14,9 @@ from patience import within
 from tandem.config.load import load_config
 from tandem.config.logger import GpuMonitoring, Logger
 from tandem.errors import ConfigError
+from tandem.printable import without_password
 from tandem.train.trackers import feed as feeding
-from tandem.train.trackers.adapters import KeptRuns, Opening, flattened, without_password
+from tandem.train.trackers.adapters import KeptRuns, Opening, flattened
 from tandem.train.trackers.feed import Feed, check_packages
 from tandem.train.trackers.gpus import GpuMonitor, summed_up
 from tandem.train.trackers.tracking import Tracking, named

@@ -10,6 +10,7 @@ from running import few_pairs, short_run
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
 from tandem.model.tiny import tiny_model
+from tandem.paths import check_models
 from tandem.train import trainer
 from tandem.train.report import Reporter
 
@@ -171,3 +172,25 @@ def test_the_precision_in_force_is_said(overrides, said):
 def test_whether_the_sft_term_is_a_sum_is_said(overrides, said):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
     assert dict(setup.choices()).get("SFT term") == said
+
+
+def test_a_schedule_that_raises_the_rate_above_the_one_that_is_set_is_warned_of(tmp_path, capsys):
+    schedule = "policy.scheduler={name:torch.optim.lr_scheduler.CosineAnnealingLR,kwargs:{T_max:3,eta_min:0.1}}"
+    short_run(tmp_path / "run", schedule, few_pairs(tmp_path))
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. Of torch's "
+        "schedulers, eta_min is a learning rate, not a share of one."
+    )
+
+
+@pytest.mark.parametrize("name", ["embedded", "folder"])
+def test_a_model_that_has_no_revisions_is_not_asked_for_one(tmp_path, name):
+    given = name if name == "embedded" else str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    asked = ["data.train=embedded", f"policy.model_name={given}", "policy.revision=v2"]
+    what = "built here" if name == "embedded" else "a folder"
+    with pytest.raises(ConfigError) as refused:
+        check_models(load_config(None, asked).config)
+    assert str(refused.value) == (
+        f"policy.revision = v2: policy.model_name = {given} is {what}, which has no revisions. Leave out policy.revision."
+    )

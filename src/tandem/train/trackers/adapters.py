@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem.cache import replacing
+from tandem.printable import without_password
+
 Metrics = dict[str, float]
 
 MLFLOW_PARAMS_AT_ONCE = 100
@@ -189,9 +192,8 @@ class KeptRuns:
 
     def keep(self, tracker: str, where: str, run_id: str) -> None:
         text = json.dumps(self._read() | {tracker: {"where": _digest(where), "id": run_id}}, indent=2)
-        half = self._path.with_suffix(".tmp")
-        half.write_text(text, encoding="utf-8")
-        half.replace(self._path)
+        with replacing(self._path) as file:
+            file.write(text)
 
     def _read(self) -> dict[str, dict[str, str]]:
         return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
@@ -200,11 +202,6 @@ class KeptRuns:
 def _digest(where: str) -> str:
     """An address may hold a password: enough of it to know it again."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
-
-
-def without_password(text: str) -> str:
-    """http://me:secret@host/ -> http://host/"""
-    return re.sub(r"//[^/@\s]+@", "//", text)
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
-from tandem.train.trackers.adapters import TRACKERS, Opening, Tracker, without_password
+from tandem.printable import without_password
+from tandem.train.trackers.adapters import TRACKERS, Opening, Tracker
 
 T = TypeVar("T")
 

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from tandem.config.logger import Logger
 from tandem.errors import ConfigError
+from tandem.isolation import isolated_environment
+from tandem.ownership import open_own
 from tandem.train.trackers.adapters import Metrics, Opening
 from tandem.train.trackers.child import CLOSE_SECONDS
 
@@ -55,13 +57,14 @@ class Feed:
         log = Path(opening.log_dir) / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         # A session of its own: Ctrl-C is for the run, which then tells the trackers.
-        with log.open("ab") as errors:
+        with open_own(log, "ab") as errors:
             self._process = subprocess.Popen(
                 CHILD,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
+                env=isolated_environment(),
                 start_new_session=True,
             )
         for name in trackers:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tandem.config.logger import GpuMonitoring
+from tandem.ownership import open_own
 
 GIB = 2**30
 
@@ -51,7 +52,7 @@ class GpuMonitor:
     def _watch(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with open_own(self._path, "a") as file:
                 while not self._stop.is_set():
                     summary = summed_up(self._samples())
                     if summary:

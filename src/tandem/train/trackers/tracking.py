@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from tandem.config.logger import Logger
-from tandem.train.trackers.adapters import Metrics, Opening, without_password
+from tandem.printable import without_password
+from tandem.train.trackers.adapters import Metrics, Opening
 from tandem.train.trackers.feed import Feed
 from tandem.train.trackers.gpus import GpuMonitor
 

@@ -1,0 +1,199 @@
+"""Interpolations of a configuration: which variables of the environment each reads, what may be shown, what would be sent."""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from tandem.config.datasets import DatasetFields
+from tandem.config.keys import all_keys
+from tandem.config.schema import Config
+from tandem.config.section import EMBEDDED
+from tandem.config.tracked import METRICS
+from tandem.errors import ConfigError
+from tandem.printable import SECRETS
+
+Place = tuple[Any, ...]  # the keys, and the numbers of list items, on the way to a value
+
+# Names that could be a model's or a dataset's on the hub, where nothing of that name is here.
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|npy)(\.(gz|zst))?\Z")
+LOCAL_MLFLOW = ("sqlite:///", "file:///", "/", ".")
+DIRECTORIES = (("run", "dir"), ("checkpointing", "checkpoint_dir"))
+OF_DATASET = ("data_path", "subset", "split", "revision")
+
+_reading: ContextVar[set[str] | None] = ContextVar("_reading", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolated:
+    """A value with interpolations: where it is, how it was written, and the variables that it was made of."""
+
+    place: Place
+    written: str
+    variables: frozenset[str]
+
+    @property
+    def key(self) -> str:
+        return ".".join(map(str, self.place))
+
+
+def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpolated]:
+    """Every value of a tree with interpolations. `everything`: the tree over the defaults, by which they are resolved."""
+    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+    return [
+        Interpolated(place, written, _variables(everything, place))
+        for place, written in _texts(tree)
+        if "${" in written
+    ]
+
+
+def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
+    """What is shown as it was written, never by value: where one resolver is used, all that is interpolated.
+
+    Whatever a resolver gives may be a secret, and one interpolation may pass on what another took.
+    """
+    values = {place: value for place, value in _values(tree) if any("${" in text for _, text in _texts(value))}
+    uses_resolver = any(":" in text.partition("${")[2] for value in values.values() for _, text in _texts(value))
+    return values if uses_resolver else {}
+
+
+def check_addresses(
+    config: Config, found: list[Interpolated], origins: Mapping[Place, str], allowed: Collection[str]
+) -> tuple[str, ...]:
+    """Refuse a file that would send variables of the environment to a tracker or the hub; return those that are sent.
+
+    origins: of what a file gave. What the user typed is the user's own.
+    """
+    addresses = list(_sent(config))
+    sent: set[str] = set()
+    for one in found:
+        if not one.variables or not any(address[: len(one.place)] == one.place for address in addresses):
+            continue
+        if one.place in DIRECTORIES and not _is_in_name(one.written):
+            continue
+        sent |= one.variables
+        refused = sorted(one.variables - set(allowed))
+        if refused and one.place in origins:
+            raise ConfigError(
+                f"{origins[one.place]}: {one.key} = {json.dumps(one.written, ensure_ascii=False)}: the value of "
+                f"{' and '.join(refused)} would be sent over the network, and a file asks for it. If you trust the file, add "
+                f"{' '.join(f'--allow-env {name}' for name in refused)}; else give {one.key} yourself."
+            )
+    return tuple(sorted(sent))
+
+
+def _sent(config: Config) -> Iterator[Place]:
+    """Where values are that leave this machine under this configuration: to trackers, or to the hub."""
+    logger = config.logger
+    uri = logger.mlflow.tracking_uri
+    mlflow = logger.mlflow_enabled and not (uri or "").startswith(LOCAL_MLFLOW)
+    if logger.wandb_enabled:
+        yield from (("logger", "wandb", name) for name in ("project", "name", "entity"))
+    if mlflow:
+        yield from (("logger", "mlflow", name) for name in ("experiment_name", "run_name", "tracking_uri"))
+    if logger.tensorboard_enabled and "://" in (logger.tensorboard.log_dir or ""):
+        yield "logger", "tensorboard", "log_dir"
+    if (logger.wandb_enabled and not logger.wandb.name) or (mlflow and not logger.mlflow.run_name):
+        yield from (("run", "name"), *DIRECTORIES)  # after which such runs are named
+    named = {
+        ("policy", "model_name"): config.policy.model_name,
+        ("policy", "tokenizer", "name"): config.policy.tokenizer.name,
+        ("policy", "lora", "adapter"): config.policy.lora.adapter,
+        ("reference", "model"): config.reference.model,
+    }
+    yield from (place for place, name in named.items() if _is_on_hub(name))
+    if _is_on_hub(config.policy.model_name):
+        yield "policy", "revision"
+    for place, dataset in _datasets(config):
+        if _is_on_hub(dataset.data_path) and not DATA_FILE.search(dataset.data_path or ""):
+            yield from ((*place, name) for name in OF_DATASET)
+            yield from (("data", "default", name) for name in OF_DATASET)
+
+
+def _is_in_name(path: str) -> bool:
+    """Whether an interpolation may be part of a directory's own name: not in ${oc.env:SCRATCH}/runs/a."""
+    name = path.rpartition("/")[2]
+    return name in ("", ".", "..") or "${" in name or "}" in name
+
+
+def _datasets(config: Config) -> Iterator[tuple[Place, DatasetFields]]:
+    data = config.data
+    if isinstance(data.train, list):
+        yield from ((("data", "train", number), one) for number, one in enumerate(data.train))
+    else:
+        yield ("data", "train"), data.train
+    if data.validation:
+        yield ("data", "validation"), data.validation
+    yield from ((("data", "val_data_paths", name), one) for name, one in data.val_data_paths.items())
+
+
+def _is_on_hub(name: str | None) -> bool:
+    if name is None or name == EMBEDDED:
+        return False
+    return HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)  # noqa: PTH110 - of any text: pathlib raises
+
+
+def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
+    """The variables of the environment that a value is made of, through whatever it refers to."""
+    with _recorded() as names:
+        value: Any = everything
+        for part in place:
+            value = value[part]
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    return frozenset(names)
+
+
+@contextmanager
+def _recorded() -> Iterator[set[str]]:
+    names: set[str] = set()
+    token = _reading.set(names)
+    try:
+        yield names
+    finally:
+        _reading.reset(token)
+
+
+def _env(*arguments: Any) -> str | None:
+    """OmegaConf's own oc.env; what it reads is noted, and hidden from every message from here on."""
+    name, names = str(arguments[0]), _reading.get()
+    if name in os.environ:
+        SECRETS.add(name, os.environ[name], _words())
+        if names is not None:
+            names.add(name)
+    return oc.env(*arguments)
+
+
+@cache
+def _words() -> frozenset[str]:
+    """Words of the configuration itself: as a variable's value none of them is a secret."""
+    keys = " ".join(f"{key.name} {key.type} {key.default}" for key in all_keys())
+    words = re.findall(r"[\w-]+(?:\.[\w-]+)*", keys)
+    return frozenset([*words, *(part for word in words for part in word.split(".")), *METRICS])
+
+
+def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """{"a": {"b": [1]}} -> (("a", "b"), [1])"""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _values(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
+    """{"a": ["b"]} -> (("a", 0), "b")"""
+    if isinstance(value, str):
+        yield above, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _texts(inner, (*above, key))

@@ -1,0 +1,190 @@
+"""A model's folder in; its JSON files and the weight files that will be read, checked, out. Nothing large is imported."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+# Files that transformers reads instead of the two above, wherever they are found.
+DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+MAX_JSON_BYTES = 256 * 1024 * 1024  # the largest tokenizers have 35 MB, the largest indexes 10 MB
+MAX_NESTING = 64  # a configuration of several models, quantised, is 6 deep
+# Keys of config.json that count parts of a model, each of which is built.
+COUNT = re.compile(r"(layer|expert|head|block|group|label|stage)s?$|depth", re.IGNORECASE)
+MAX_COUNT = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """What the weight files of a model hold, by their headers."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object, nested no deeper than any real one."""
+    try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: {size:,} bytes, more than the {MAX_JSON_BYTES:,} that are read of such a file.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(path) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a {type(value).__name__}, not a JSON object. Download it again.")
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise _too_deep(path)
+        level = [inner for outer in level for inner in _values(outer) if isinstance(inner, dict | list)]
+    return value
+
+
+def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -> list[Path]:
+    """The files that transformers reads weights from, in order; refused unless all are safetensors in the folder itself.
+
+    `described` is the folder's config.json.
+    """
+    place = f"{key} = {name}"
+    for file in folder.iterdir():
+        if DISTRIBUTED.fullmatch(file.name):
+            raise ConfigError(
+                f"{place}: {folder} holds a part of a distributed checkpoint ({file.name}), which tandem does not read. Save the "
+                "model again with transformers' save_pretrained."
+            )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{place}: {folder} holds an adapter (adapter_config.json) next to the model, and transformers would add it to the "
+            "weights. Move the adapter to a folder of its own; policy.lora.adapter takes it from there."
+        )
+    first = described.get("transformers_weights")
+    if first is None:
+        first = next((file for file in (SINGLE, INDEX) if (folder / file).is_file()), None)
+        if first is None:
+            raise _without_weights(place, folder)
+    elif not (_is_bare(first, SUFFIX) or _is_bare(first, f"{SUFFIX}.index.json")):
+        raise _outside(place, folder / "config.json", first)
+    names = [first] if first.endswith(SUFFIX) else _indexed(place, folder / first)
+    files = [folder / name for name in names]
+    for file in files:
+        check_weight_file(place, file)
+    return files
+
+
+def check_weight_file(place: str, file: Path) -> None:
+    """Refuse a file that is missing, or that is a link to anything but its own folder or the hub's cache."""
+    if not file.is_file():
+        raise ConfigError(f"{place}: {file} is missing or is not a file. Is the download complete?")
+    target, folder = file.resolve(), file.parent.resolve()
+    # The hub's cache: models--NAME/snapshots/COMMIT/model.safetensors -> models--NAME/blobs/HASH
+    in_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+    if target.parent != folder and not in_cache:
+        raise ConfigError(
+            f"{place}: {file} is a link to {target}, outside of its folder, and weights are read from nowhere else. Copy the "
+            "file to where the link is."
+        )
+
+
+def held_by(place: str, files: list[Path]) -> HeldWeights:
+    """By the headers of the files; one that is not safetensors is refused."""
+    from safetensors import SafetensorError, safe_open
+
+    num_tensors = 0
+    for file in files:
+        try:
+            with safe_open(file, "np") as opened:
+                num_tensors += len(opened.keys())
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())[:500]
+            raise ConfigError(
+                f"{place}: its weights are not readable as safetensors ({reason}). Is the download whole?"
+            ) from None
+    return HeldWeights(num_tensors, sum(file.stat().st_size for file in files))
+
+
+def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], held: HeldWeights) -> None:
+    """Refuse a config.json with more layers, experts or heads than any real one: building them would take all memory."""
+    limit = max(MAX_COUNT, held.num_tensors)
+    for key, value in _numbers(described):
+        if COUNT.search(key) and value > limit:
+            raise ConfigError(
+                f"{place}: {folder / 'config.json'} asks for {key} = {_shown(value)}, but the weights are {held.num_tensors:,} "
+                "tensors. Download the model again, or choose another."
+            )
+
+
+def _indexed(place: str, index: Path) -> list[str]:
+    """The names of the files in an index, each once."""
+    if not index.is_file():
+        raise ConfigError(f"{place}: {index} is missing or is not a file. Is the download complete?")
+    described = read_json(index)
+    weights = described.get("weight_map")
+    if not isinstance(weights, dict) or not weights or not isinstance(described.get("metadata", {}), dict):
+        raise ConfigError(f"{place}: {index} holds no weight_map, so it is not an index of weights. Download it again.")
+    for named in weights.values():
+        if not _is_bare(named, SUFFIX):
+            raise _outside(place, index, named)
+    return sorted(set(weights.values()))
+
+
+def _is_bare(name: Any, suffix: str) -> bool:
+    """Whether a name is one of a file in the folder itself, with this suffix: no path, no hidden file."""
+    return (
+        isinstance(name, str)
+        and name.endswith(suffix)
+        and not name.startswith(".")
+        and not any(character in "/\\:" or not character.isprintable() for character in name)
+    )
+
+
+def _without_weights(place: str, folder: Path) -> ConfigError:
+    if any(folder.glob(f"*{SUFFIX}")):
+        return ConfigError(
+            f"{place}: {folder} holds neither {SINGLE} nor {INDEX}, so transformers does not know which weights to read. Save "
+            "the model again with its save_pretrained."
+        )
+    return ConfigError(
+        f"{place}: {folder} holds no .safetensors weights. "
+        "Pickled weights are not read; convert them with transformers' save_pretrained."
+    )
+
+
+def _outside(place: str, file: Path, named: Any) -> ConfigError:
+    return ConfigError(
+        f"{place}: {file} names {_shown(named)} as weights. Only .safetensors files in the folder itself are read; save the "
+        "model again with transformers' save_pretrained."
+    )
+
+
+def _too_deep(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: nested more than {MAX_NESTING} levels deep, as no real file is. Download it again.")
+
+
+def _values(value: dict[str, Any] | list[Any]) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number inside, with the key that it is under."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, key)
+    elif isinstance(value, int | float):
+        yield key, value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,97 @@
+"""Configuration files made to take all memory: references to references, deep nesting, files without end."""
+
+import time
+
+import pytest
+
+from tandem.config.load import load_config
+from tandem.config.yaml_text import YamlLimitError, check_yaml
+from tandem.data.hub_layout import choose_files
+from tandem.errors import ConfigError, DataError
+
+
+def bomb(levels=30):
+    """a0 has two values, a1 twice a0, and so on: 2**30 from a kilobyte."""
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels))]
+    return "\n".join(lines)
+
+
+def refusal(tmp_path, text):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(file), [])
+    assert time.monotonic() - began < 20
+    return str(refused.value).removeprefix(f"{file}: ")
+
+
+def test_references_to_references_are_counted_as_what_they_stand_for(tmp_path):
+    assert refusal(tmp_path, bomb()) == (
+        "it has more than 100,000 values once its references (*name) are replaced by what they refer to. Is it a configuration "
+        "file?"
+    )
+
+
+def test_merged_mappings_are_counted_too(tmp_path):
+    lines = ["a0: &a0 {x: 1, y: 2}", *(f"a{i}: &a{i} {{x: *a{i - 1}, <<: *a{i - 1}}}" for i in range(1, 40))]
+    assert "more than 100,000 values" in refusal(tmp_path, "\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 65 + "]" * 65, "a: " + "{b: " * 5000, "- " * 3000 + "x"])
+def test_deep_nesting_is_refused(tmp_path, text):
+    assert refusal(tmp_path, text) == "it is nested more than 64 levels deep. Is it a configuration file?"
+
+
+def test_nesting_by_references_is_refused(tmp_path):
+    lines = ["a0: &a0 x", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 70))]
+    assert refusal(tmp_path, "\n".join(lines)) == ("it is nested more than 64 levels deep. Is it a configuration file?")
+
+
+def test_a_value_inside_itself_is_refused(tmp_path):
+    assert refusal(tmp_path, "policy: &a {x: *a}") == ("&a refers to itself, without end. Is it a configuration file?")
+
+
+def test_a_file_without_end_is_refused(tmp_path):
+    assert refusal(tmp_path, "#" * 5_000_000) == "it has more than 4,194,304 characters. Is it a configuration file?"
+
+
+def test_a_number_of_too_many_digits_is_one_message(tmp_path):
+    assert refusal(tmp_path, f"dpo: {{val_period: {'9' * 5000}}}").startswith(
+        "not readable as YAML: Exceeds the limit (4300"
+    )
+
+
+def test_files_that_name_each_other_many_times_are_read_once(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    (tmp_path / "40.yaml").write_text("run: {name: last}\n")
+    assert load_config(str(tmp_path / "0.yaml"), []).config.run.name == "last"
+
+
+def test_a_chain_of_files_has_an_end(tmp_path):
+    for number in range(2000):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: {number + 1}.yaml\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(tmp_path / "0.yaml"), [])
+    assert str(refused.value) == f"{tmp_path}/0.yaml: `defaults:` lead through more than 64 files. Name fewer."
+
+
+def test_an_override_that_is_nested_deeply_is_one_message():
+    with pytest.raises(ConfigError, match=r"^override 'run.name=\[\[\["):
+        load_config(None, ["run.name=" + "[" * 3000 + "]" * 3000])
+
+
+def test_references_that_configurations_use_are_read():
+    check_yaml("a: &a {lr: 1}\nb: {<<: *a, c: *a}\nd: [*a, *a]\n")
+    check_yaml("[" * 64 + "]" * 64)
+    with pytest.raises(YamlLimitError):
+        check_yaml("[" * 65 + "]" * 65)
+
+
+def test_the_front_matter_of_a_dataset_has_the_same_limits():
+    with pytest.raises(DataError) as refused:
+        choose_files("some/set", ["a.jsonl"], f"---\n{bomb()}\n---\n", subset=None, split=None)
+    assert str(refused.value).startswith(
+        "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are replaced"
+    )

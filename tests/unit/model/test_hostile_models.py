@@ -1,0 +1,344 @@
+"""Models made to do harm: weights from elsewhere, and configurations that would take all memory or never end."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import time
+
+import pytest
+import torch
+from adapters import trained_adapter
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from tandem.config.lora import Lora
+from tandem.config.policy import Policy
+from tandem.errors import ConfigError
+from tandem.model import lora
+from tandem.model.adapter_files import read_adapter
+from tandem.model.folder import MAX_JSON_BYTES, read_json
+from tandem.model.load import check_packable, empty_model, load_policy
+from tandem.model.lora import plan_lora
+from tandem.model.source import find_model, weights_fingerprint
+from tandem.model.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TANDEM_EXPLOIT"],)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(tiny_model(), tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(folder):
+    """The embedded model in two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    set_index(folder, {name: file for file, part in shards.items() for name in part})
+    return folder
+
+
+def set_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def renamed_shard(folder, new):
+    """The index, with one of its files under another name."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    set_index(folder, {k: new if v == "model-00002-of-00002.safetensors" else v for k, v in index.items()})
+
+
+def rewritten(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def found(folder):
+    return find_model(Policy(model_name=str(folder)))
+
+
+def refusal(folder):
+    with pytest.raises(ConfigError) as refused:
+        found(folder)
+    return str(refused.value)
+
+
+# Weights
+
+
+def test_a_sharded_model_is_read_as_it_is(sharded):
+    source = found(sharded)
+    assert source.held.num_tensors == 38
+    weights = load_policy(source, Policy(), CPU).model.state_dict()
+    expected = load_file(tiny_model() / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evil.bin", "../other/model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", ".hidden.safetensors",
+        "a\x1b[2Jb.safetensors", "C:\\model.safetensors", 5, None, ["model.safetensors"],
+    ],
+)  # fmt: skip
+def test_an_index_names_files_of_its_own_folder_only(sharded, name, tmp_path, monkeypatch):
+    exploit = tmp_path / "exploited"
+    monkeypatch.setenv("TANDEM_EXPLOIT", str(exploit))
+    (sharded / "evil.bin").write_bytes(pickle.dumps(Exploit()))
+    for elsewhere in (tmp_path / "other", sharded / "sub"):
+        shutil.copytree(tiny_model(), elsewhere)
+    renamed_shard(sharded, name)
+    assert refusal(sharded) == (
+        f"policy.model_name = {sharded}: {sharded}/model.safetensors.index.json names {json.dumps(name)} as weights. Only "
+        ".safetensors files in the folder itself are read; save the model again with transformers' save_pretrained."
+    )
+    assert not exploit.exists()
+
+
+@pytest.mark.parametrize("content", [{"metadata": {}}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}])
+def test_an_index_without_a_map_is_refused(sharded, content):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps(content))
+    assert refusal(sharded) == (
+        f"policy.model_name = {sharded}: {index} holds no weight_map, so it is not an index of weights. Download it again."
+    )
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_refused(sharded):
+    missing = sharded / "model-00002-of-00002.safetensors"
+    missing.unlink()
+    assert refusal(sharded) == (
+        f"policy.model_name = {sharded}: {missing} is missing or is not a file. Is the download complete?"
+    )
+
+
+def test_config_json_names_weights_of_its_own_folder_only(folder):
+    rewritten(folder, transformers_weights="../other/model.safetensors")
+    assert refusal(folder) == (
+        f'policy.model_name = {folder}: {folder}/config.json names "../other/model.safetensors" as weights. Only .safetensors '
+        "files in the folder itself are read; save the model again with transformers' save_pretrained."
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_link_to_weights_elsewhere_is_refused(folder, tmp_path, file):
+    elsewhere = tmp_path / "private.safetensors"
+    (folder / "model.safetensors").rename(elsewhere)
+    (folder / file).symlink_to(elsewhere)
+    if file != "model.safetensors":
+        set_index(folder, {"a": file})
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder / file} is a link to {elsewhere}, outside of its folder, and weights are read "
+        "from nowhere else. Copy the file to where the link is."
+    )
+
+
+def test_links_into_the_blobs_of_the_hubs_cache_are_read(folder, tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c0ffee"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert weights_fingerprint(found(snapshot)) == weights_fingerprint(found(tiny_model()))
+
+
+def test_the_fingerprint_covers_the_files_that_are_read_and_no_others(sharded):
+    before = weights_fingerprint(found(sharded))
+    save_file({"x": torch.ones(3)}, sharded / "consolidated.safetensors")
+    assert weights_fingerprint(found(sharded)) == before
+    file = sharded / "model-00002-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert weights_fingerprint(found(sharded)) != before
+
+
+def test_a_part_of_a_distributed_checkpoint_is_refused(folder):
+    save_file({"x": torch.ones(3)}, folder / "shard-00000-model-00001-of-00001.safetensors")
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder} holds a part of a distributed checkpoint "
+        "(shard-00000-model-00001-of-00001.safetensors), which tandem does not read. Save the model again with transformers' "
+        "save_pretrained."
+    )
+
+
+def test_an_adapter_next_to_a_model_is_refused(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder} holds an adapter (adapter_config.json) next to the model, and transformers "
+        "would add it to the weights. Move the adapter to a folder of its own; policy.lora.adapter takes it from there."
+    )
+
+
+def test_weights_under_a_name_that_nothing_reads_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder} holds neither model.safetensors nor model.safetensors.index.json, so "
+        "transformers does not know which weights to read. Save the model again with its save_pretrained."
+    )
+
+
+def test_a_pickle_named_as_safetensors_is_refused_before_it_is_opened(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_EXPLOIT", str(tmp_path / "exploited"))
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Exploit()))
+    assert refusal(folder).startswith(
+        f"policy.model_name = {folder}: its weights are not readable as safetensors (Error while deserializing header: "
+    )
+    assert not (tmp_path / "exploited").exists()
+
+
+# Adapters
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    return trained_adapter(tiny_model(), tmp_path / "adapter")
+
+
+def refused_adapter(adapter):
+    with pytest.raises(ConfigError) as refused:
+        read_adapter(str(adapter))
+    return str(refused.value)
+
+
+def test_an_adapter_that_links_to_weights_elsewhere_is_refused(adapter, tmp_path):
+    elsewhere = tmp_path / "private.safetensors"
+    (adapter / "adapter_model.safetensors").rename(elsewhere)
+    (adapter / "adapter_model.safetensors").symlink_to(elsewhere)
+    assert refused_adapter(adapter) == (
+        f"policy.lora.adapter = {adapter}: {adapter}/adapter_model.safetensors is a link to {elsewhere}, outside of its folder, "
+        "and weights are read from nowhere else. Copy the file to where the link is."
+    )
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": float("inf")}, {"lora_alpha": float("nan")}, {"r": 0}, {"r": True}])
+def test_an_adapter_whose_settings_are_no_numbers_is_refused(adapter, changes):
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    assert refused_adapter(adapter) == (
+        f"policy.lora.adapter = {adapter}: its adapter_config.json gives no r and lora_alpha, so it is no LoRA adapter."
+    )
+
+
+# Configurations
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**8),
+        ("num_labels", 10**9),
+        ("num_attention_heads", 10**15),
+        ("num_local_experts", 10**7),
+    ],
+)
+def test_counts_beyond_any_model_are_refused_before_anything_is_built(folder, key, value):
+    rewritten(folder, **{key: value})
+    began = time.monotonic()
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder}/config.json asks for {key} = {value}, but the weights are 38 tensors. Download "
+        "the model again, or choose another."
+    )
+    assert time.monotonic() - began < 5
+
+
+def test_counts_inside_another_section_are_found_too(folder):
+    rewritten(folder, vision_config={"parts": [{"num_layers": 10**9}]})
+    assert "asks for num_layers = 1000000000, but the weights are 38 tensors." in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_hidden_layers": 65_000, "hidden_size": 8, "intermediate_size": 8, "head_dim": 2}, "2,760 modules"),
+        ({"intermediate_size": 10**10}, "167,247,360 weights"),
+        ({"vocab_size": 10**9}, "167,247,360 weights"),
+    ],
+)
+def test_a_model_far_larger_than_its_weights_is_refused_while_it_is_built(folder, changes, what):
+    rewritten(folder, **changes)
+    source = found(folder)
+    check_packable(source, Policy())
+    with pytest.raises(ConfigError) as refused:
+        empty_model(source)
+    assert str(refused.value) == (
+        f"policy.model_name = {folder}: its config.json describes a model of more than {what}, but its weight files hold 38 "
+        "tensors in 4,202,960 bytes. Download the model again, or choose another."
+    )
+    assert len(list(empty_model(found(tiny_model())).modules())) == 59  # nothing of the limits is left
+
+
+def nested(depth, opening="[", closing="]"):
+    return opening * depth + closing * depth
+
+
+@pytest.mark.parametrize("depth", [65, 900, 100_000])
+def test_a_deeply_nested_config_json_is_refused(folder, depth):
+    (folder / "config.json").write_text(f'{{"model_type": "llama", "x": {nested(depth - 1)}}}')
+    assert refusal(folder) == (
+        f"{folder}/config.json: nested more than 64 levels deep, as no real file is. Download it again."
+    )
+
+
+def test_64_levels_are_read(tmp_path):
+    file = tmp_path / "some.json"
+    file.write_text(f'{{"x": {nested(63)}}}')
+    assert list(read_json(file)) == ["x"]
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[]", "list"), ("null", "NoneType"), ('"x"', "str"), ("3", "int")])
+def test_json_that_is_no_object_is_refused(folder, text, kind):
+    (folder / "config.json").write_text(text)
+    assert refusal(folder) == (f"{folder}/config.json: holds a {kind}, not a JSON object. Download it again.")
+
+
+def test_a_config_json_of_a_terabyte_is_not_read(folder):
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(10**12)  # takes no space on the disk
+    assert refusal(folder) == (
+        f"{folder}/config.json: 1,000,000,000,000 bytes, more than the {MAX_JSON_BYTES:,} that are read of such a file."
+    )
+
+
+@pytest.mark.parametrize("model_type", [["llama"], {"a": 1}, 5, None])
+def test_a_model_type_that_is_no_name_is_one_message(folder, model_type):
+    rewritten(folder, model_type=model_type, auto_map={})
+    assert refusal(folder).startswith(f"policy.model_name = {folder}: ")
+
+
+# Patterns
+
+
+def planned(pattern):
+    return plan_lora(found(tiny_model()), Lora(enabled=True, target_modules=pattern), CPU, "float32")
+
+
+def test_a_regular_expression_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(lora, "PATTERN_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        planned(r"(([a-z0-9._])+)+!")
+    assert str(refused.value) == (
+        "policy.lora.target_modules: the regular expression (([a-z0-9._])+)+! is not matched with the names of 29 layers within "
+        "0.5 seconds. Give a simpler one, or names as a list."
+    )
+    assert time.monotonic() - began < 20
+    assert not multiprocessing.active_children()
+
+
+def test_a_regular_expression_nested_too_deeply_is_refused():
+    with pytest.raises(ValidationError, match="is no regular expression"):
+        Lora(enabled=True, target_modules="(" * 5000 + "a" + ")" * 5000)
