@@ -82,7 +82,9 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
         if not content:
             break
         size = len(content)
-        place = rng.choice([rng.randrange(size), rng.randrange(min(size, 600)), size - 1 - rng.randrange(min(size, 900))])
+        place = rng.choice(
+            [rng.randrange(size), rng.randrange(min(size, 600)), size - 1 - rng.randrange(min(size, 900))]
+        )
         span = rng.choice([1, 1, 4, 8, 64])
         match rng.choice(["flip", "set", "cut", "double", "insert", "zero", "ones"]):
             case "flip":
@@ -226,7 +228,12 @@ def _live(read: Callable[[], Any], writing: int) -> None:
             said = f"refused\n{error}"
         except BaseException:
             said = f"raised\n{traceback.format_exc()}"
-        os.write(writing, said.encode("utf-8", "backslashreplace")[-60_000:] if len(said) > 60_000 else said.encode("utf-8", "backslashreplace"))
+        os.write(
+            writing,
+            said.encode("utf-8", "backslashreplace")[-60_000:]
+            if len(said) > 60_000
+            else said.encode("utf-8", "backslashreplace"),
+        )
     finally:
         os._exit(0)
 
@@ -241,7 +248,9 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def try_all(kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path) -> dict[str, int]:
+def try_all(
+    kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path
+) -> dict[str, int]:
     """Try every seed's input; what raised, crashed, hung or changed a file that is not its own is told, by its seed."""
     counts: dict[str, int] = {}
     wrong: list[str] = []

@@ -78,7 +78,9 @@ def test_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: i
 def _written(rng: random.Random, tree: Any) -> bytes:
     """As YAML, or as JSON, which is YAML too and can be nested deeper."""
     try:
-        text = yaml.safe_dump(tree) if rng.random() < 0.5 else json.dumps(tree, ensure_ascii=rng.random() < 0.5, indent=1)
+        text = (
+            yaml.safe_dump(tree) if rng.random() < 0.5 else json.dumps(tree, ensure_ascii=rng.random() < 0.5, indent=1)
+        )
     except RecursionError:
         text = json.dumps(tree)
     return text.encode(errors="surrogatepass")

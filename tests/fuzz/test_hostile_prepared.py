@@ -43,13 +43,13 @@ def test_prepared_folders(tmp_path: Path, prepared: Path, part: int) -> None:
     template = make_template(load_tokenizer(Path(MODEL)), load_config(None, SETTINGS).config.policy.tokenizer)
 
     def read(folder: Path) -> None:
-        config = load_config(None, [*SETTINGS, f"data.train.data_path={folder}", "policy.packing.pack_length=1024"]).config
+        config = load_config(
+            None, [*SETTINGS, f"data.train.data_path={folder}", "policy.packing.pack_length=1024"]
+        ).config
         sets = open_sets(config, template)
         for index in range(len(sets.train)):
             sets.train[index].pairs, sets.train.place(index)
-        packer = make_packer(
-            sets.train, config.policy.packing, usual_auto=DATASET_PACK, pairs_per_batch=4, seed=0
-        )
+        packer = make_packer(sets.train, config.policy.packing, usual_auto=DATASET_PACK, pairs_per_batch=4, seed=0)
         for pack in open_packs(packer):
             packer.row(pack.tolist(), packer.length)
 

@@ -15,7 +15,16 @@ pytestmark = pytest.mark.slow
 NUMBER = 1000
 SETTINGS = ["checkpointing.save_period=2", "checkpointing.keep_top_k=1"]
 # Links and foreign files where a run keeps its own.
-FOREIGN = [".step_1.backup", ".best.txt", ".config.yaml.swp", "step_²", "step_1", "step_100", "step_100.damaged", "notes.txt"]
+FOREIGN = [
+    ".step_1.backup",
+    ".best.txt",
+    ".config.yaml.swp",
+    "step_²",
+    "step_1",
+    "step_100",
+    "step_100.damaged",
+    "notes.txt",
+]
 
 
 @pytest.fixture(scope="module")
