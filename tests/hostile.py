@@ -228,12 +228,8 @@ def _live(read: Callable[[], Any], writing: int) -> None:
             said = f"refused\n{error}"
         except BaseException:
             said = f"raised\n{traceback.format_exc()}"
-        os.write(
-            writing,
-            said.encode("utf-8", "backslashreplace")[-60_000:]
-            if len(said) > 60_000
-            else said.encode("utf-8", "backslashreplace"),
-        )
+        kind, _, words = said.partition("\n")
+        os.write(writing, f"{kind}\n{words[-50_000:]}".encode("utf-8", "backslashreplace")[:65_536])
     finally:
         os._exit(0)
 

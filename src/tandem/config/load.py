@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from tandem.config.datasets import DatasetFields
 from tandem.config.environment import Place, as_written, check_addresses, interpolations
 from tandem.config.keys import all_keys, key_names
+from tandem.config.resolving import limited_resolution
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
@@ -89,7 +90,7 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
         _apply(override, tree, origins)
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
-    with _one_line_errors():
+    with _one_line_errors(), limited_resolution():
         found = interpolations(tree, everything)
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
