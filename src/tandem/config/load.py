@@ -26,7 +26,7 @@ from tandem.config.resolving import limited_resolution
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
-from tandem.config.yaml_text import YamlLimitError, read_yaml_text, to_yaml
+from tandem.config.yaml_text import YamlLimitError, file_named, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
 from tandem.printable import SECRETS
 
@@ -136,7 +136,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
 
     known: what was read already: ten files that each name the next one ten times are ten files.
     """
-    path = path.resolve()
+    path = file_named(path, above[-1] if above else None)
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
         raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")

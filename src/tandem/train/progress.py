@@ -44,13 +44,13 @@ def read_state(place: Path) -> SavedState:
 
 
 def _progress(found: dict[str, Any], place: Path) -> Progress:
-    known = {field.name: type(field.default) for field in fields(Progress)}
+    known = {field.name: field.default for field in fields(Progress)}
     if other := sorted(found.keys() - known.keys()):
         raise ValueError(f"progress has a key that tandem does not write ({other[0][:40]!r})")
-    for name, kind in known.items():
-        value = found.get(name, kind())
-        if type(value) is not kind or not 0 <= value <= MAX_COUNT:
-            what = "true or false" if kind is bool else "a count"
+    for name, usual in known.items():
+        value = found.get(name, usual)
+        if type(value) is not type(usual) or not 0 <= value <= MAX_COUNT:
+            what = "true or false" if isinstance(usual, bool) else "a count"
             raise ValueError(f"progress.{name} is not {what}")
     progress = Progress(**found)
     if progress.step != step_in(place.name):
