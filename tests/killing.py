@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,18 +73,44 @@ class Child:
 def start(said: Path, arguments: list[str], **environment: str) -> Child:
     """Begin `tandem` with these arguments; what it says goes to files in the folder `said`."""
     said.mkdir(parents=True, exist_ok=True)
-    process = SERVER.Process(target=_live, args=(said, arguments, environment))
+    process = SERVER.Process(target=run_command, args=(said, arguments, environment))
     process.start()
     return Child(process, said)
 
 
-def _live(said: Path, arguments: list[str], environment: dict[str, str]) -> None:
+def run_command(said: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    """Be `tandem` with these arguments, in this process."""
     from tandem import cli
 
     os.environ.update(environment)
     redirect_output(said)
     sys.argv = ["tandem", *arguments]
     cli.main()
+
+
+def tandem_in(
+    folder: Path, said: Path, arguments: list[str], *, seconds: float, memory: int, **environment: str
+) -> Ended | None:
+    """Run `tandem` in a folder to its end; None if it did not end in time. memory: bytes that it may take beyond the server's."""
+    said.mkdir(exist_ok=True)
+    process = SERVER.Process(target=_live_in, args=(folder, said, arguments, memory, environment))
+    process.start()
+    assert process.pid is not None
+    try:
+        return Child(process, said).ended(seconds)
+    except TimeoutError:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started
+
+
+def _live_in(folder: Path, said: Path, arguments: list[str], memory: int, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, mapped + memory))
+    run_command(said, arguments, environment)
 
 
 def redirect_output(folder: Path) -> None:

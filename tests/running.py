@@ -1,6 +1,7 @@
 """Short runs of the trainer on a small model and the embedded pairs, inside the test's own directory."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,26 @@ def few_pairs(folder: Path, num: int = 40) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "few.jsonl").write_text("".join(lines[:num]), encoding="utf-8")
     return f"data.train.data_path={folder}/few.jsonl"
+
+
+def saving_settings(folder: Path) -> list[str]:
+    """Of a run with two checkpoints, validations that rank them, and an end by patience that it never reaches."""
+    pairs = few_pairs(folder, 20)
+    return [
+        *(pairs, f"data.validation={folder}/few.jsonl", "dpo.val_period=2", "dpo.early_stopping_patience=9"),
+        *("checkpointing.save_period=1", "checkpointing.keep_top_k=3"),
+    ]
+
+
+def unfinished_run(folder: Path, settings: list[str]) -> Path:
+    """As a run is left that was killed in its last step."""
+    run = short_run(folder / "run", *settings)
+    for place in (run / "model", run / "checkpoints" / "step_4"):
+        shutil.rmtree(place)
+    for link in ("best", "latest"):
+        (run / "checkpoints" / link).unlink()
+        (run / "checkpoints" / link).symlink_to("step_3")
+    return run
 
 
 class Killed(Exception):

@@ -160,6 +160,12 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
+def is_export(folder: Path) -> bool:
+    """Whether a run exported its model there, or its adapter."""
+    described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return described and any(folder.glob("*.safetensors"))
+
+
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
     """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own.
 
@@ -186,14 +192,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_json(path: Path) -> Any:
+    """What a file holds; ValueError where it is not a file or not JSON. Of a pipe nothing is read: nobody may write to it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("not a file")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 def intact_manifest(folder: Path) -> dict[str, Any]:
     """Read `manifest.json` alone; ValueError where it is missing or damaged."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(folder / "manifest.json")
         manifest["files"].items()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        own = manifest.pop(OWN, None)  # manifests were written without it once
+        is_intact = own is None or own == fingerprint(manifest)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
-    own = manifest.pop(OWN, None)  # manifests were written without it once
-    if own is not None and own != fingerprint(manifest):
+    if not is_intact:
         raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
     return manifest

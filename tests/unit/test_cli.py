@@ -162,6 +162,8 @@ def test_a_run_directory_is_refused_before_anything_heavy_is_imported(tmp_path, 
 def test_a_finished_run_is_told_of_although_its_data_is_gone(tmp_path, monkeypatch, capsys):
     done = tmp_path / "done"
     (done / "model").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (done / "model" / name).touch()
     (done / "config.yaml").write_text(load_config(None, ["data.train=gone.jsonl", f"run.dir={done}"]).as_yaml())
     code, out, err = run_here(monkeypatch, capsys, "train", "--resume", str(done))
     assert (code, err) == (0, "")

@@ -22,10 +22,11 @@ from pydantic import ValidationError
 from tandem.config.datasets import DatasetFields
 from tandem.config.environment import Place, as_written, check_addresses, interpolations
 from tandem.config.keys import all_keys, key_names
+from tandem.config.resolving import limited_resolution
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
-from tandem.config.yaml_text import YamlLimitError, read_yaml_text, to_yaml
+from tandem.config.yaml_text import YamlLimitError, file_named, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
 from tandem.printable import SECRETS
 
@@ -89,7 +90,7 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
         _apply(override, tree, origins)
     from_environment = as_written(tree)
     everything = _with_defaults(tree)
-    with _one_line_errors():
+    with _one_line_errors(), limited_resolution():
         found = interpolations(tree, everything)
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
@@ -135,7 +136,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
 
     known: what was read already: ten files that each name the next one ten times are ten files.
     """
-    path = path.resolve()
+    path = file_named(path, above[-1] if above else None)
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
         raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")

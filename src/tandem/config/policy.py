@@ -13,7 +13,7 @@ from tandem.config.scheduler import (
     Schedule,
     Scheduler,
 )
-from tandem.config.section import EMBEDDED, PathText, Positive, Section
+from tandem.config.section import EMBEDDED, PathOrText, PathText, Positive, Section
 
 
 class Tokenizer(Section):
@@ -22,7 +22,7 @@ class Tokenizer(Section):
     name: PathText | None = Field(
         default=None, description="path, hub name, or a SentencePiece file (x.model); null: as policy.model_name"
     )
-    chat_template: PathText | None = Field(
+    chat_template: PathOrText | None = Field(
         default="default",
         description="default: the tokenizer's own; null: raw text; a path ending in .jinja: that file",
     )

@@ -18,7 +18,9 @@ CONFIG_VERSION = 1
 class Run(Section):
     """The run as a whole."""
 
-    name: str = Field(default="tandem", pattern=r"^[A-Za-z0-9._-]+$", description="names the run directory")
+    name: str = Field(
+        default="tandem", pattern=r"^[A-Za-z0-9._-]+$", max_length=200, description="names the run directory"
+    )
     dir: PathText | None = Field(
         default=None,
         description="run directory; null: runs/{name}-{n}, an unfinished one with the same configuration is resumed",

@@ -19,6 +19,22 @@ class YamlLimitError(ConfigError):
     """What a file has too much of, as the end of a sentence that begins with its name."""
 
 
+def file_named(path: Path, by: Path | None) -> Path:
+    """The real path of a configuration file. by: the file whose `defaults:` name it; none for one that the user gives.
+
+    The user may give a pipe. A file that names one would have its reader wait for whoever writes to it.
+    """
+    asked = f", named by {by}" if by else ""
+    try:
+        path = path.resolve()
+        is_file = by is None or not path.exists() or path.is_file()
+    except (OSError, ValueError, RuntimeError):  # of too many characters, of impossible ones, of links in a circle
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"{path}: not a configuration file{asked}.")
+    return path
+
+
 def read_yaml_text(path: Path) -> str:
     """The text of a file that `check_yaml` has nothing against; never more of it than that takes."""
     with path.open(encoding="utf-8") as file:

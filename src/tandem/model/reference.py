@@ -1,5 +1,6 @@
 """The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ def reference_name(weights: str, tokens: str, **computed: str) -> str:
     Never the length of rows, which differs from card to card: it changes nothing but rounding.
     """
     return f"{tokens_prefix(tokens)}{fingerprint(LOGPS_VERSION, weights, tokens, computed)[:16]}"
+
+
+def is_reference_name(name: str) -> bool:
+    """Whether it is one as above, and so a folder directly in the cache: a run's list of them may be anyone's."""
+    return re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", name) is not None
 
 
 def tokens_prefix(tokens: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tandem.cache import intact_manifest, published, read_manifest, sync_file, write_manifest
+from tandem.cache import intact_manifest, published, read_json, read_manifest, sync_file, write_manifest
 from tandem.errors import CheckpointError, writing
 from tandem.failpoints import fail_point
 from tandem.model.policy import Policy
@@ -22,22 +22,11 @@ from tandem.model.workers import Workers
 from tandem.ownership import MARKER, free_path, remove_folder, step_in, temporary_path
 from tandem.train.host_copy import HostCopier, HostCopy
 from tandem.train.parts import Part, fill_parts, names_in, part_of, write_parts
+from tandem.train.progress import Progress, read_state
 from tandem.train.ranking import Ranking
 
 FORMAT_VERSION = 5
 RANDOM = "random."
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands: steps done, the place in the schedule, how far metrics.jsonl reached."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0  # batches of this epoch already done
-    metrics_bytes: int = 0
-    owes_validation: bool = False  # stopped before the validation that was due after this step
-    spared: int = 0  # checkpoints up to this step are never removed: the lines that tell how good they are were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +147,14 @@ def load_checkpoint(
 
     The scheduler is a function of the step alone: a new one is stepped to where it was.
     """
-    facts = json.loads((place / "state.json").read_text(encoding="utf-8"))
-    version = json.loads((place / "manifest.json").read_text(encoding="utf-8"))["format_version"]
+    version = intact_manifest(place).get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Go on with the tandem that wrote "
             "it, or start anew with --fresh."
         )
-    for name, then in facts["fingerprints"].items():
+    saved = read_state(place)
+    for name, then in saved.fingerprints.items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
                 f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
@@ -175,18 +164,18 @@ def load_checkpoint(
     kept = names_in(place / "tensors")
     # Among more workers than there were, some have no random state to go on from: theirs is new.
     tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
-    if not tensors.keys() <= kept:
+    missing = tensors.keys() - kept
+    if missing and all(name.startswith("optimizer.") for name in missing):
         raise CheckpointError(
             f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
             "it exactly. Start anew with --fresh."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
-    _set_random_states(tensors, workers.number)
-    progress = Progress(**facts["progress"])
+    _set_random_states(tensors, workers.number, place)
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
-        for _ in range(progress.step):
+        for _ in range(saved.progress.step):
             scheduler.step()
-    return progress
+    return saved.progress
 
 
 def load_weights(place: Path, policy: Policy) -> None:
@@ -207,11 +196,17 @@ def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[st
     return tensors
 
 
-def _set_random_states(tensors: dict[str, Any], worker: int) -> None:
-    if (state := tensors.get(f"{RANDOM}cpu.{worker}")) is not None:
-        torch.set_rng_state(state)
-    if (state := tensors.get(f"{RANDOM}cuda.{worker}")) is not None:
-        torch.cuda.set_rng_state(state)
+def _set_random_states(tensors: dict[str, Any], worker: int, place: Path) -> None:
+    for device, put_back in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if (state := tensors.get(f"{RANDOM}{device}.{worker}")) is None:
+            continue
+        try:
+            put_back(state)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{place}: not a random state in {RANDOM}{device}.{worker} ({error}), so no run can resume from this checkpoint. "
+                f"Move {place} elsewhere to resume from an earlier one, or start anew with --fresh."
+            ) from None
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
@@ -282,9 +277,10 @@ def _listed(place: Path) -> set[str]:
 
 def _saved_step(place: Path) -> int | None:
     try:
-        return int(json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        step = read_json(place / "state.json")["progress"]["step"]
+    except (ValueError, KeyError, TypeError, IndexError):
         return None
+    return step if type(step) is int else None
 
 
 def _holds_nothing_else(place: Path) -> bool:

@@ -4,19 +4,17 @@ A run with a folder `model` is finished. An extension first loads the last check
 the new configuration: killed at any moment, the run is either still finished or an unfinished one that resumes as usual.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from tandem.cache import replacing, sync_file, write_whole
+from tandem.cache import read_json, replacing, sync_file, write_whole
 from tandem.errors import CheckpointError
 from tandem.ownership import free_path
 from tandem.train.checkpoint import checkpoints, step_of
 from tandem.train.parts import names_in
 from tandem.train.ranking import Ranking
+from tandem.train.records import records_in
 from tandem.train.setup import Setup
 
 INSTEAD = "Choose another run.dir, or --fresh without --resume."
@@ -70,7 +68,7 @@ def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
     """The names of what the last checkpoint holds. One that is not even readable is refused before weights load."""
     try:
         found = names_in(place / "tensors")
-    except (OSError, SafetensorError):
+    except (OSError, CheckpointError):
         found = set()
     if not found:
         raise CheckpointError(_damaged(run, trained))
@@ -102,9 +100,10 @@ def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
 def _saved_bytes(place: Path) -> int | None:
     """How far metrics.jsonl reached when a checkpoint was saved; a damaged one is reported when it is loaded."""
     try:
-        return json.loads((place / "state.json").read_text(encoding="utf-8"))["progress"]["metrics_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        saved = read_json(place / "state.json")["progress"]["metrics_bytes"]
+    except (ValueError, KeyError, TypeError, IndexError):
         return None
+    return saved if type(saved) is int and saved >= 0 else None
 
 
 def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
@@ -134,12 +133,5 @@ def _copy(source: Path, target: Path) -> None:
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl up to a place in it, without damaged ones."""
-    records = []
-    for line in metrics.read_bytes()[:num_bytes].splitlines() if metrics.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and {"step", "split"} <= record.keys():
-            records.append(record)
-    return records
+    content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
+    return [record for record in records_in(content) if record is not None]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from tandem.errors import CheckpointError
 
 DTYPES = {
     torch.float32: "F32",
@@ -25,6 +27,7 @@ DTYPES = {
     torch.int64: "I64",
 }
 FIRST_ROWS = "first_rows"
+INSTEAD = "Move the checkpoint elsewhere to resume from an earlier one, or start anew with --fresh."
 # Written at once. Between two of them, and only there, Python is held up.
 SLICE = 16 * 1024**2
 
@@ -84,20 +87,63 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
 
 def names_in(folder: Path) -> set[str]:
     """The tensors of which there are parts in the files of a folder."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as stored:
-            names.update(stored.keys())
-    return names
+    return {name for _, stored in _opened(folder) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
 
 
 def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
-    """Fill this worker's parts, in place, from all files of a folder."""
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as stored:
-            first_rows = json.loads(stored.metadata()[FIRST_ROWS])
-            for name in first_rows.keys() & parts.keys():
-                if parts[name].tensor.ndim:
-                    parts[name].fill(stored.get_slice(name), first_rows[name])
-                else:
-                    parts[name].tensor.copy_(stored.get_tensor(name))
+    """Fill this worker's parts, in place, from all files of a folder; refused where some of one is in none of them."""
+    filled: dict[str, list[range]] = {name: [] for name in parts}
+    for file, stored in _opened(folder):
+        first_rows = _first_rows(file, stored)
+        for name in first_rows.keys() & parts.keys():
+            filled[name].append(_fill(file, stored, name, parts[name], first_rows[name]))
+    for name, part in parts.items():
+        reached = part.first
+        for rows in sorted(filled[name], key=lambda rows: rows.start):
+            reached = max(reached, rows.stop) if rows.start <= reached else reached
+        if reached < part.first + _num_rows(part):
+            raise CheckpointError(f"{folder}: the tensor {name} is incomplete, so no run can resume from it. {INSTEAD}")
+
+
+def _opened(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Each file of a folder, open, with what is wrong with it told as an error of the checkpoint."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            if not file.is_file():
+                raise SafetensorError("not a file")
+            with safe_open(file, framework="pt") as stored:
+                yield file, stored
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: {error}, so no run can resume from it. {INSTEAD}") from None
+
+
+def _first_rows(file: Path, stored: Any) -> dict[str, int]:
+    """The first row of each tensor's part in a file."""
+    try:
+        found = json.loads((stored.metadata() or {})[FIRST_ROWS])
+    except (ValueError, KeyError, RecursionError):
+        found = None
+    names = set(stored.keys())
+    if not isinstance(found, dict) or not all(type(row) is int and row >= 0 for row in found.values()):
+        raise CheckpointError(f"{file}: it does not say which rows it holds, so no run can resume from it. {INSTEAD}")
+    return {name: row for name, row in found.items() if name in names}
+
+
+def _fill(file: Path, stored: Any, name: str, part: Part, first: int) -> range:
+    """Copy the rows of a part that a file holds; return these."""
+    piece, own = stored.get_slice(name), part.tensor
+    shape = piece.get_shape()
+    if piece.get_dtype() != DTYPES[own.dtype] or len(shape) != own.ndim or shape[1:] != list(own.shape[1:]):
+        raise CheckpointError(
+            f"{file}: the tensor {name} has the shape {shape} and dtype {piece.get_dtype()}, not those of this run, which "
+            f"cannot resume from it. {INSTEAD}"
+        )
+    if own.ndim:
+        part.fill(piece, first)
+    else:
+        own.copy_(stored.get_tensor(name))
+    return range(first, first + (shape[0] if shape else 1))
+
+
+def _num_rows(part: Part) -> int:
+    return len(part.tensor) if part.tensor.ndim else 1

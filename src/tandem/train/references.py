@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import transformers
 
-from tandem.cache import cache_dir, write_whole
+from tandem.cache import cache_dir, read_json, write_whole
 from tandem.model.audit import Audit, audit, audit_reference, start_loss_verdict
 from tandem.model.load import attention_kind, load_policy
 from tandem.model.lora import LoraPlan, is_rounded, load_adapted
@@ -21,6 +21,7 @@ from tandem.model.reference import (
     NoReference,
     Reference,
     cached_reference,
+    is_reference_name,
     is_sound,
     reference_name,
     tokens_prefix,
@@ -150,9 +151,11 @@ def _places_of_references(
 def _started_with(run: Path) -> dict[str, str]:
     """The folders of the references that a run was started with, by set; none where that is not known."""
     try:
-        return dict(json.loads((run / REFERENCES).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = read_json(run / REFERENCES)
+    except ValueError:
         return {}
+    kept = found.items() if isinstance(found, dict) else ()
+    return {name: folder for name, folder in kept if isinstance(folder, str) and is_reference_name(folder)}
 
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, workers: Workers, reporter: Reporter) -> Audit:

@@ -20,6 +20,7 @@ from tandem.failpoints import fail_point
 from tandem.ownership import open_own
 from tandem.printable import escaped, scrubbed, shortened
 from tandem.terminal import table, wrap
+from tandem.train.records import records_in
 
 if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
     from tandem.train.samples import Sample
@@ -70,15 +71,7 @@ class MetricsFile:
         return os.fstat(self._file.fileno()).st_size
 
     def _lines(self) -> list[dict[str, Any] | None]:
-        return [_record(line) for line in self._path.read_bytes().splitlines()]
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"step", "split"} <= record.keys() else None
+        return records_in(self._path.read_bytes())
 
 
 def _whole_lines(path: Path) -> int:
@@ -159,8 +152,9 @@ class Reporter:
     def result(self, run: Path) -> None:
         """The last line for such a program: the run's directory, and the last record of every split."""
         if self.as_json:
-            lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            final = {record["split"]: record for record in map(json.loads, lines)}
+            metrics = run / "metrics.jsonl"
+            records = records_in(metrics.read_bytes() if metrics.is_file() else b"")
+            final = {record["split"]: record for record in records if record is not None}
             print(json.dumps({"run_dir": str(run), "final": final}), flush=True)
 
     def choices(self, rows: Sequence[tuple[str, str]]) -> None:

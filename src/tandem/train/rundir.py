@@ -11,7 +11,7 @@ from typing import IO, Any
 import yaml
 from pydantic import ValidationError
 
-from tandem.cache import fingerprint
+from tandem.cache import fingerprint, is_export
 from tandem.commands import override, tandem_command
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
@@ -86,6 +86,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
         given = Path(named)
         refuse_links(given)
         if (given / "config.yaml").is_file():
+            refuse_other_than_export(given)
             refuse_other_config(given, loaded)
         elif given.is_dir() and any(path.name != "lock" and not path.name.startswith(".") for path in given.iterdir()):
             raise ConfigError(f"{key} = {given}: not empty, and {no_run(given)}. Choose another directory.")
@@ -96,6 +97,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
         if not is_finished(run) and _stored_config(run) == now:
             refuse_links(run)
+            refuse_other_than_export(run)
             return run
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
 
@@ -160,7 +162,16 @@ def no_run(folder: Path) -> str:
 
 def is_finished(run: Path) -> bool:
     """A run's last act is to publish its exported model."""
-    return (run / "model").is_dir()
+    return is_export(run / "model")
+
+
+def refuse_other_than_export(run: Path) -> None:
+    """Refuse a folder `model` that no run exported: the run's own could not get that name in the end."""
+    model = run / "model"
+    if model.is_dir() and not is_export(model) and (model.is_symlink() or any(model.iterdir())):
+        raise CheckpointError(
+            f"{model}: a directory without an exported model, and this run exports its model under that name. Move it elsewhere."
+        )
 
 
 def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:

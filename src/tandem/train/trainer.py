@@ -143,8 +143,8 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     refuse_in_the_way(kept, setup.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
     remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
+    refuse_shortening(run, setup)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
-        refuse_shortening(run, setup)
         write_whole(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any
 
 from tandem.config.losses import LOSS_FACTS, needs_scores, reads_shared, weights_of
 from tandem.config.schema import Config
 from tandem.train.ranking import measured_on
-
-Record = dict[str, Any]
+from tandem.train.records import Record
 
 PARTS = 4  # training is judged by the means of its quarters: a single step's pairs are too few
 STANDARD_ERRORS = 2.0  # by which an accuracy must stand out from guessing
@@ -25,6 +23,11 @@ LEAST_WORSE = 1e-3  # of a loss close to 0
 ABSURD_MARGIN = 1000.0  # reward: every loss that saturates does so below 100
 ABSURD_NATS = 25.0  # a token of the chosen completions: guessing among 262,144 tokens costs 12.5
 
+# What verdicts read of every line.
+JUDGED = (
+    *("num_pairs", "loss", "accuracy", "rewards_margin_mean", "rewards_chosen_mean"),
+    *("logps_chosen_mean", "tokens_chosen_mean"),
+)
 SMALLER_RATE = "try a smaller policy.optimizer.kwargs.lr"
 
 
@@ -68,7 +71,7 @@ class Course:
 def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
     """Verdicts on every validation set, or on the training set where none was measured after training began."""
     splits: dict[str, list[Record]] = {}
-    for record in records:
+    for record in filter(_is_complete, records):
         splits.setdefault(record["split"], []).append(record)
     training = splits.get("train", [])
     measured = {
@@ -80,6 +83,13 @@ def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
         measured = {"train": _parts(training)}
     courses = [Course(split, lines, training, config) for split, lines in measured.items()]
     return [verdict for course in courses for verdict in _judge(course)]
+
+
+def _is_complete(record: Record) -> bool:
+    """Whether a line has what every verdict reads. One that was damaged since it was written may not."""
+    has_all = all(isinstance(record.get(name), int | float) for name in JUDGED)
+    is_trained = record["split"] != "train" or record["step"] > 0
+    return has_all and is_trained and record["num_pairs"] > 0 and record["tokens_chosen_mean"] > 0
 
 
 def _of_last_pairs(lines: Sequence[Record]) -> list[Record]:

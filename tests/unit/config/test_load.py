@@ -1,5 +1,6 @@
 """Configuration files and overrides: what is in force, where it came from, and what a user reads after a mistake."""
 
+import json
 import re
 from pathlib import Path
 
@@ -801,3 +802,28 @@ def test_configuration_files_are_found_in_the_home_directory(tmp_path, monkeypat
     (tmp_path / "base.yaml").write_text("run: {seed: 7}", encoding="utf-8")
     (tmp_path / "a.yaml").write_text("defaults: ~/base.yaml", encoding="utf-8")
     assert load_config("~/a.yaml", []).config.run.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("a" * 256, "it is too long to be a path"),
+        ("a/" * 1501, "it is too long to be a path"),
+        ("a\0b", "it has characters that no name of a file has"),
+        ("\ud800", "it has characters that no name of a file has"),
+    ],
+)
+@pytest.mark.parametrize("key", ["run.dir", "policy.model_name", "data.train.data_path", "reference.cache_dir"])
+def test_what_no_file_can_be_called_is_no_path(tmp_path, key, given, why):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{key.replace('.', ': {')}: {json.dumps(given)}{'}' * key.count('.')}")
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(file), [])
+    shown = json.dumps(given, ensure_ascii=False)
+    assert str(refused.value) == f"{file}: {key} = {shown}: {why}."
+
+
+def test_the_name_of_a_run_fits_into_the_name_of_a_directory():
+    assert load_config(None, [f"run.name={'a' * 200}"]).config.run.name == "a" * 200
+    with pytest.raises(ConfigError, match="string should have at most 200 characters"):
+        load_config(None, [f"run.name={'a' * 201}"])

@@ -1,5 +1,6 @@
 """Configuration files made to take all memory: references to references, deep nesting, files without end."""
 
+import os
 import time
 
 import pytest
@@ -95,3 +96,11 @@ def test_the_front_matter_of_a_dataset_has_the_same_limits():
     assert str(refused.value).startswith(
         "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are replaced"
     )
+
+
+@pytest.mark.parametrize("name", ["a\\0b", "\\ud800", "circle", "pipe", "."])
+def test_defaults_that_no_file_can_be_are_refused_without_reading(tmp_path, name):
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    told = refusal(tmp_path, f'defaults: "{name}"')
+    assert told.endswith(f": not a configuration file, named by {tmp_path}/run.yaml.")

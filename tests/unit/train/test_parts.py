@@ -1,9 +1,12 @@
+import os
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tandem.cache import sha256_of
-from tandem.train.parts import Part, fill_parts, names_in, write_parts
+from tandem.errors import CheckpointError
+from tandem.train.parts import INSTEAD, Part, fill_parts, names_in, write_parts
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -47,10 +50,69 @@ def test_what_some_workers_wrote_any_others_read(before, after, tmp_path):
         assert torch.equal(mine.tensor, part.tensor)
 
 
-def test_a_tensor_is_filled_in_place_and_others_are_left(tmp_path):
+def test_a_tensor_is_filled_in_place(tmp_path):
     write_parts(tmp_path / "worker_0.safetensors", {"weight": Part(numbers(2, 2)), "count": Part(torch.tensor(3.0))})
-    weight, count, other = torch.zeros(2, 2), torch.tensor(0.0), torch.ones(2)
-    fill_parts(tmp_path, {"weight": Part(weight), "count": Part(count), "other": Part(other)})
+    weight, count = torch.zeros(2, 2), torch.tensor(0.0)
+    fill_parts(tmp_path, {"weight": Part(weight), "count": Part(count)})
     assert torch.equal(weight, numbers(2, 2))
     assert count == 3
-    assert torch.equal(other, torch.ones(2))
+
+
+# Files as a stranger might have written them
+
+
+def refusal(folder, wanted):
+    with pytest.raises(CheckpointError) as refused:
+        fill_parts(folder, {"weight": Part(wanted)})
+    told, _, what_to_do = str(refused.value).partition(". ")
+    assert what_to_do == INSTEAD
+    return told
+
+
+@pytest.mark.parametrize("rows", [[(0, 2), (3, 5)], [(1, 5)], [(0, 4)], []])
+def test_a_tensor_of_which_rows_are_missing_is_refused(tmp_path, rows):
+    weight = numbers(5, 3)
+    for number, (start, end) in enumerate(rows):
+        write_parts(tmp_path / f"worker_{number}.safetensors", {"weight": Part(weight[start:end], start)})
+    assert refusal(tmp_path, torch.zeros(5, 3)) == (
+        f"{tmp_path}: the tensor weight is incomplete, so no run can resume from it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        (numbers(5, 2), "shape [5, 2] and dtype F32"),
+        (numbers(15), "shape [15] and dtype F32"),
+        (torch.tensor(1.0), "shape [] and dtype F32"),
+        (numbers(5, 3, dtype=torch.bfloat16), "shape [5, 3] and dtype BF16"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, stored, found):
+    file = tmp_path / "worker_0.safetensors"
+    write_parts(file, {"weight": Part(stored)})
+    assert refusal(tmp_path, torch.zeros(5, 3)) == (
+        f"{file}: the tensor weight has the {found}, not those of this run, which cannot resume from it"
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, {}, {"first_rows": "{"}, {"first_rows": "[" * 100_000}, {"first_rows": "[1]"}]
+    + [{"first_rows": f'{{"weight": {row}}}'} for row in ("-1", '"0"', "1.5", "true", "null", "[0]")],
+)
+def test_a_file_that_does_not_say_which_rows_it_holds_is_refused(tmp_path, metadata):
+    file = tmp_path / "worker_0.safetensors"
+    save_file({"weight": numbers(5, 3)}, file, metadata=metadata)
+    assert refusal(tmp_path, torch.zeros(5, 3)) == (
+        f"{file}: it does not say which rows it holds, so no run can resume from it"
+    )
+
+
+def test_a_file_that_is_no_file_of_tensors_is_refused(tmp_path):
+    file = tmp_path / "worker_0.safetensors"
+    file.write_bytes(b"\x00" * 8)
+    assert refusal(tmp_path, torch.zeros(5, 3)).startswith(f"{file}: Error while deserializing header")
+    file.unlink()
+    os.mkfifo(file)  # reading it would wait for somebody to write
+    assert refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: not a file, so no run can resume from it"

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.cache import replacing
+from tandem.cache import read_json, replacing
 from tandem.printable import without_password
 
 Metrics = dict[str, float]
 
 MLFLOW_PARAMS_AT_ONCE = 100
 MLFLOW_PARAM_LENGTH = 500
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a part of file names and addresses
 NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
 
 
@@ -187,16 +188,22 @@ class KeptRuns:
         self._path = Path(run) / "trackers.json"
 
     def find(self, tracker: str, where: str) -> str | None:
-        kept = self._read().get(tracker, {})
-        return kept.get("id") if kept.get("where") == _digest(where) else None
+        kept = self._read().get(tracker)
+        run_id = kept.get("id") if isinstance(kept, dict) and kept.get("where") == _digest(where) else None
+        return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
 
     def keep(self, tracker: str, where: str, run_id: str) -> None:
         text = json.dumps(self._read() | {tracker: {"where": _digest(where), "id": run_id}}, indent=2)
         with replacing(self._path) as file:
             file.write(text)
 
-    def _read(self) -> dict[str, dict[str, str]]:
-        return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+    def _read(self) -> dict[str, Any]:
+        """What is kept; nothing where the file is damaged: a tracker then begins a run of its own."""
+        try:
+            kept = read_json(self._path)
+        except ValueError:
+            return {}
+        return kept if isinstance(kept, dict) else {}
 
 
 def _digest(where: str) -> str:

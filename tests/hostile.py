@@ -1,0 +1,265 @@
+"""Files as a stranger might give them: mutated, linked elsewhere, enormous; and readers tried on them in forked children."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.cache import OWN, fingerprint, sha256_of
+from tandem.errors import TandemError
+
+# What a child may take beyond what its parent has already mapped.
+MEMORY = 6 * 1024**3
+CANARY = "canary-5f1d"
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 10**8, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")),
+    *("", " ", "a", "x" * 70_000, "\x1b[2J\x07", "\u202egpj.exe", "\ud800", "\x00", "nan", "null", "1e999", "-"),
+    *("../victim/file.txt", "/etc/passwd", "~/.ssh", "~", ".", "..", "//", "file:///etc/passwd", "victim"),
+    *("${oc.env:TANDEM_CANARY}", "${run}", "${", "${oc.create:${oc.env:TANDEM_CANARY}}", "{{ x }}", "(a+)+$", "[", "*"),
+    *([], {}, [[]], {"": None}, [None] * 3, ["a", 1], {"type": "Sequence"}, {"a": {"b": {"c": [1, 2, 3]}}}),
+    *("step_1", "step_²", "best", "float64", "llama", "bert", "mamba", "!!python/object:os.system", "1" * 5000),
+]
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for number in range(depth):
+        value = [value] if number % 2 else {"a": value}
+    return value
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything inside a value: keys and indices from the top."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found: list[tuple[Any, ...]] = []
+    for key, item in list(items)[:300]:
+        found += [(*path, key), *paths_in(item, (*path, key))]
+    return found
+
+
+def mutate_tree(rng: random.Random, tree: Any) -> Any:
+    """A copy of a tree with up to three of its values, at any depth, removed, replaced, wrapped, doubled or renamed."""
+    tree = json.loads(json.dumps(tree))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if rng.random() < 0.02:
+            return rng.choice([*VALUES, nested(100)])
+        if not (paths := paths_in(tree)):
+            break
+        # The upper levels are drawn as often as all of the vocabulary below them.
+        upper = [path for path in paths if len(path) <= 2]
+        *above, last = rng.choice(upper if rng.random() < 0.7 else paths)
+        holder = tree
+        for key in above:
+            holder = holder[key]
+        change = rng.choice(["remove", "replace", "replace", "replace", "wrap", "repeat", "rename"])
+        if change == "remove":
+            del holder[last]
+        elif change == "replace":
+            holder[last] = json.loads(json.dumps(rng.choice(VALUES))) if rng.random() < 0.97 else nested(900)
+        elif change == "wrap":
+            holder[last] = rng.choice([[holder[last]], {"text": holder[last]}, str(holder[last])])
+        elif isinstance(holder, list):
+            holder.insert(last, holder[last])
+        else:
+            key = rng.choice(["", "a", "__class__", "\x1b[31m", "x" * 3000, *map(str, list(holder)[:5])])
+            holder[key] = holder.pop(last) if change == "rename" else holder[last]
+    return tree
+
+
+def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Bytes changed, cut, doubled, inserted or zeroed; often near the start or the end, where formats keep their tables."""
+    content = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        if not content:
+            break
+        size = len(content)
+        place = rng.choice(
+            [rng.randrange(size), rng.randrange(min(size, 600)), size - 1 - rng.randrange(min(size, 900))]
+        )
+        span = rng.choice([1, 1, 4, 8, 64])
+        match rng.choice(["flip", "set", "cut", "double", "insert", "zero", "ones"]):
+            case "flip":
+                content[place] ^= 1 << rng.randrange(8)
+            case "set":
+                content[place] = rng.randrange(256)
+            case "cut":
+                del content[place : place + span if rng.random() < 0.7 else size]
+            case "double":
+                content[place:place] = content[place : place + span]
+            case "insert":
+                content[place:place] = rng.randbytes(span)
+            case "zero":
+                content[place : place + span] = bytes(min(span, size - place))
+            case "ones":
+                content[place : place + span] = b"\xff" * min(span, size - place)
+    return bytes(content)
+
+
+def mutate_file(rng: random.Random, file: Path, victim: Path) -> None:
+    """Change one file in place: its tree if it is JSON, else its bytes; or what it is."""
+    kind = rng.random()
+    if kind < 0.12:
+        replace_file(rng, file, victim)
+    elif file.suffix == ".json" and kind < 0.8:
+        text = json.dumps(mutate_tree(rng, json.loads(file.read_text())))
+        file.write_text(text if rng.random() < 0.97 else "[" * 100_000, encoding="utf-8")
+    else:
+        file.write_bytes(mutate_bytes(rng, file.read_bytes()))
+
+
+def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
+    """Something else in a file's place: nothing, a folder, a link to elsewhere, a pipe that nobody writes to."""
+    content = file.read_bytes()
+    file.unlink()
+    match rng.choice(["nothing", "empty", "folder", "link", "broken", "self", "pipe", "upwards"]):
+        case "nothing":
+            pass
+        case "empty":
+            file.touch()
+        case "folder":
+            file.mkdir()
+            (file / "file.txt").write_bytes(content)
+        case "link":
+            file.symlink_to(victim / "file.txt")
+        case "broken":
+            file.symlink_to(victim / "absent.txt")
+        case "self":
+            file.symlink_to(file.name)
+        case "pipe":
+            os.mkfifo(file)
+        case "upwards":
+            file.symlink_to("..")
+
+
+def remake_manifest(folder: Path) -> None:
+    """As an attacker would: every file in it is what the manifest says."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        manifest.pop(OWN, None)
+        names = list(manifest["files"])
+        manifest["files"] = {name: sha256_of(folder / name) for name in names if (folder / name).is_file()}
+        path.write_text(json.dumps({**manifest, OWN: fingerprint(manifest)}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # it was the manifest that was mutated
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(folder, to, symlinks=True)
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a child ended: read, refused (and in which words), or what must never be."""
+
+    kind: str  # read, refused, raised, crashed, hung
+    text: str
+
+    @property
+    def is_sound(self) -> bool:
+        return self.kind in ("read", "refused")
+
+
+def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
+    """Run a reader in a forked child with an end to its time and memory. What it starts ends with it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _live(read, writing)
+    os.close(writing)
+    ended, status = False, 0
+    end = time.monotonic() + seconds
+    text = bytearray()
+    os.set_blocking(reading, False)
+    while not ended and time.monotonic() < end:
+        _drain(reading, text)
+        ended, status = (found := os.waitpid(child, os.WNOHANG))[0] != 0, found[1]
+        if not ended:
+            time.sleep(0.001)
+    if not ended:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    _drain(reading, text)
+    os.close(reading)
+    if not ended:
+        return Outcome("hung", f"after {seconds} seconds")
+    if os.WIFSIGNALED(status):
+        return Outcome("crashed", signal.Signals(os.WTERMSIG(status)).name)
+    kind, _, said = bytes(text).decode(errors="replace").partition("\n")
+    return Outcome(kind or "crashed", said or f"exit {os.waitstatus_to_exitcode(status)}")
+
+
+def _drain(pipe: int, into: bytearray) -> None:
+    try:
+        while piece := os.read(pipe, 65536):
+            into += piece
+    except BlockingIOError:
+        pass
+
+
+def _live(read: Callable[[], Any], writing: int) -> None:
+    try:
+        os.setsid()
+        silent = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(silent, descriptor)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+        try:
+            read()
+            said = "read\n"
+        except TandemError as error:
+            said = f"refused\n{error}"
+        except BaseException:
+            said = f"raised\n{traceback.format_exc()}"
+        kind, _, words = said.partition("\n")
+        os.write(writing, f"{kind}\n{words[-50_000:]}".encode("utf-8", "backslashreplace")[:65_536])
+    finally:
+        os._exit(0)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Everything below a folder: kinds, modes, contents and targets of links."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = (mode, content)
+    return found
+
+
+def try_all(
+    kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path
+) -> dict[str, int]:
+    """Try every seed's input; what raised, crashed, hung or changed a file that is not its own is told, by its seed."""
+    counts: dict[str, int] = {}
+    wrong: list[str] = []
+    before = snapshot(watched)
+    for seed in seeds:
+        read = make(random.Random(f"{kind} {seed}"))
+        outcome = attempt(read)
+        counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
+        if not outcome.is_sound or CANARY in outcome.text:
+            wrong.append(f"{kind} {seed}: {outcome.kind}: {outcome.text[-1500:]}")
+        if (after := snapshot(watched)) != before:
+            names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+            wrong.append(f"{kind} {seed}: changed {names}")
+            before = after
+    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:40])
+    return counts

@@ -1,0 +1,85 @@
+"""state.json of a checkpoint, as tandem writes it and as a stranger might."""
+
+import json
+import os
+from dataclasses import asdict
+
+import pytest
+
+from tandem.errors import CheckpointError
+from tandem.train.progress import Progress, SavedState, read_state
+
+PROGRESS = Progress(step=7, epoch=2, batch=1, metrics_bytes=900, owes_validation=True, spared=3)
+FINGERPRINTS = {"training data": "ab", "start model": "cd"}
+
+
+def checkpoint(folder, text):
+    place = folder / "step_7"
+    place.mkdir()
+    (place / "state.json").write_text(text)
+    return place
+
+
+def refusal(place):
+    with pytest.raises(CheckpointError) as refused:
+        read_state(place)
+    told, separator, _ = str(refused.value).partition(", so no run can resume from this checkpoint. ")
+    assert separator
+    return told.removeprefix(f"{place}/state.json: ")
+
+
+def test_what_is_written_is_read(tmp_path):
+    place = checkpoint(tmp_path, json.dumps({"progress": asdict(PROGRESS), "fingerprints": FINGERPRINTS}))
+    assert read_state(place) == SavedState(PROGRESS, FINGERPRINTS)
+
+
+def test_what_an_earlier_version_did_not_write_has_its_default(tmp_path):
+    place = checkpoint(tmp_path, json.dumps({"progress": {"step": 7}, "fingerprints": {}}))
+    assert read_state(place).progress == Progress(step=7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        *(
+            ({name: value}, f"progress.{name} is not a count")
+            for name in ("step", "batch")
+            for value in (-1, 7.0, "7", None)
+        ),
+        ({"metrics_bytes": 10**400}, "progress.metrics_bytes is not a count"),
+        ({"step": True}, "progress.step is not a count"),
+        ({"owes_validation": 1}, "progress.owes_validation is not true or false"),
+        ({"__class__": 1}, "progress has a key that tandem does not write ('__class__')"),
+        ({"step": 10**9}, "progress.step is 1000000000, which is not the step in the name of the folder"),
+        ({"epoch": 10**9}, "progress says that 7 steps passed more epochs or batches than that"),
+        ({"batch": 8}, "progress says that 7 steps passed more epochs or batches than that"),
+    ],
+)
+def test_progress_that_no_run_makes_is_refused(tmp_path, changed, told):
+    state = {"progress": {**asdict(PROGRESS), **changed}, "fingerprints": FINGERPRINTS}
+    assert refusal(checkpoint(tmp_path, json.dumps(state))) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "progress is missing or not a mapping"),
+        ('{"progress": 1, "fingerprints": {}}', "progress is missing or not a mapping"),
+        ('{"progress": {"step": 7}}', "fingerprints is missing or not a mapping"),
+        ('{"progress": {"step": 7}, "fingerprints": {"training data": [1]}}', "fingerprints are not texts"),
+    ],
+)
+def test_another_tree_is_refused(tmp_path, text, told):
+    assert refusal(checkpoint(tmp_path, text)) == told
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
+def test_what_is_no_json_is_refused(tmp_path, text):
+    refusal(checkpoint(tmp_path, text))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    place = checkpoint(tmp_path, "")
+    (place / "state.json").unlink()
+    os.mkfifo(place / "state.json")
+    assert refusal(place) == "not a file"
