@@ -1,5 +1,6 @@
 """A ModelSource in; the Policy with weights on their device out."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -83,8 +84,9 @@ def load_policy(
 
     packed = policy.packing.mode != "none"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             str(source.folder),
+            output_loading_info=True,
             config=source.config,
             dtype=dtype,
             quantization_config=quantization,
@@ -112,12 +114,26 @@ def load_policy(
             f"{source.key} = {source.name}: its weights are quantised ({_method(source)}), and quantised weights are not "
             "trained: only its embeddings and norms would be. Give the model that it was made of."
         )
+    _refuse_missing_weights(source, model, found["missing_keys"])
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
     loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
     check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
     return loaded
+
+
+def _refuse_missing_weights(source: ModelSource, model: Any, missing: Iterable[str]) -> None:
+    """transformers draws random numbers for weights that no file holds: a classifier has no head, for example."""
+    parameters = {name for name, _ in model.named_parameters()}
+    names = sorted(parameters.intersection(missing))
+    if not names:
+        return
+    raise ConfigError(
+        f"{source.key} = {source.name}: {len(names)} of its {len(parameters)} weights are in none of its files, such as "
+        f"{names[0]}, and would be random numbers. Is it a causal language model, saved complete, under the names that "
+        "transformers gives its weights?"
+    )
 
 
 def _method(source: ModelSource) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from models import random_preference, tiny_config
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
@@ -233,6 +234,42 @@ def test_a_model_with_dropout_computes_the_same_twice_with_gradients_too(folder,
     pack = lay_out([0], [preference], length=128, arrangement="shared" if mode == "batch" else "separate")
     inputs = policy.inputs(pack, CPU)
     assert torch.equal(policy(inputs), policy(inputs))
+
+
+@pytest.mark.parametrize(
+    ("renamed", "num_missing", "first"),
+    [
+        # as a classifier or a trunk is saved: without the head
+        ({"lm_head.weight": None}, "1 of its 21", "lm_head.weight"),
+        # as a compiled module is saved
+        ({"": "_orig_mod."}, "21 of its 21", "lm_head.weight"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, "1 of its 21", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_weights_that_no_file_holds_are_not_drawn_at_random(tmp_path, renamed, num_missing, first):
+    AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    ((start, other),) = renamed.items()
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name if not name.startswith(start) else f"{other}{name}": tensor
+        for name, tensor in load_file(file).items()
+        if not (other is None and name.startswith(start))
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    policy = Policy(model_name=str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        load_policy(find_model(policy), policy, torch.device("cpu"))
+    assert str(error.value) == (
+        f"policy.model_name = {tmp_path}: {num_missing} weights are in none of its files, such as {first}, and would be random "
+        "numbers. Is it a causal language model, saved complete, under the names that transformers gives its weights?"
+    )
+
+
+def test_a_tied_head_is_not_missing(tmp_path):
+    AutoModelForCausalLM.from_config(tiny_config("llama", tie_word_embeddings=True)).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    policy = Policy(model_name=str(tmp_path))
+    load_policy(find_model(policy), policy, torch.device("cpu"))
 
 
 def test_weights_load_as_float32_whatever_they_are_on_disk(folder):
