@@ -143,13 +143,15 @@ def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
 def remake_manifest(folder: Path) -> None:
     """As an attacker would: every file in it is what the manifest says."""
     path = folder / "manifest.json"
+    if not path.is_file():  # a pipe, perhaps
+        return
     try:
         manifest = json.loads(path.read_text())
         manifest.pop(OWN, None)
         names = list(manifest["files"])
         manifest["files"] = {name: sha256_of(folder / name) for name in names if (folder / name).is_file()}
         path.write_text(json.dumps({**manifest, OWN: fingerprint(manifest)}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it was the manifest that was mutated
 
 

@@ -22,7 +22,14 @@ from tandem.train.report import Reporter
 pytestmark = pytest.mark.slow
 
 NUMBER = 2500
-SETTINGS = [f"policy.model_name={MODEL}", "policy.max_total_sequence_length=512", "policy.packing.mode=dataset"]
+SETTINGS = [
+    f"policy.model_name={MODEL}",
+    "policy.max_total_sequence_length=512",
+    "policy.packing.mode=dataset",
+    "policy.train_global_batch_size=4",
+    "data.on_bad_row=skip",
+    "data.max_bad_share=0.5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     lines = TRAIN.read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join([*lines[:20], '{"prompt": 1}\n']), encoding="utf-8")
-    config = load_config(None, [*SETTINGS, f"data.train.data_path={folder}/few.jsonl", "data.max_bad_share=0.5"]).config
+    config = load_config(None, [*SETTINGS, f"data.train.data_path={folder}/few.jsonl"]).config
     prepare_data(config, Reporter("silent").progress, [1024], folder / "sets", None)
     return folder / "sets" / "train"
 

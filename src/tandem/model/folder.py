@@ -122,6 +122,23 @@ def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], hel
             )
 
 
+def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> None:
+    """Refuse settings by which transformers would put other layers in place of a model's own, unless they are quantised ones."""
+    if described.get("fusion_config"):
+        raise ConfigError(
+            f"{place}: {folder / 'config.json'} has a fusion_config, by which transformers replaces layers of every model in the "
+            "process. tandem trains the layers as they are; remove fusion_config."
+        )
+    inner = described.get("text_config")
+    for level in (described, inner if isinstance(inner, dict) else {}):
+        given = level.get("quantization_config")
+        if given is not None and not (isinstance(given, dict) and isinstance(given.get("quant_method", ""), str)):
+            raise ConfigError(
+                f"{place}: {folder / 'config.json'} gives quantization_config = {_shown(given)}, which names no quant_method. "
+                "Download the model again, or choose another."
+            )
+
+
 def _indexed(place: str, index: Path) -> list[str]:
     """The names of the files in an index, each once."""
     if not index.is_file():
