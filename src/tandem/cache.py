@@ -199,10 +199,11 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
     """Read `manifest.json` alone; ValueError where it is missing or damaged."""
     path = folder / "manifest.json"
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("there is no such file")
-        if (size := path.stat().st_size) > MANIFEST_BYTES:
-            raise ValueError(f"{size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise ValueError("it is not a file")
+        if found.st_size > MANIFEST_BYTES:
+            raise ValueError(f"{found.st_size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
         manifest = json.loads(path.read_text(encoding="utf-8"))
         manifest["files"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:

@@ -16,6 +16,7 @@ from tandem.data.template import make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.model.load import check_packable, load_policy
 from tandem.model.lora import load_adapted, plan_lora
+from tandem.model.positions import position_limit
 from tandem.model.source import find_model, find_tokenizer, weights_fingerprint
 
 pytestmark = pytest.mark.slow
@@ -112,6 +113,7 @@ def _read_model(folder: Path, adapter: Path | None) -> None:
     config = load_config(None, overrides).config
     source = find_model(config.policy)
     check_packable(source, config.policy)
+    position_limit(source.config)
     plan = plan_lora(source, config.policy.lora, CPU, "float32")
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)

@@ -1,6 +1,7 @@
 """A model's name in; its folder and its checked configuration out. No weights are loaded, and little is imported."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from tandem.model.folder import (
     read_json,
     refuse_large_counts,
     refuse_rebuilding,
+    refuse_wrong_types,
     weight_files,
 )
 
@@ -109,6 +111,8 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}") from None
+    with suppress(ValueError):  # it has several language models: refused with its class
+        refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name, folder, config, key, held)
 
 
