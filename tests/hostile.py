@@ -225,17 +225,12 @@ def _live(read: Callable[[], Any], writing: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
         try:
             read()
-            said = "read\n"
+            kind, said = "read", ""
         except TandemError as error:
-            said = f"refused\n{error}"
+            kind, said = "refused", str(error)
         except BaseException:
-            said = f"raised\n{traceback.format_exc()}"
-        os.write(
-            writing,
-            said.encode("utf-8", "backslashreplace")[-60_000:]
-            if len(said) > 60_000
-            else said.encode("utf-8", "backslashreplace"),
-        )
+            kind, said = "raised", traceback.format_exc()
+        os.write(writing, f"{kind}\n{said[-10_000:]}".encode("utf-8", "backslashreplace"))  # less than a pipe holds
     finally:
         os._exit(0)
 

@@ -12,6 +12,7 @@ from hostile import VALUES, copy_of, files_below, mutate_file, mutate_tree, try_
 from models import MODEL
 
 from tandem.config.load import load_config
+from tandem.config.schema import Config
 from tandem.data.template import make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
 from tandem.model.load import check_packable, load_policy
@@ -79,17 +80,21 @@ def test_models(tmp_path: Path, model: Path, adapter: Path, part: int) -> None:
     victim = tmp_path / "victim"
     copy_of(model, victim)
     (victim / "file.txt").write_text("{}")
-    warm = [lambda: _read_model(model, adapter)]
-    warm[0]()  # what is imported here need not be imported in every child
+    given, added = copy_of(model, tmp_path / "given"), copy_of(adapter, tmp_path / "added")
+    overrides = [f"policy.model_name={given}", "policy.max_total_sequence_length=64"]
+    alone = load_config(None, overrides).config
+    adapted = load_config(None, [*overrides, f"policy.lora.adapter={added}", "policy.lora.enabled=true"]).config
+    for config in (alone, adapted):
+        _read_model(config)  # what is imported here need not be imported in every child
 
     def make(rng: random.Random) -> Callable[[], Any]:
-        given = copy_of(model, tmp_path / "given")
-        added = copy_of(adapter, tmp_path / "added")
+        copy_of(model, given)
+        copy_of(adapter, added)
         hurt = added if rng.random() < 0.2 else given
         if hurt is given and rng.random() < 0.25:
             add_unusual(rng, given / "config.json")
         mutate_file(rng, rng.choice(files_below(hurt)), victim)
-        return lambda: _read_model(given, added if hurt is added else None)
+        return lambda: _read_model(adapted if hurt is added else alone)
 
     try_all("model", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
 
@@ -107,10 +112,7 @@ def add_unusual(rng: random.Random, file: Path) -> None:
     file.write_text(json.dumps(described))
 
 
-def _read_model(folder: Path, adapter: Path | None) -> None:
-    overrides = [f"policy.model_name={folder}", "policy.max_total_sequence_length=64"]
-    overrides += [f"policy.lora.adapter={adapter}", "policy.lora.enabled=true"] if adapter else []
-    config = load_config(None, overrides).config
+def _read_model(config: Config) -> None:
     source = find_model(config.policy)
     check_packable(source, config.policy)
     position_limit(source.config)

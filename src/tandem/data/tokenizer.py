@@ -84,7 +84,7 @@ def _check_usable(tokenizer: Any, name: Path) -> None:
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:500].rstrip(".")
+        reason = _one_line(error).rstrip(".")
         raise ConfigError(
             f"{name}: its tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it again, or "
             "use another, by policy.tokenizer.name."
@@ -203,9 +203,7 @@ def _from_folder(folder: Path) -> Any:
             raise ConfigError(
                 f"{folder}: holds no tokenizer (no {', no '.join(KNOWN_FILES)}). Give its folder as policy.tokenizer.name."
             ) from None
-        reason = (
-            "its files are nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        )
+        reason = "its files are nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
         raise ConfigError(f"{folder}: no tokenizer could be loaded: {reason}") from None
     if differs:
         raise ConfigError(
@@ -213,6 +211,11 @@ def _from_folder(folder: Path) -> Any:
             f"Use the model itself: policy.tokenizer.name={model}"
         )
     return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    """What a library says, which may quote its file."""
+    return " ".join(str(error).split())[:500]
 
 
 def _read_sentencepiece(file: Path, place: str) -> SentencePiece:

@@ -321,7 +321,9 @@ def test_a_manifest_that_leaves_out_a_file_is_refused(prepared, name):
     assert refusal(prepared) == f"{prepared}/manifest.json does not name {name}. {AGAIN}"
 
 
-@pytest.mark.parametrize("path", ["/proc/self/environ", "/etc/hostname", "{folder}/../pairs.jsonl", "{folder}/link.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["/proc/self/environ", "/etc/hostname", "{folder}/../pairs.jsonl", "{folder}/link.jsonl"]
+)
 def test_a_source_that_is_not_a_data_file_is_not_read(prepared, monkeypatch, path):
     (prepared / "link.jsonl").symlink_to("/etc/hostname")
     made_of = read_manifest_unverified(prepared)["made_of"]
@@ -334,7 +336,10 @@ def test_a_source_that_changed_is_reported(prepared):
     made_of = read_manifest_unverified(prepared)["made_of"]
     ((name, path, _),) = made_of["sources"]
     remake_manifest(prepared, made_of={**made_of, "sources": [[name, path, "0" * 64]]})
-    assert refusal(prepared) == f"{prepared}: {path} has changed since it was prepared. Prepare it again, with tandem prepare."
+    assert (
+        refusal(prepared)
+        == f"{prepared}: {path} has changed since it was prepared. Prepare it again, with tandem prepare."
+    )
 
 
 # Rows that were left out
