@@ -154,3 +154,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
         f"{folder}/tokenizer_config.json: not a file, but a pipe or a device, which a tokenizer is not read from. Download the "
         "tokenizer again."
     )
+
+
+def test_a_refusal_does_not_quote_all_of_a_file(tmp_path):
+    folder = changed(tmp_path / "model", truncation="x" * 70_000)
+    assert len(refusal(folder)) < 1000
