@@ -151,7 +151,7 @@ def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are
 
 
 @forking
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
     monkeypatch.setattr(processes, "ROW_SECONDS", 0.5)
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
