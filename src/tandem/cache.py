@@ -202,7 +202,7 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_json(path: Path, most_bytes: int | None = None) -> Any:
-    """What a file holds; ValueError where it is not a file, not JSON or too large. Of a pipe nothing is read: it may stay empty."""
+    """What a file holds; ValueError where it is not a file, not JSON or too large. A pipe is not read: it may never end."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):

@@ -86,7 +86,7 @@ def load_policy(
     packed = policy.packing.mode != "none"
     try:
         with within_limits(source):
-            model, found = AutoModelForCausalLM.from_pretrained(
+            answer: Any = AutoModelForCausalLM.from_pretrained(
                 str(source.folder),
                 output_loading_info=True,
                 config=source.config,
@@ -113,6 +113,7 @@ def load_policy(
             f"{source.key} = {source.name}: transformers cannot load it ({described(error)}). Choose another model, or "
             "download it again."
         ) from error
+    model, found = answer
     if quantization is None and source.key == "policy.model_name" and getattr(model, "is_quantized", False):
         raise ConfigError(
             f"{source.key} = {source.name}: its weights are quantised ({_method(source)}), and quantised weights are not "
