@@ -97,14 +97,8 @@ def _recalled(name: str, memory: Path) -> HubFiles:
         commit, chosen = facts["commit"], facts["files"]
         if not (COMMIT.fullmatch(commit) and isinstance(chosen, list) and all(map(_is_inside, chosen))):
             raise ValueError
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # not there, or damaged: either way nothing is remembered
+    # Not there, or damaged: either way nothing is remembered.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(
             f"{name}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and "
             f"revision. {ONLINE}"
