@@ -143,13 +143,15 @@ def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
 def remake_manifest(folder: Path) -> None:
     """As an attacker would: every file in it is what the manifest says."""
     path = folder / "manifest.json"
+    if not path.is_file():  # a pipe, perhaps
+        return
     try:
         manifest = json.loads(path.read_text())
         manifest.pop(OWN, None)
         names = list(manifest["files"])
         manifest["files"] = {name: sha256_of(folder / name) for name in names if (folder / name).is_file()}
         path.write_text(json.dumps({**manifest, OWN: fingerprint(manifest)}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # it was the manifest that was mutated
 
 
@@ -223,13 +225,12 @@ def _live(read: Callable[[], Any], writing: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
         try:
             read()
-            said = "read\n"
+            kind, said = "read", ""
         except TandemError as error:
-            said = f"refused\n{error}"
+            kind, said = "refused", str(error)
         except BaseException:
-            said = f"raised\n{traceback.format_exc()}"
-        kind, _, words = said.partition("\n")
-        os.write(writing, f"{kind}\n{words[-50_000:]}".encode("utf-8", "backslashreplace")[:65_536])
+            kind, said = "raised", traceback.format_exc()
+        os.write(writing, f"{kind}\n{said[-10_000:]}".encode("utf-8", "backslashreplace"))  # less than a pipe holds
     finally:
         os._exit(0)
 

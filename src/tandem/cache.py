@@ -5,7 +5,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from tandem.ownership import MARKER, create_temporary, remove_abandoned, tempora
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 OWN = "fingerprint_of_manifest"
+MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any has
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 
 
@@ -180,10 +181,18 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read `manifest.json` and verify every file it names; ValueError says which one is wrong."""
+def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
+    """Read `manifest.json` and verify every file it names; ValueError says which one is wrong.
+
+    needed: files that will be read, so that the manifest must name them.
+    """
     manifest = intact_manifest(folder)
+    for name in needed:
+        if name not in manifest["files"]:
+            raise ValueError(f"{folder}/manifest.json does not name {name}")
     for name, digest in manifest["files"].items():
+        if not _is_inside(name):
+            raise ValueError(f"{folder}/manifest.json names {name!r}, which is not a file of its folder")
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -195,8 +204,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """What a file holds; ValueError where it is not a file or not JSON. Of a pipe nothing is read: nobody may write to it."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError("not a file")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a file")
+        if found.st_size > MANIFEST_BYTES:
+            raise ValueError(f"{found.st_size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -214,3 +226,8 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
     if not is_intact:
         raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
     return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a manifest is one of a file below its folder: relative, without steps upwards."""
+    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")

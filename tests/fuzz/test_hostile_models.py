@@ -1,5 +1,6 @@
 """Models, adapters and tokenizers of a stranger, mutated: each is read or refused in words."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -7,19 +8,46 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import copy_of, files_below, mutate_file, try_all
+from hostile import VALUES, copy_of, files_below, mutate_file, mutate_tree, try_all
 from models import MODEL
 
 from tandem.config.load import load_config
+from tandem.config.schema import Config
 from tandem.data.template import make_template
 from tandem.data.tokenizer import check_export, load_tokenizer
-from tandem.model.adapter_files import read_adapter
 from tandem.model.load import check_packable, load_policy
+from tandem.model.lora import load_adapted, plan_lora
+from tandem.model.positions import position_limit
 from tandem.model.source import find_model, find_tokenizer, weights_fingerprint
 
 pytestmark = pytest.mark.slow
 
 NUMBER = 2500
+# Settings of config.json that the embedded model does without.
+UNUSUAL = {
+    "quantization_config": {"quant_method": "mxfp4", "bits": 4, "modules_to_not_convert": ["lm_head"]},
+    "fusion_config": {"patch_embeddings": True},
+    "dtype": "float16",
+    "torch_dtype": "nn",
+    "auto_map": {"AutoConfig": "code.Config"},
+    "attn_implementation": "someone/kernels",
+    "experts_implementation": "someone/kernels",
+    "transformers_weights": "model-00001-of-00002.safetensors",
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 128},
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 16,
+    "text_config": {"hidden_size": 64},
+    "attention_chunk_size": 8,
+    "index_topk": 4,
+    "num_experts": 4,
+    "tie_word_embeddings": True,
+    "pruned_heads": {"0": [0]},
+    "id2label": {"0": "a"},
+    "return_dict": False,
+    "gguf_file": "model.gguf",
+    "chunk_size_feed_forward": 7,
+}
+METHODS = ("bitsandbytes", "gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "quanto", "hqq", "torchao", "gguf")
 CPU = torch.device("cpu")
 
 
@@ -52,31 +80,50 @@ def test_models(tmp_path: Path, model: Path, adapter: Path, part: int) -> None:
     victim = tmp_path / "victim"
     copy_of(model, victim)
     (victim / "file.txt").write_text("{}")
-    warm = [lambda: _read_model(model, adapter)]
-    warm[0]()  # what is imported here need not be imported in every child
+    given, added = copy_of(model, tmp_path / "given"), copy_of(adapter, tmp_path / "added")
+    overrides = [f"policy.model_name={given}", "policy.max_total_sequence_length=64"]
+    alone = load_config(None, overrides).config
+    adapted = load_config(None, [*overrides, f"policy.lora.adapter={added}", "policy.lora.enabled=true"]).config
+    for config in (alone, adapted):
+        _read_model(config)  # what is imported here need not be imported in every child
 
     def make(rng: random.Random) -> Callable[[], Any]:
-        given = copy_of(model, tmp_path / "given")
-        added = copy_of(adapter, tmp_path / "added")
+        copy_of(model, given)
+        copy_of(adapter, added)
         hurt = added if rng.random() < 0.2 else given
+        if hurt is given and rng.random() < 0.25:
+            add_unusual(rng, given / "config.json")
         mutate_file(rng, rng.choice(files_below(hurt)), victim)
-        return lambda: _read_model(given, added if hurt is added else None)
+        return lambda: _read_model(adapted if hurt is added else alone)
 
     try_all("model", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
 
 
-def _read_model(folder: Path, adapter: Path | None) -> None:
-    overrides = [f"policy.model_name={folder}", "policy.max_total_sequence_length=64"]
-    overrides += [f"policy.lora.adapter={adapter}", "policy.lora.enabled=true"] if adapter else []
-    config = load_config(None, overrides).config
+def add_unusual(rng: random.Random, file: Path) -> None:
+    """Settings that transformers acts on, and in half of the cases mutated ones."""
+    described = json.loads(file.read_text())
+    for key in rng.sample(list(UNUSUAL), rng.choice([1, 1, 2])):
+        value = json.loads(json.dumps(UNUSUAL[key]))
+        if key == "quantization_config" and rng.random() < 0.7:
+            value["quant_method"] = rng.choice(METHODS)
+        described[key] = mutate_tree(rng, {key: value}) if rng.random() < 0.2 else value
+        if rng.random() < 0.3:
+            described[key] = rng.choice(VALUES)
+    file.write_text(json.dumps(described))
+
+
+def _read_model(config: Config) -> None:
     source = find_model(config.policy)
     check_packable(source, config.policy)
-    if adapter is not None:
-        read_adapter(str(adapter))
+    position_limit(source.config)
+    plan = plan_lora(source, config.policy.lora, CPU, "float32")
     named = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(named)
     check_export(tokenizer, named, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
     template.tokenizer("Two words, and \u00e9 more.")
     weights_fingerprint(source)
-    load_policy(source, config.policy, CPU)
+    if plan is None:
+        load_policy(source, config.policy, CPU)
+    else:
+        load_adapted(source, config.policy, CPU, plan)

@@ -1,6 +1,7 @@
 """Folders that are either absent or whole, and manifests that know when a file changed."""
 
 import json
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem import cache
 from tandem.cache import (
     cache_dir,
     fingerprint,
@@ -114,6 +116,33 @@ def refusal(folder) -> str:
     with pytest.raises(ValueError) as caught:
         read_manifest(folder)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../victim", "/etc/hostname", "inner/../../victim", "", "a\0"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused_before_it_is_read(folder, name, monkeypatch):
+    (folder / "manifest.json").write_text(json.dumps({"files": {name: "0"}}))
+    monkeypatch.setattr(cache, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
+    assert refusal(folder) == f"{folder}/manifest.json names {name!r}, which is not a file of its folder"
+
+
+def test_a_manifest_names_the_files_that_are_read(folder):
+    assert read_manifest(folder, needed=["a", "inner/b"])["version"] == 7
+    with pytest.raises(ValueError) as caught:
+        read_manifest(folder, needed=["a", "c"])
+    assert str(caught.value) == f"{folder}/manifest.json does not name c"
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(folder):
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (it is not a file)"
+
+
+def test_a_manifest_of_any_size_is_not_read(folder):
+    os.truncate(folder / "manifest.json", 2**40)
+    assert refusal(folder) == (
+        f"{folder}/manifest.json is missing or damaged (1,099,511,627,776 bytes, more than the 268,435,456 that are read of one)"
+    )
 
 
 def test_a_manifest_holds_its_facts_and_the_sha256_of_every_file(folder):

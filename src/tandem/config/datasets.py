@@ -101,7 +101,7 @@ class Data(Section):
     default: DatasetFields = Field(default=DatasetFields(), description="fills what a dataset leaves out")
     shuffle: bool = Field(default=True, description="another order every epoch, from run.seed")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="processes that tokenise; auto: one per core, fewer for small files; 0: this one"
+        default="auto", description="processes that tokenise; auto: one per core, fewer for small files; 0: as 1"
     )
     drop_last: bool = Field(default=True, description="leave out an epoch's last batch when it is short")
     pairing: Literal["best_worst", "all", "adjacent"] = Field(

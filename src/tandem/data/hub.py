@@ -15,6 +15,7 @@ from tandem.errors import DataError
 
 # The hub's own rule for the names of repositories.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+COMMIT = re.compile(r"\w{1,64}", re.ASCII)
 LISTING_TIMEOUT_SECONDS = 30
 # What is said of a header that cannot be sent. The second quotes it, token and all.
 BAD_HEADER = re.compile("codec can't encode|Bearer ")
@@ -65,11 +66,16 @@ def _list(name: str, revision: str | None) -> tuple[str, list[str]]:
             raise ValueError("the answer names no commit or no files")
     listing = sorted(sibling.rfilename for sibling in info.siblings)
     for file in listing:
-        if file.startswith("/") or ".." in file.split("/"):
+        if not _is_inside(file):
             raise DataError(
                 f"{name}: the hub lists {file!r}, which would lie outside of its folder. Nothing was fetched."
             )
     return info.sha, listing
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a name is one of a file in the repository: relative, without steps upwards."""
+    return not file.startswith("/") and ".." not in file.split("/")
 
 
 def _fetch(name: str, file: str, commit: str) -> Path:
@@ -89,7 +95,10 @@ def _recalled(name: str, memory: Path) -> HubFiles:
     try:
         facts = json.loads(memory.read_text(encoding="utf-8"))
         commit, chosen = facts["commit"], facts["files"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: either way nothing is remembered
+        if not (COMMIT.fullmatch(commit) and isinstance(chosen, list) and all(map(_is_inside, chosen))):
+            raise ValueError
+    # Not there, or damaged: either way nothing is remembered.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(
             f"{name}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and "
             f"revision. {ONLINE}"

@@ -13,6 +13,7 @@ from tandem.config.datasets import Data, DatasetFields
 from tandem.data.duplicates import DUPLICATE
 from tandem.data.files import SourceFile, find_files
 from tandem.data.formats import unused_key
+from tandem.data.hub_layout import DATA_FILE
 from tandem.data.limits import REJECTS_BYTES
 from tandem.data.notes import NO_SYSTEM
 from tandem.data.processes import Processes
@@ -177,7 +178,7 @@ def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expa
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
     """A folder of `tandem prepare`, if it was made of what the configuration says, and its sources are as they were."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, needed=("tokens.arrow", "rejects.jsonl"))
         version = manifest["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
@@ -207,8 +208,18 @@ def _compare(folder: Path, made_of: dict[str, Any], processes: Processes, limits
                 else f"{folder}: prepared with another {what}. {PREPARE_AGAIN}"
             )
     for name, path, content in made_of["sources"]:
-        if Path(path).is_file() and content_of(Path(path)) != content:
+        if (file := _source_file(path)) and content_of(file) != content:
             raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN}")
+
+
+def _source_file(path: str) -> Path | None:
+    """A source of prepared data, if it is here and is a data file: any other that a manifest names is not touched."""
+    file = Path(path)
+    if not file.is_absolute() or ".." in file.parts or not file.is_file():
+        return None
+    file = file.resolve()
+    # The hub's cache: datasets--NAME/snapshots/COMMIT/train.jsonl -> datasets--NAME/blobs/HASH
+    return file if DATA_FILE.search(file.name) or file.parent.name == "blobs" else None
 
 
 def _as_set(what: str, value: Any) -> Any:

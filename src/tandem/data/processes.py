@@ -45,14 +45,10 @@ class Processes:
             raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
 
     def prepared(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[Prepared]:
-        """What becomes of each chunk, in order; in this process if there are no others."""
-        if num_workers == 0:
-            watch = Watch()
-            yield from (recipe(self.template, chunk, watch) for chunk in chunks)
-            return
+        """What becomes of each chunk, in order. Never in this process: what does not end there cannot be ended."""
         try:
             done = 0
-            for prepared in self._pool.map(((recipe, chunk) for chunk in chunks), num_workers):
+            for prepared in self._pool.map(((recipe, chunk) for chunk in chunks), max(1, num_workers)):
                 done += 1
                 yield prepared
             if done > KEPT_AFTER:

@@ -43,6 +43,7 @@ class TokenStore:
         self.counts = Counts(**manifest["counts"])
         self.examples: list[dict[str, str]] = manifest["examples"]
         self.packs: list[dict[str, Any]] = manifest.get("packs", [])  # how it was packed, by `tandem prepare`
+        self.verified: frozenset[str] = frozenset(manifest.get("files", ()))  # files whose SHA-256 is in the manifest
         self.notes: dict[str, int] = manifest["notes"]
         self.noted_at: dict[str, str] = manifest["noted_at"]  # the first place of each note that has one
         self.longer_than: dict[int, int] = dict(

@@ -32,6 +32,11 @@ def load_tokenizer(name: Path) -> Any:
     is loaded in a process of its own first.
     """
     files = [name] if name.is_file() else sorted(file for file in name.glob("*") if file.suffix in READ_SUFFIXES)
+    for file in files:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ConfigError(
+                f"{file}: not a file, but a pipe or a device, which a tokenizer is not read from. Download the tokenizer again."
+            )
     contents = {file.name: content_of(file) for file in files if file.is_file()}
     note = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
     if not note.exists():
@@ -43,18 +48,16 @@ def load_tokenizer(name: Path) -> Any:
 
 
 def _try_out(name: Path, num_bytes: int) -> None:
-    """Load a tokenizer, and use it as it will be used, where it can be killed. Errors are left to be met again."""
+    """Load a tokenizer, and use it as it will be used, where it can be killed."""
 
     def work() -> None:
         from tandem.data.words import WordEncoder  # which imports this module
 
-        with suppress(Exception):
-            tokenizer = _load(name)
-            if (backend := fast_backend(tokenizer)) is not None:
-                WordEncoder(backend)
-                WordEncoder(without_dummy_prefix(backend))
-            for text in PROBES:
-                tokenizer.decode(tokenizer(text)["input_ids"])
+        tokenizer = _load(name)
+        _check_usable(tokenizer, name)
+        if (backend := fast_backend(tokenizer)) is not None:
+            WordEncoder(backend)
+            WordEncoder(without_dummy_prefix(backend))
 
     seconds, memory = LOAD_SECONDS + num_bytes / BYTES_PER_SECOND, LOAD_BYTES + num_bytes * BYTES_PER_BYTE
     try:
@@ -68,6 +71,24 @@ def _try_out(name: Path, num_bytes: int) -> None:
         raise ConfigError(
             f"{name}: its tokenizer ends the process that loads it and tries it out, or needs more than {memory / 2**30:.1f} GiB "
             "of memory. Use another tokenizer, by policy.tokenizer.name."
+        ) from None
+
+
+def _check_usable(tokenizer: Any, name: Path) -> None:
+    """Refuse a tokenizer in which the libraries fail on a text: not every setting of its files is checked when it is loaded."""
+    try:
+        if not isinstance(tokenizer, SentencePiece):
+            tokenizer.get_vocab()
+            tokenizer(list(PROBES), add_special_tokens=False)
+        for text in PROBES:
+            tokenizer.decode(tokenizer(text)["input_ids"])
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = _one_line(error).rstrip(".")
+        raise ConfigError(
+            f"{name}: its tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it again, or "
+            "use another, by policy.tokenizer.name."
         ) from None
 
 
@@ -183,9 +204,7 @@ def _from_folder(folder: Path) -> Any:
             raise ConfigError(
                 f"{folder}: holds no tokenizer (no {', no '.join(KNOWN_FILES)}). Give its folder as policy.tokenizer.name."
             ) from None
-        reason = (
-            "its files are nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        )
+        reason = "its files are nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
         raise ConfigError(f"{folder}: no tokenizer could be loaded: {reason}") from None
     if differs:
         raise ConfigError(
@@ -193,6 +212,11 @@ def _from_folder(folder: Path) -> Any:
             f"Use the model itself: policy.tokenizer.name={model}"
         )
     return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    """What a library says, which may quote its file."""
+    return " ".join(str(error).split())[:500]
 
 
 def _read_sentencepiece(file: Path, place: str) -> SentencePiece:

@@ -9,7 +9,8 @@ from torch.nn.modules import module as torch_modules
 from tandem.errors import ConfigError
 from tandem.model.source import ModelSource
 
-# A byte holds 8 weights of one bit, and tied weights are made twice; the rest is for models of a few bytes.
+# A byte holds 8 weights of one bit, and each is made twice: on the meta device, and when it is read. The rest is for models
+# of a few bytes.
 WEIGHTS_PER_BYTE, MORE_WEIGHTS = 16, 100_000_000
 # Real models have 1 to 4 modules for each tensor.
 MODULES_PER_TENSOR, MORE_MODULES = 20, 2_000

@@ -19,6 +19,14 @@ MAX_NESTING = 64  # a configuration of several models, quantised, is 6 deep
 COUNT = re.compile(r"(layer|expert|head|block|group|label|stage)s?$|depth", re.IGNORECASE)
 MAX_COUNT = 65_536
 
+# Settings of a model that tandem computes with: numbers, or null; and of its RoPE.
+NUMBERS = (
+    "attention_chunk_size", "hidden_size", "index_topk", "max_position_embeddings", "max_seq_len", "moe_intermediate_size",
+    "num_experts_per_tok", "num_hidden_layers", "sliding_window", "vocab_size",
+)  # fmt: skip
+ROPE_NUMBERS = ("factor", "original_max_position_embeddings")
+LARGEST = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
@@ -122,6 +130,48 @@ def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], hel
             )
 
 
+def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> None:
+    """Refuse settings by which transformers would put other layers in place of a model's own, unless they are quantised ones."""
+    if described.get("fusion_config"):
+        raise ConfigError(
+            f"{place}: {folder / 'config.json'} has a fusion_config, by which transformers replaces layers of every model in the "
+            "process. tandem trains the layers as they are; remove fusion_config."
+        )
+    inner = described.get("text_config")
+    for level in (described, inner if isinstance(inner, dict) else {}):
+        given = level.get("quantization_config")
+        if given is not None and not (isinstance(given, dict) and isinstance(given.get("quant_method", ""), str)):
+            raise ConfigError(
+                f"{place}: {folder / 'config.json'} gives quantization_config = {_shown(given)}, which names no quant_method. "
+                "Download the model again, or choose another."
+            )
+
+
+def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
+    """Refuse a setting that tandem computes with and that is not what it should be. `text`: the language model's, as parsed."""
+    rope = getattr(text, "rope_parameters", None)
+    kinds = getattr(text, "layer_types", None)
+    found = {key: getattr(text, key, None) for key in NUMBERS}
+    wrong = {key: (value, "a number") for key, value in found.items() if not _is_number(value)}
+    if not (rope is None or isinstance(rope, dict)):
+        wrong["rope_parameters"] = (rope, "an object")
+    elif rope:
+        for kind in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+            wrong |= {key: (kind.get(key), "a number") for key in ROPE_NUMBERS if not _is_number(kind.get(key))}
+    if not (kinds is None or (isinstance(kinds, list | tuple) and all(isinstance(kind, str) for kind in kinds))):
+        wrong["layer_types"] = (kinds, "a list of names")
+    for key, (value, wanted) in wrong.items():
+        raise ConfigError(
+            f"{place}: {folder / 'config.json'} gives {key} = {_shown(value)}, which is not {wanted}. Download the model again, "
+            "or choose another."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that can be computed with, or null."""
+    return value is None or (isinstance(value, int | float) and -LARGEST < value < LARGEST)
+
+
 def _indexed(place: str, index: Path) -> list[str]:
     """The names of the files in an index, each once."""
     if not index.is_file():
@@ -186,5 +236,5 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -19,6 +19,7 @@ RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
     """Refuse, before any weights load, what is not a causal model, and packing where a mask cannot keep sequences apart."""
     model_class = _model_class(source)
+    _ = source.dtype  # refused if it is none
     _refuse_row_dependent_positions(source, policy)
     if policy.packing.mode == "none":
         return
@@ -83,16 +84,19 @@ def load_policy(
 
     packed = policy.packing.mode != "none"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(source.folder),
-            config=source.config,
-            dtype=dtype,
-            quantization_config=quantization,
-            device_map=device,
-            attn_implementation=IMPLEMENTATION if packed else _plain_attention(source),
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
+        with within_limits(source):
+            model = AutoModelForCausalLM.from_pretrained(
+                str(source.folder),
+                config=source.config,
+                dtype=dtype,
+                quantization_config=quantization,
+                device_map=device,
+                attn_implementation=IMPLEMENTATION if packed else _plain_attention(source),
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
+    except ConfigError:
+        raise
     except SafetensorError as error:
         raise ConfigError(
             f"{source.key} = {source.name}: its weights are not readable as safetensors ({one_line(error)}). "
@@ -123,7 +127,7 @@ def load_policy(
 def _method(source: ModelSource) -> str:
     """How a model was quantised, by the name in its configuration."""
     given = source.config.quantization_config
-    return str(given["quant_method"] if isinstance(given, dict) else given.quant_method)
+    return str(given.get("quant_method") if isinstance(given, dict) else given.quant_method)
 
 
 def empty_model(source: ModelSource) -> Any:

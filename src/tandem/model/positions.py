@@ -29,7 +29,7 @@ def position_limit(config: Any) -> int | None:
     extended = [
         int(kind["factor"] * (kind.get("original_max_position_embeddings") or limit))
         for kind in kinds
-        if kind.get("rope_type") == "yarn" and kind["factor"]  # without one, the limit is the extended number
+        if kind.get("rope_type") == "yarn" and kind.get("factor")  # without one, the limit is the extended number
     ]
     return max([limit, *extended])
 

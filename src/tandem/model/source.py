@@ -1,6 +1,7 @@
 """A model's name in; its folder and its checked configuration out. No weights are loaded, and little is imported."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,15 @@ from tandem.cache import content_of, fingerprint, is_checkpoint, is_run
 from tandem.config.policy import Policy as PolicyConfig
 from tandem.config.section import EMBEDDED
 from tandem.errors import ConfigError
-from tandem.model.folder import HeldWeights, held_by, read_json, refuse_large_counts, weight_files
+from tandem.model.folder import (
+    HeldWeights,
+    held_by,
+    read_json,
+    refuse_large_counts,
+    refuse_rebuilding,
+    refuse_wrong_types,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +41,14 @@ class ModelSource:
         """The dtype the model was published in."""
         import torch
 
-        given = self.config.get_text_config().dtype or self.config.dtype
-        return getattr(torch, given) if isinstance(given, str) else given or torch.float32
+        given = self.config.get_text_config().dtype or self.config.dtype or torch.float32
+        found = getattr(torch, given, None) if isinstance(given, str) else given
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ConfigError(
+                f"{self.key} = {self.name}: {self.folder / 'config.json'} gives dtype = {str(given)[:100]}, which is not a "
+                "floating-point type of torch. Download the model again, or choose another."
+            )
+        return found
 
     @property
     def vocabulary(self) -> int:
@@ -88,6 +103,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
             f"{key} = {name}: this model needs Python code from its own repository, "
             "which tandem does not run. Use a model type that transformers knows."
         )
+    refuse_rebuilding(f"{key} = {name}", folder, described)
     files = weight_files(key, name, folder, described)
     held = held_by(f"{key} = {name}", files)
     refuse_large_counts(f"{key} = {name}", folder, described, held)
@@ -95,6 +111,8 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}") from None
+    with suppress(ValueError):  # it has several language models: refused with its class
+        refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name, folder, config, key, held)
 
 

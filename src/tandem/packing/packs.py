@@ -36,6 +36,8 @@ def open_packs(packer: Packer) -> Bins:
     if isinstance(packer.store, TokenStore) and facts in packer.store.packs:
         folder = packer.store.folder
         try:
+            if file_name(packer.length) not in packer.store.verified:
+                raise ValueError(f"{folder}/manifest.json does not name {file_name(packer.length)}")
             return _checked(folder / file_name(packer.length), packer)  # its SHA-256 was verified with the tokens'
         except ValueError as error:
             raise DataError(f"{error}. The prepared data is damaged. Prepare it again, with tandem prepare.") from None

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 
 import pytest
@@ -126,3 +127,35 @@ def test_a_tokenizer_is_tried_out_once_for_its_content(tmp_path, monkeypatch):
     load_tokenizer(folder)
     assert len(tried) == 2
     assert any((cache_dir() / "tokenizers").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"a": 1}, "TypeError: '>' not supported between instances of 'int' and 'dict'"),
+        ("many", "TypeError: '>' not supported between instances of 'int' and 'str'"),
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text_is_refused(tmp_path, given, reason):
+    folder = changed(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": given}))
+    assert refusal(folder) == (
+        f"{folder}: its tokenizer cannot encode and decode a text ({reason}). Download it again, or use another, by "
+        "policy.tokenizer.name."
+    )
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    folder = changed(tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    assert refusal(folder) == (
+        f"{folder}/tokenizer_config.json: not a file, but a pipe or a device, which a tokenizer is not read from. Download the "
+        "tokenizer again."
+    )
+
+
+def test_a_refusal_does_not_quote_all_of_a_file(tmp_path):
+    folder = changed(tmp_path / "model", truncation="x" * 70_000)
+    assert len(refusal(folder)) < 1000

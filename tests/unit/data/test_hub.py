@@ -345,11 +345,25 @@ def test_half_a_download_is_not_remembered(hub: StubHub, monkeypatch, tmp_path):
     assert refusal() == NOT_FETCHED
 
 
-def test_a_damaged_memory_is_none(hub: StubHub, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"commit": "0123abc", "files": 5}',
+        '{"commit": "0123abc", "files": "train.jsonl"}',
+        '{"commit": "0123abc", "files": [5]}',
+        '{"commit": "0123abc", "files": ["../../other/train.jsonl"]}',
+        '{"commit": "../main", "files": ["train.jsonl"]}',
+        '{"commit": null, "files": ["train.jsonl"]}',
+    ],
+)
+def test_a_damaged_memory_is_none(hub: StubHub, monkeypatch, tmp_path, text):
     hub.add(NAME, ONE)
     fetch()
     (memory,) = (tmp_path / "tandem" / "hub").iterdir()
-    memory.write_bytes(b"")
+    memory.write_text(text)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == NOT_FETCHED
 

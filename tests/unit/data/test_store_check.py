@@ -11,6 +11,7 @@ from letters import letter_tokenizer
 
 from tandem.cache import read_manifest, write_manifest
 from tandem.config.datasets import Data, DatasetFields
+from tandem.data import opening
 from tandem.data.opening import open_store
 from tandem.data.store import TokenStore
 from tandem.data.store_writer import SCHEMA
@@ -310,6 +311,37 @@ def test_a_manifest_nested_without_end_is_refused(prepared):
     assert refusal(prepared).startswith(f"{prepared}/manifest.json is missing or damaged (")
 
 
+@pytest.mark.parametrize("name", ["tokens.arrow", "rejects.jsonl"])
+def test_a_manifest_that_leaves_out_a_file_is_refused(prepared, name):
+    facts = {key: value for key, value in read_manifest(prepared).items() if key != "files"}
+    content = (prepared / name).read_bytes()
+    (prepared / name).unlink()
+    write_manifest(prepared, **facts)
+    (prepared / name).write_bytes(content)
+    assert refusal(prepared) == f"{prepared}/manifest.json does not name {name}. {AGAIN}"
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/self/environ", "/etc/hostname", "{folder}/../pairs.jsonl", "{folder}/link.jsonl"]
+)
+def test_a_source_that_is_not_a_data_file_is_not_read(prepared, monkeypatch, path):
+    (prepared / "link.jsonl").symlink_to("/etc/hostname")
+    made_of = read_manifest_unverified(prepared)["made_of"]
+    remake_manifest(prepared, made_of={**made_of, "sources": [["pairs", path.format(folder=prepared), "0" * 64]]})
+    monkeypatch.setattr(opening, "content_of", lambda file: pytest.fail(f"{file} was read"))
+    assert len(opened(prepared)) == 3
+
+
+def test_a_source_that_changed_is_reported(prepared):
+    made_of = read_manifest_unverified(prepared)["made_of"]
+    ((name, path, _),) = made_of["sources"]
+    remake_manifest(prepared, made_of={**made_of, "sources": [[name, path, "0" * 64]]})
+    assert (
+        refusal(prepared)
+        == f"{prepared}: {path} has changed since it was prepared. Prepare it again, with tandem prepare."
+    )
+
+
 # Rows that were left out
 
 REJECT = '{"place": "a.jsonl:1", "kind": "bad", "reason": "not an object", "message": "a number."}\n'
@@ -343,4 +375,4 @@ def test_a_line_that_is_not_a_row_left_out_is_refused(prepared, line):
 def test_rows_left_out_that_are_missing_are_told(prepared):
     (prepared / "rejects.jsonl").unlink()
     remake_manifest(prepared)
-    assert refusal(prepared) == f"[Errno 2] No such file or directory: '{prepared}/rejects.jsonl'. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/manifest.json does not name rejects.jsonl. {AGAIN}"

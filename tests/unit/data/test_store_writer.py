@@ -151,7 +151,7 @@ def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are
 
 
 @forking
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
     monkeypatch.setattr(processes, "ROW_SECONDS", 0.5)
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
@@ -489,13 +489,15 @@ def test_progress_of_an_arrow_file_never_falls(tmp_path, monkeypatch):
     assert shares_told(source) == [0.25, 0.5, 0.75, 1.0]
 
 
+@forking
 def test_texts_of_extraordinary_length_are_not_encoded_together(tmp_path, monkeypatch):
     """Over-long rows are left out before the next ones are encoded, and what is kept is the same."""
-    sizes = []
+    noted = tmp_path / "sizes"  # by another process
     real = store_writer.encode
 
     def watched(rendered, *rest):
-        sizes.append(sum(item[1].num_characters for item in rendered))
+        with noted.open("a") as file:
+            file.write(f"{sum(item[1].num_characters for item in rendered)}\n")
         return real(rendered, *rest)
 
     rows = [{"prompt": f"hi {i}", "chosen": "yes " * (400 if i % 2 else 1), "rejected": "no"} for i in range(12)]
@@ -507,8 +509,9 @@ def test_texts_of_extraordinary_length_are_not_encoded_together(tmp_path, monkey
         monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / str(limit)))
         monkeypatch.setattr(store_writer, "CHARACTERS_AT_ONCE", limit)
         monkeypatch.setattr(store_writer, "encode", watched)
-        sizes.clear()
+        noted.write_text("")
         stores.append(open_store(str(source), DatasetFields(), Template(letter_tokenizer(), CHAT, {}), lenient, 100))
+        sizes = [int(line) for line in noted.read_text().splitlines()]
         assert max(sizes) <= limit + 2000
         assert len(sizes) == (1 if limit == 10**9 else 3)
     assert [[p.place, *map(list, p.completions)] for p in stores[0]] == [

@@ -6,19 +6,21 @@ import os
 import pickle
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from adapters import trained_adapter
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from tandem.config.lora import Lora
 from tandem.config.policy import Policy
 from tandem.errors import ConfigError
 from tandem.model import lora
 from tandem.model.adapter_files import read_adapter
-from tandem.model.folder import MAX_JSON_BYTES, read_json
+from tandem.model.folder import MAX_JSON_BYTES, read_json, refuse_wrong_types
 from tandem.model.load import check_packable, empty_model, load_policy
 from tandem.model.lora import plan_lora
 from tandem.model.source import find_model, weights_fingerprint
@@ -317,6 +319,73 @@ def test_a_config_json_of_a_terabyte_is_not_read(folder):
 def test_a_model_type_that_is_no_name_is_one_message(folder, model_type):
     rewritten(folder, model_type=model_type, auto_map={})
     assert refusal(folder).startswith(f"policy.model_name = {folder}: ")
+
+
+@pytest.mark.parametrize("dtype", ["nn", "int8", "float", "compile"])
+def test_a_dtype_that_is_not_a_floating_point_type_is_refused(folder, dtype):
+    source = replace(found(folder), config=LlamaConfig())
+    source.config.dtype = dtype
+    if dtype == "float":  # another name of float32
+        assert source.dtype == torch.float32
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_packable(source, Policy())
+    assert str(refused.value) == (
+        f"policy.model_name = {folder}: {folder}/config.json gives dtype = {dtype}, which is not a floating-point type of torch. "
+        "Download the model again, or choose another."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown", "wanted"),
+    [
+        ("attention_chunk_size", "8", '"8"', "a number"),
+        ("index_topk", [1], "[1]", "a number"),
+        ("max_seq_len", 10**400, f"1{'0' * 99}…", "a number"),
+        ("num_experts_per_tok", float("nan"), "NaN", "a number"),
+        ("layer_types", ["full_attention", 5], '["full_attention", 5]', "a list of names"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_name(folder, key, value, shown, wanted):
+    config = LlamaConfig()
+    setattr(config, key, value)
+    with pytest.raises(ConfigError) as refused:
+        refuse_wrong_types("policy.model_name = m", folder, config)
+    assert str(refused.value) == (
+        f"policy.model_name = m: {folder}/config.json gives {key} = {shown}, which is not {wanted}. Download the model again, or "
+        "choose another."
+    )
+
+
+@pytest.mark.parametrize("value", ["many", {"a": 1}, 10**400])
+def test_positions_that_are_not_a_number_are_refused(folder, value):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": value}
+    rewritten(folder, rope_parameters=rope)
+    assert refusal(folder).startswith(f"policy.model_name = {folder}: ")
+
+
+def test_layers_are_not_replaced_by_the_configuration_of_a_model(folder):
+    rewritten(folder, fusion_config={"patch_embeddings": True})
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder}/config.json has a fusion_config, by which transformers replaces layers of every "
+        "model in the process. tandem trains the layers as they are; remove fusion_config."
+    )
+
+
+@pytest.mark.parametrize("given", [5, "fp8", ["a"], {"quant_method": 5}])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_quantisation_without_a_method_is_refused(folder, given, inner):
+    rewritten(folder, **{"text_config": {"quantization_config": given}} if inner else {"quantization_config": given})
+    assert refusal(folder) == (
+        f"policy.model_name = {folder}: {folder}/config.json gives quantization_config = {json.dumps(given)}, which names no "
+        "quant_method. Download the model again, or choose another."
+    )
+
+
+def test_a_model_loads_within_the_limits_in_which_it_is_looked_at(folder):
+    rewritten(folder, vocab_size=10**7)
+    with pytest.raises(ConfigError, match=r"describes a model of more than [0-9,]+ weights, but its weight files hold"):
+        load_policy(found(folder), Policy(), CPU)
 
 
 # Patterns

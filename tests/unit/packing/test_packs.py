@@ -133,6 +133,7 @@ class Prepared(TokenStore):
 
     def __init__(self, folder, facts: list[dict[str, Any]]):
         self.folder, self.packs, self.fingerprint = folder, facts, "tokens"
+        self.verified = frozenset(path.name for path in folder.iterdir())
 
     def __len__(self) -> int:
         return 5
@@ -145,6 +146,18 @@ def test_packs_prepared_beside_the_tokens_are_taken_and_others_are_made(tmp_path
     assert not cache.exists()
     assert lists(open_packs(replace(packer, seed=8))) == PACKS
     assert len(list(cache.iterdir())) == 1
+
+
+def test_packs_that_the_manifest_does_not_name_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "packs-128.arrow")  # which would be waited for
+    store = Prepared(tmp_path, [facts_of(PACKER)])
+    store.verified = frozenset()
+    with pytest.raises(DataError) as caught:
+        open_packs(replace(PACKER, store=store))
+    assert str(caught.value) == (
+        f"{tmp_path}/manifest.json does not name packs-128.arrow. The prepared data is damaged. Prepare it again, with tandem "
+        "prepare."
+    )
 
 
 def test_packs_outlive_their_file(tmp_path):
