@@ -201,14 +201,14 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     return manifest
 
 
-def read_json(path: Path, most_bytes: int | None = None) -> Any:
+def read_json(path: Path) -> Any:
     """What a file holds; ValueError where it is not a file, not JSON or too large. A pipe is not read: it may never end."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a file")
-        if most_bytes is not None and found.st_size > most_bytes:
-            raise ValueError(f"{found.st_size:,} bytes, more than the {most_bytes:,} that are read of one")
+            raise ValueError("it is not a file")
+        if found.st_size > MANIFEST_BYTES:
+            raise ValueError(f"{found.st_size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -216,9 +216,8 @@ def read_json(path: Path, most_bytes: int | None = None) -> Any:
 
 def intact_manifest(folder: Path) -> dict[str, Any]:
     """Read `manifest.json` alone; ValueError where it is missing or damaged."""
-    path = folder / "manifest.json"
     try:
-        manifest = read_json(path, MANIFEST_BYTES)
+        manifest = read_json(folder / "manifest.json")
         manifest["files"].items()
         own = manifest.pop(OWN, None)  # manifests were written without it once
         is_intact = own is None or own == fingerprint(manifest)

@@ -135,7 +135,7 @@ def test_a_manifest_names_the_files_that_are_read(folder):
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(folder):
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
-    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (not a file)"
+    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (it is not a file)"
 
 
 def test_a_manifest_of_any_size_is_not_read(folder):

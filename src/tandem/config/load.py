@@ -26,7 +26,7 @@ from tandem.config.resolving import limited_resolution
 from tandem.config.schema import Config
 from tandem.config.section import EMBEDDED, in_home
 from tandem.config.suggest import misspelt, suggestion, unknown
-from tandem.config.yaml_text import YamlLimitError, file_named, read_yaml_text, to_yaml
+from tandem.config.yaml_text import YamlLimitError, file_named, is_one_text, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
 from tandem.printable import SECRETS
 
@@ -145,8 +145,8 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
     if path in known:
         return known[path]
     try:
-        read_yaml_text(path)
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        is_mapping = not is_one_text(read_yaml_text(path))  # which OmegaConf would take for YAML and read again
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if is_mapping else ""
     except FileNotFoundError:
         asked = f", named by {above[-1]}" if above else ""
         raise ConfigError(f"{path}: no such configuration file{asked}.") from None

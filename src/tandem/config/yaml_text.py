@@ -80,6 +80,12 @@ def check_yaml(text: str) -> None:
             )
 
 
+def is_one_text(text: str) -> bool:
+    """Whether a file is a single text, number or date instead of a mapping or a list. One that says nothing is neither."""
+    root = next((event for event in _events(text) if isinstance(event, yaml.NodeEvent)), None)
+    return isinstance(root, yaml.ScalarEvent) and yaml.safe_load(text) is not None
+
+
 def _events(text: str) -> Iterator[yaml.Event]:
     """What the parser finds, up to where the text is no YAML: that is left to whoever reads it."""
     with suppress(yaml.YAMLError):

@@ -214,7 +214,7 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
         try:
-            read_manifest(place)
+            read_manifest(place, ["state.json"])
             return place, damaged
         except ValueError as error:
             damaged.append(str(error))

@@ -1,5 +1,6 @@
 """Configuration files made to take all memory: references to references, deep nesting, files without end."""
 
+import json
 import os
 import time
 
@@ -104,3 +105,15 @@ def test_defaults_that_no_file_can_be_are_refused_without_reading(tmp_path, name
     os.mkfifo(tmp_path / "pipe")
     told = refusal(tmp_path, f'defaults: "{name}"')
     assert told.endswith(f": not a configuration file, named by {tmp_path}/run.yaml.")
+
+
+@pytest.mark.parametrize("text", ["text", "2026-11-17", "1", json.dumps(bomb()), json.dumps("[" * 30_000), "!!str {a"])
+def test_a_file_of_one_text_is_no_configuration_whatever_is_in_the_text(tmp_path, text):
+    told = refusal(tmp_path, text)
+    assert told == "a configuration is a mapping of sections, not a str." or "not readable as YAML" in told
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "null", "---\n"])
+def test_a_file_that_says_nothing_is_an_empty_configuration(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    assert load_config(str(tmp_path / "run.yaml"), []).origins == {}
