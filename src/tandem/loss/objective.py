@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
 from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
 from tandem.loss.divergence import diverged, divergence_slope
 from tandem.loss.pairs import Pairing, Pairs, Sides
 from tandem.loss.preference import PREFERENCE_LOSSES
 from tandem.loss.sft import sft
-from tandem.model.logps import CompletionLogps
 
 
 @dataclass(frozen=True, slots=True)

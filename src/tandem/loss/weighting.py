@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.completions import CompletionLogps, sum_completions
 from tandem.loss.pairs import Pairing, Sides
-from tandem.model.logps import CompletionLogps, sum_completions
 
 
 def pair_sums(tokens: Tensor, sums: CompletionLogps, pairing: Pairing, ld_alpha: float | None) -> Sides:
