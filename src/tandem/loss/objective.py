@@ -7,10 +7,10 @@ from torch import Tensor
 
 from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
-from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
+from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.loss.divergence import diverged, divergence_slope
+from tandem.loss.losses import LOSSES
 from tandem.loss.pairs import Pairing, Pairs, Sides
-from tandem.loss.preference import PREFERENCE_LOSSES
 from tandem.loss.sft import sft
 
 
@@ -45,7 +45,7 @@ def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
     stand in no pair's place, and only their sum has a meaning.
     """
     losses = [
-        weight * PREFERENCE_LOSSES[name](pairs, **_arguments(name, dpo))
+        weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
         for name, weight in weights_of(dpo.preference_loss).items()
     ]
     return torch.stack(losses).sum(0)
@@ -96,7 +96,3 @@ def pair_loss(
         logps_chosen=logps.chosen,
         logps_rejected=logps.rejected,
     )
-
-
-def _arguments(name: LossName, dpo: Dpo) -> dict[str, float]:
-    return {"beta" if key == BETA else key: getattr(dpo, key) for key in LOSS_FACTS[name].arguments}

@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from declared import needed_settings
 
 from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
-from tandem.config.losses import LOSS_FACTS
+from tandem.loss.losses import LOSSES
 from tandem.loss.objective import PairLoss, compare, implicit_rewards, pair_loss, preference_loss, reward_slopes
 from tandem.loss.pairs import Pairing
 from tandem.loss.sft import sft
@@ -38,12 +39,12 @@ def test_rewards_are_scaled_by_beta():
 
 def _settings():
     """Every loss, alone and with each setting that changes what its rewards are."""
-    for name, facts in LOSS_FACTS.items():
-        needed = {"label_smoothing": 0.1} if name == "exo_pair" else {}
+    for name, loss in LOSSES.items():
+        needed = needed_settings(name)
         yield {"preference_loss": name, **needed}
-        if "preference_average_log_probs" in facts.shared:
+        if "preference_average_log_probs" in loss.input_settings:
             yield {"preference_loss": name, "preference_average_log_probs": True, **needed}
-        if "f_divergence" in facts.shared:
+        if "f_divergence" in loss.input_settings:
             for divergence in ({"f_divergence": "js"}, {"f_divergence": "forward_kl"}):
                 yield {"preference_loss": name, "preference_average_log_probs": True, **divergence, **needed}
     yield {"f_divergence": "alpha", "f_alpha": 0.5}
