@@ -8,10 +8,8 @@ from torch import Tensor
 from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
 from tandem.config.losses import averages, needs_reference, weights_of
-from tandem.loss.divergence import diverged, divergence_slope
 from tandem.loss.losses import LOSSES
-from tandem.loss.pairs import Pairing, Pairs, Sides
-from tandem.loss.sft import sft
+from tandem.loss.pairs import Pairing, Pairs, Sides, diverged, divergence_slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,11 @@ def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
         for name, weight in weights_of(dpo.preference_loss).items()
     ]
     return torch.stack(losses).sum(0)
+
+
+def sft(logps: Tensor, num_tokens: Tensor, *, average: bool) -> Tensor:
+    """The SFT loss: -log pi(completion), summed over its tokens or averaged. [preferences] of best completions in and out."""
+    return -(logps / num_tokens) if average else -logps
 
 
 def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:

@@ -12,9 +12,8 @@ from declared import needed_settings
 from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.objective import PairLoss, compare, implicit_rewards, pair_loss, preference_loss, reward_slopes
+from tandem.loss.objective import PairLoss, compare, implicit_rewards, pair_loss, preference_loss, reward_slopes, sft
 from tandem.loss.pairs import Pairing
-from tandem.loss.sft import sft
 
 POLICY, REFERENCE = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -4.0])
 ONE_PAIR = Pairing(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]))
