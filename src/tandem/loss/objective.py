@@ -16,7 +16,7 @@ from tandem.loss.pairs import Pairing, Pairs, Sides, diverged, divergence_slope
 class PairLoss:
     """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
 
-    preference: Tensor  # [pairs]
+    pair_losses: Tensor  # [pairs], the chosen losses combined
     sft: Tensor  # [preferences], of the best completion
     rewards_chosen: Tensor  # [pairs]
     rewards_rejected: Tensor  # [pairs]
@@ -36,11 +36,11 @@ def compare(policy: Sides, reference: Sides, num_tokens: Sides, dpo: Dpo, scores
     return Pairs(policy, reference, ratios, num_tokens, none if scores is None else scores)
 
 
-def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
+def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
     """The chosen losses, weighted and summed: [pairs].
 
-    A loss of scope batch is right only when `pairs` are those of the whole global batch; sorted over them, its values
-    stand in no pair's place, and only their sum has a meaning.
+    A loss of scope batch is right only when `pairs` are those of the whole global batch. It sorts over them, so its
+    values belong to no single pair, and only their sum has a meaning.
     """
     losses = [
         weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
@@ -80,18 +80,18 @@ def pair_loss(
     pairing: Pairing,
     dpo: Dpo,
     weights: Tensor | None = None,
-    of_batch: Tensor | None = None,
+    batch_losses: Tensor | None = None,
 ) -> PairLoss:
     """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's.
 
-    `of_batch`: their part of a loss of scope batch, which these pairs alone do not determine.
+    `batch_losses`: their values of a loss of scope batch, which these pairs alone do not determine.
     """
     assert (weights is not None) == dpo.wpo, "dpo.wpo and the weights it asks for belong together"
-    preference = preference_loss(pairs, dpo) if of_batch is None else of_batch
+    losses = combined_losses(pairs, dpo) if batch_losses is None else batch_losses
     rewards = implicit_rewards(pairs, dpo)
     logps = pairing.sides(policy.total.detach())
     return PairLoss(
-        preference=preference if weights is None else weights * preference,
+        pair_losses=losses if weights is None else weights * losses,
         sft=sft(policy.total[pairing.best], policy.num_tokens[pairing.best], average=dpo.sft_average_log_probs),
         rewards_chosen=rewards.chosen,
         rewards_rejected=rewards.rejected,
