@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.model.logps import HeadRule, chunked_logps, sum_completions
+from tandem.completions import sum_completions
+from tandem.model.logps import HeadRule, chunked_logps
 
 TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
 

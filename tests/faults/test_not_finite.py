@@ -32,7 +32,7 @@ def nan_in_a_loss(policy, monkeypatch):
 
     def outcome(*arguments):
         found = real(*arguments)
-        found.loss.preference[0] = float("nan")
+        found.loss.pair_losses[0] = float("nan")
         return found
 
     monkeypatch.setattr(step, "pack_outcome", outcome)

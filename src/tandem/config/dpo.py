@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.losses import LossName, averages, misnamed, misread
+from tandem.config.losses import LossName, averages, unsupported_settings, why_not_losses
 from tandem.config.section import Positive, Section, Share
 
 
@@ -72,16 +72,16 @@ class Dpo(Section):
     @field_validator("preference_loss", mode="before")
     @classmethod
     def _known_losses(cls, value: Any) -> Any:
-        if reason := misnamed(value):
+        if reason := why_not_losses(value):
             raise ValueError(reason)
         return value
 
     @model_validator(mode="after")
     def _losses_read_what_is_set(self) -> "Dpo":
         # By value, not by what was given: a resolved configuration gives every key, most of them by default.
-        fields = type(self).model_fields.items()
-        changed = {name: value for name, field in fields if (value := getattr(self, name)) != field.default}
-        if reasons := misread(self.preference_loss, changed):
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        changed = [name for name, field in type(self).model_fields.items() if values[name] != field.default]
+        if reasons := unsupported_settings(self.preference_loss, values, changed):
             raise ValueError(". ".join(reasons))
         return self
 

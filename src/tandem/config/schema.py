@@ -8,7 +8,7 @@ from tandem.config.checkpointing import Checkpointing
 from tandem.config.datasets import Data
 from tandem.config.dpo import Dpo
 from tandem.config.logger import Logger
-from tandem.config.losses import needs_reference, scope_of, spelled
+from tandem.config.losses import needs_reference, scope_of, spelled, without_reference
 from tandem.config.policy import Policy
 from tandem.config.section import PathText, Section
 
@@ -82,7 +82,7 @@ class Config(Section):
         if self.reference.mode == "none" and needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference; "
-                "use cached or live, or a loss without one (simpo, orpo, cpo)"
+                f"use cached or live, or a loss without one ({', '.join(without_reference())})"
             )
         return self
 

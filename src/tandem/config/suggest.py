@@ -9,6 +9,7 @@ from importlib import resources
 import yaml
 
 from tandem.config.keys import key_names
+from tandem.config.losses import listed, without_reference
 
 TABLE = "other_names.yaml"
 LONGEST_NAME = 80  # no key, here or elsewhere, is spelled almost like a longer one
@@ -29,6 +30,7 @@ class Meaning:
 def other_names() -> dict[str, Meaning]:
     """Names from other trainers, in lower case."""
     text = resources.files("tandem.config").joinpath(TABLE).read_text(encoding="utf-8")
+    text = text.replace("{losses_without_reference}", listed(without_reference(), "and"))
     return {name: _meaning(given) for name, given in yaml.safe_load(text).items()}
 
 

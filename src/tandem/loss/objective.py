@@ -5,20 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
-from tandem.config.losses import BETA, LOSS_FACTS, LossName, averages, needs_reference, weights_of
-from tandem.loss.divergence import diverged, divergence_slope
-from tandem.loss.pairs import Pairing, Pairs, Sides
-from tandem.loss.preference import PREFERENCE_LOSSES
-from tandem.loss.sft import sft
-from tandem.model.logps import CompletionLogps
+from tandem.config.losses import averages, needs_reference, weights_of
+from tandem.loss.losses import LOSSES
+from tandem.loss.pairs import Pairing, Pairs, Sides, diverged, divergence_slope
 
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
     """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
 
-    preference: Tensor  # [pairs]
+    pair_losses: Tensor  # [pairs], the chosen losses combined
     sft: Tensor  # [preferences], of the best completion
     rewards_chosen: Tensor  # [pairs]
     rewards_rejected: Tensor  # [pairs]
@@ -38,17 +36,22 @@ def compare(policy: Sides, reference: Sides, num_tokens: Sides, dpo: Dpo, scores
     return Pairs(policy, reference, ratios, num_tokens, none if scores is None else scores)
 
 
-def preference_loss(pairs: Pairs, dpo: Dpo) -> Tensor:
+def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
     """The chosen losses, weighted and summed: [pairs].
 
-    A loss of scope batch is right only when `pairs` are those of the whole global batch; sorted over them, its values
-    stand in no pair's place, and only their sum has a meaning.
+    A loss of scope batch is right only when `pairs` are those of the whole global batch. It sorts over them, so its
+    values belong to no single pair, and only their sum has a meaning.
     """
     losses = [
-        weight * PREFERENCE_LOSSES[name](pairs, **_arguments(name, dpo))
+        weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
         for name, weight in weights_of(dpo.preference_loss).items()
     ]
     return torch.stack(losses).sum(0)
+
+
+def sft(logps: Tensor, num_tokens: Tensor, *, average: bool) -> Tensor:
+    """The SFT loss: -log pi(completion), summed over its tokens or averaged. [preferences] of best completions in and out."""
+    return -(logps / num_tokens) if average else -logps
 
 
 def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
@@ -77,18 +80,18 @@ def pair_loss(
     pairing: Pairing,
     dpo: Dpo,
     weights: Tensor | None = None,
-    of_batch: Tensor | None = None,
+    batch_losses: Tensor | None = None,
 ) -> PairLoss:
     """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's.
 
-    `of_batch`: their part of a loss of scope batch, which these pairs alone do not determine.
+    `batch_losses`: their values of a loss of scope batch, which these pairs alone do not determine.
     """
     assert (weights is not None) == dpo.wpo, "dpo.wpo and the weights it asks for belong together"
-    preference = preference_loss(pairs, dpo) if of_batch is None else of_batch
+    losses = combined_losses(pairs, dpo) if batch_losses is None else batch_losses
     rewards = implicit_rewards(pairs, dpo)
     logps = pairing.sides(policy.total.detach())
     return PairLoss(
-        preference=preference if weights is None else weights * preference,
+        pair_losses=losses if weights is None else weights * losses,
         sft=sft(policy.total[pairing.best], policy.num_tokens[pairing.best], average=dpo.sft_average_log_probs),
         rewards_chosen=rewards.chosen,
         rewards_rejected=rewards.rejected,
@@ -96,7 +99,3 @@ def pair_loss(
         logps_chosen=logps.chosen,
         logps_rejected=logps.rejected,
     )
-
-
-def _arguments(name: LossName, dpo: Dpo) -> dict[str, float]:
-    return {"beta" if key == BETA else key: getattr(dpo, key) for key in LOSS_FACTS[name].arguments}

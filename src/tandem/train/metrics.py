@@ -127,7 +127,7 @@ def _columns(outcome: PackOutcome) -> Tensor:
     loss, terms = outcome.loss, outcome.terms
     sides = (terms.plain_reference, terms.drift, terms.num_tokens, terms.scores, loss.reward_slopes)
     columns = [
-        loss.preference.detach(),
+        loss.pair_losses.detach(),
         loss.rewards_chosen,
         loss.rewards_rejected,
         loss.logps_chosen,

@@ -16,7 +16,7 @@ from tandem.config.losses import scope_of
 from tandem.data.selection import Preferences
 from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
-from tandem.loss.objective import pair_loss, preference_loss
+from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import Pack
 from tandem.packing.schedule import GlobalBatch
@@ -157,9 +157,9 @@ def _pair_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Global
     for pack in packs:
         outcome = pack_outcome(policy, side, pack)
         # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
-        preference = outcome.loss.preference.sum() / batch.num_pairs
+        pair_part = outcome.loss.pair_losses.sum() / batch.num_pairs
         sft = outcome.loss.sft.sum() / len(batch.preferences)
-        (dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft).backward()
+        (dpo.preference_loss_weight * pair_part + dpo.sft_loss_weight * sft).backward()
         yield outcome
 
 
@@ -170,17 +170,17 @@ def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Globa
     with torch.no_grad():
         terms = [pack_terms(policy, side, pack) for pack in packs]
     joined = joined_pairs(terms, dpo, side.workers)
-    losses = preference_loss(joined.pairs, dpo)
+    losses = combined_losses(joined.pairs, dpo)
     leaves = joined.policy.chosen, joined.policy.rejected
     by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
     start = joined.own.start
     for pack in packs:
         now = pack_terms(policy, side, pack)
         part = slice(start, start := start + pack.num_pairs)
-        preference = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()
-        loss = pair_loss(now.own, now.compared(dpo), now.pairing, dpo, of_batch=losses[part].detach())
+        pair_part = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()
+        loss = pair_loss(now.own, now.compared(dpo), now.pairing, dpo, batch_losses=losses[part].detach())
         sft = loss.sft.sum() / len(batch.preferences)
-        (dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft).backward()
+        (dpo.preference_loss_weight * pair_part + dpo.sft_loss_weight * sft).backward()
         yield PackOutcome(pack, now, loss)
 
 

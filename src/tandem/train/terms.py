@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.completions import CompletionLogps, sum_completions
 from tandem.config.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import Pairing, Pairs, Sides
-from tandem.loss.weighting import pair_sums, wpo_weights
-from tandem.model.logps import CompletionLogps, sum_completions
+from tandem.loss.pairs import Pairing, Pairs, Sides, pair_sums, wpo_weights
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
 from tandem.model.workers import Workers

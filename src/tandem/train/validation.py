@@ -9,7 +9,7 @@ import torch
 
 from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
-from tandem.loss.objective import pair_loss, preference_loss
+from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
 from tandem.packing.layout import IntArray, Pack
 from tandem.packing.packer import Packer
@@ -96,6 +96,6 @@ def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[Pac
     packs = list(packs)
     terms = [pack_terms(policy, side, pack) for pack in packs]
     joined = joined_pairs(terms, dpo, side.workers)
-    parts = preference_loss(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
+    parts = combined_losses(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
     for pack, one, part in zip(packs, terms, parts, strict=True):
-        yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, of_batch=part))
+        yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, batch_losses=part))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
-from tandem.config.losses import LOSS_FACTS, needs_scores, reads_shared, weights_of
+from tandem.config.losses import is_dpo, lowers_chosen, needs_scores, supports
 from tandem.config.schema import Config
 from tandem.train.ranking import measured_on
 from tandem.train.records import Record
@@ -186,8 +186,7 @@ def _accuracy_reversed(course: Course) -> str | None:
         return None
     guess = known[0]
     nothing = f"knowing nothing gives {guess:.3f}" if course.starts_at_reference else f"it began at {guess:.3f}"
-    is_dpo = set(weights_of(course.config.dpo.preference_loss)) <= {"dpo", "sigmoid"}
-    other_loss = "" if is_dpo else " or dpo.preference_loss=dpo"
+    other_loss = "" if is_dpo(course.config.dpo.preference_loss) else " or dpo.preference_loss=dpo"
     return (
         f"accuracy is worse than at the start: {last['accuracy']:.3f} over {last['num_pairs']:,} pairs, where {nothing}. "
         f"{_of_labels(course, guess)}{SMALLER_RATE}{other_loss}."
@@ -209,7 +208,7 @@ def _of_labels(course: Course, guess: float) -> str:
 
 def _chosen_falling(course: Course) -> str | None:
     first, last, dpo = course.first, course.last, course.config.dpo
-    if any(LOSS_FACTS[name].lowers_chosen for name in weights_of(dpo.preference_loss)):
+    if lowers_chosen(dpo.preference_loss):
         return None
     if "chosen_below_reference" in last:
         noticeable = NOTICEABLE / (last["tokens_chosen_mean"] if dpo.per_token else 1.0)
@@ -245,10 +244,10 @@ def _length_learnt(course: Course) -> str | None:
         else ""
     )
     ways = []
-    if reads_shared(dpo.preference_loss, "ld_alpha") and dpo.ld_alpha != 0:
+    if supports(dpo.preference_loss, "ld_alpha") and dpo.ld_alpha != 0:
         ways.append("dpo.ld_alpha" if dpo.ld_alpha is None else f"a dpo.ld_alpha below {dpo.ld_alpha:g}")
     if not dpo.per_token:
-        if reads_shared(dpo.preference_loss, "preference_average_log_probs"):
+        if supports(dpo.preference_loss, "preference_average_log_probs"):
             ways.append("dpo.preference_average_log_probs=true")
         ways.append("a loss per token (sigmoid_norm, simpo)")
     return (

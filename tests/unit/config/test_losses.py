@@ -2,26 +2,25 @@
 
 import pytest
 import yaml
+from declared import needed_settings
 
 from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.config.losses import (
-    LOSS_FACTS,
-    SHARED,
-    far_from_published,
-    needs_reference,
-    needs_scores,
-    scope_of,
-    weights_of,
-)
+from tandem.config.losses import far_from_published, is_dpo, listed, needs_reference, needs_scores, scope_of, weights_of
 from tandem.config.schema import Config
 from tandem.errors import ConfigError
+from tandem.loss.declare import INPUT_SETTINGS, Bounds
+from tandem.loss.losses import LOSSES
 
-ALL = (
-    "dpo, sigmoid, ipo, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, aot, "
-    "aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, simpo, orpo and cpo"
-)
-OF_RATIOS = "dpo, sigmoid, ipo, rpo_sq, rpo_bwd_kl, rpo_fwd_kl, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard"
+ALL = listed(LOSSES, "and")
+
+
+def reading(key: str) -> str:
+    return listed([name for name, loss in LOSSES.items() if key in loss.keys], "or")
+
+
+def supporting(input_setting: str) -> str:
+    return listed([name for name, loss in LOSSES.items() if input_setting in loss.input_settings], "or")
 
 
 def refusal(*overrides: str) -> str:
@@ -37,10 +36,10 @@ def dpo(*overrides: str) -> Dpo:
 # Names and weights
 
 
-@pytest.mark.parametrize("name", LOSS_FACTS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_can_be_chosen_by_its_name(name):
-    smoothing = ["dpo.label_smoothing=0.001"] if name == "exo_pair" else []
-    assert dpo(f"dpo.preference_loss={name}", *smoothing).preference_loss == name
+    needed = [f"dpo.{key}={value}" for key, value in needed_settings(name).items()]
+    assert dpo(f"dpo.preference_loss={name}", *needed).preference_loss == name
 
 
 def test_several_losses_are_given_with_weights():
@@ -88,13 +87,13 @@ def test_what_is_no_loss_is_refused(given, reason):
             "hinge",
             "label_smoothing=0.1",
             "dpo.label_smoothing = 0.1 is not read by dpo.preference_loss hinge: "
-            "leave it out, or choose dpo, sigmoid, robust, exo_pair, aot or aot_unpaired.",
+            f"leave it out, or choose {reading('label_smoothing')}.",
         ),
         (
             "{ipo: 1, hinge: 2}",
             "gt_reward_scale=2",
             "dpo.gt_reward_scale = 2.0 is not read by dpo.preference_loss ipo and hinge: "
-            "leave it out, or choose rpo_sq, rpo_bwd_kl or rpo_fwd_kl.",
+            f"leave it out, or choose {reading('gt_reward_scale')}.",
         ),
         (
             "dpo",
@@ -120,31 +119,30 @@ def test_what_is_no_loss_is_refused(given, reason):
             "orpo",
             "reference_policy_kl_penalty=0.2",
             "dpo.reference_policy_kl_penalty = 0.2 is not read by dpo.preference_loss orpo: leave it out, or choose "
-            f"{OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, simpo or cpo.",
+            f"{reading('reference_policy_kl_penalty')}.",
         ),
         (
             "sigmoid_norm",
             "preference_average_log_probs=true",
             "dpo.preference_average_log_probs = true is not read by dpo.preference_loss sigmoid_norm: leave it out, "
-            f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down or discopop.",
+            f"or choose {supporting('preference_average_log_probs')}.",
         ),
         (
             "simpo",
             "ld_alpha=0.5",
             "dpo.ld_alpha = 0.5 is not read by dpo.preference_loss simpo: leave it out, "
-            f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop or sigmoid_norm.",
+            f"or choose {supporting('ld_alpha')}.",
         ),
         (
             "aot",
             "f_divergence=js",
             'dpo.f_divergence = "js" is not read by dpo.preference_loss aot: leave it out, '
-            f"or choose {OF_RATIOS}, aot_unpaired, apo_zero, apo_down or discopop.",
+            f"or choose {supporting('f_divergence')}.",
         ),
         (
             "aot",
             "wpo=true",
-            "dpo.wpo = true is not read by dpo.preference_loss aot: leave it out, "
-            f"or choose {OF_RATIOS}, apo_zero, apo_down, discopop, sigmoid_norm, simpo, orpo or cpo.",
+            f"dpo.wpo = true is not read by dpo.preference_loss aot: leave it out, or choose {supporting('wpo')}.",
         ),
         ("dpo", "f_alpha=0.5", "dpo.f_alpha = 0.5 is read with dpo.f_divergence = alpha only."),
         (
@@ -178,7 +176,7 @@ def test_a_loss_of_several_may_read_a_setting_alone():
 def test_what_changes_the_common_numbers_must_suit_every_loss_of_several():
     assert refusal("dpo.preference_loss={dpo: 1, cpo: 1}", "dpo.ld_alpha=0.5") == (
         "command line: dpo.ld_alpha = 0.5 is not read by dpo.preference_loss cpo: leave it out, "
-        f"or choose {OF_RATIOS}, aot, aot_unpaired, apo_zero, apo_down, discopop or sigmoid_norm."
+        f"or choose {supporting('ld_alpha')}."
     )
 
 
@@ -219,13 +217,13 @@ def test_a_resolved_configuration_is_accepted_again_with_all_its_defaults(tmp_pa
     assert load_config(str(dumped), []).config == loaded.config
 
 
-# Facts
+# Declarations
 
 
 def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
-    read = {key for facts in LOSS_FACTS.values() for key in (*facts.arguments, *facts.shared)}
+    read = {key for loss in LOSSES.values() for key in (*loss.keys, *loss.input_settings)}
     assert read <= set(Dpo.model_fields)
-    assert {"f_alpha", *SHARED, *read} >= set(Dpo.model_fields) - {
+    assert {"f_alpha", *INPUT_SETTINGS, *read} >= set(Dpo.model_fields) - {
         "preference_loss",
         "preference_loss_weight",
         "sft_loss_weight",
@@ -242,9 +240,26 @@ def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
 
 
 def test_what_losses_need():
-    assert [name for name in LOSS_FACTS if not needs_reference(name)] == ["simpo", "orpo", "cpo"]
-    assert [name for name in LOSS_FACTS if needs_scores(name)] == ["rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
-    assert [name for name in LOSS_FACTS if scope_of(name) == "batch"] == ["aot", "aot_unpaired"]
+    assert [needs_reference(name) for name in ("dpo", "aot", "simpo", "orpo", "cpo")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [needs_scores(name) for name in ("dpo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")] == [False, True, True, True]
+    assert [scope_of(name) for name in ("dpo", "aot", "aot_unpaired")] == ["pair", "batch", "batch"]
+
+
+def test_dpo_is_known_by_all_its_names():
+    assert is_dpo("dpo") and is_dpo("sigmoid") and is_dpo({"dpo": 0.5, "sigmoid": 0.5})
+    assert not is_dpo("robust") and not is_dpo({"dpo": 1.0, "ipo": 0.1})
+
+
+def test_bounds_are_excluded_and_spelled_out():
+    both = Bounds(key="label_smoothing", above=0, below=0.5, reason="since both ends are degenerate")
+    assert [both.allow(value) for value in (0.0, 0.1, 0.5)] == [False, True, False]
+    assert both.spelled() == "more than 0 and less than 0.5, since both ends are degenerate"
 
 
 def test_several_losses_need_what_any_of_them_needs():
@@ -275,16 +290,16 @@ def test_a_setting_an_order_of_magnitude_from_the_paper_is_told_with_the_nearest
 
 
 def test_by_default_the_losses_made_for_another_beta_are_told():
-    smoothing = {"exo_pair": {"label_smoothing": 0.001}}
-    told = [name for name in LOSS_FACTS if far(preference_loss=name, **smoothing.get(name, {}))]
-    assert told == ["robust", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm", "simpo"]
+    told = {name for name in LOSSES if far(preference_loss=name, **needed_settings(name))}
+    assert told >= {"robust", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm", "simpo"}
+    assert told.isdisjoint({"dpo", "sigmoid", "ipo", "exo_pair", "apo_zero", "apo_down", "discopop", "orpo", "cpo"})
 
 
 def test_the_published_settings_themselves_are_not_told():
-    for name, facts in LOSS_FACTS.items():
+    for name, loss in LOSSES.items():
         for end in ("least", "most"):
-            settings = {"label_smoothing": 0.001} if name == "exo_pair" else {}
-            assert far(preference_loss=name, **settings | {one.key: getattr(one, end) for one in facts.published}) == []
+            settings = needed_settings(name) | {one.key: getattr(one, end) for one in loss.published}
+            assert far(preference_loss=name, **settings) == []
 
 
 def test_less_than_an_order_of_magnitude_is_not_told():
@@ -305,5 +320,5 @@ def test_averaged_log_probabilities_need_the_beta_of_a_loss_per_token():
     assert far(preference_loss="bco_pair", preference_average_log_probs=True) == []
 
 
-def test_every_published_setting_is_one_that_the_loss_reads():
-    assert all(one.key in facts.arguments for facts in LOSS_FACTS.values() for one in facts.published)
+def test_every_published_or_bounded_setting_is_one_that_the_loss_reads():
+    assert all(one.key in loss.keys for loss in LOSSES.values() for one in (*loss.published, *loss.bounds))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.loss.divergence import LARGEST_EXPONENT, diverged, divergence_slope
+from tandem.loss.pairs import LARGEST_EXPONENT, diverged, divergence_slope
 
 RATIOS = torch.tensor([-1.0, 0.0, 2.0])
 KINDS = [("reverse_kl", 1.0), ("forward_kl", 1.0), ("js", 1.0), ("alpha", 0.5), ("alpha", 1.0), ("alpha", 2.0)]

@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
+from declared import needed_settings
 
+from tandem.completions import CompletionLogps
 from tandem.config.dpo import Dpo
-from tandem.config.losses import LOSS_FACTS
-from tandem.loss.objective import PairLoss, compare, implicit_rewards, pair_loss, preference_loss, reward_slopes
+from tandem.loss.losses import LOSSES
+from tandem.loss.objective import PairLoss, combined_losses, compare, implicit_rewards, pair_loss, reward_slopes, sft
 from tandem.loss.pairs import Pairing
-from tandem.loss.sft import sft
-from tandem.model.logps import CompletionLogps
 
 POLICY, REFERENCE = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -4.0])
 ONE_PAIR = Pairing(torch.tensor([0]), torch.tensor([1]), torch.tensor([0]))
@@ -26,7 +26,7 @@ def loss_of(dpo: Dpo, policy=POLICY, reference=REFERENCE, lengths=LENGTHS, pairi
 
 
 def test_equal_policy_and_reference_give_log_two():
-    assert loss_of(Dpo(), policy=REFERENCE).preference.item() == pytest.approx(0.693147, abs=1e-6)
+    assert loss_of(Dpo(), policy=REFERENCE).pair_losses.item() == pytest.approx(0.693147, abs=1e-6)
 
 
 def test_rewards_are_scaled_by_beta():
@@ -38,12 +38,12 @@ def test_rewards_are_scaled_by_beta():
 
 def _settings():
     """Every loss, alone and with each setting that changes what its rewards are."""
-    for name, facts in LOSS_FACTS.items():
-        needed = {"label_smoothing": 0.1} if name == "exo_pair" else {}
+    for name, loss in LOSSES.items():
+        needed = needed_settings(name)
         yield {"preference_loss": name, **needed}
-        if "preference_average_log_probs" in facts.shared:
+        if "preference_average_log_probs" in loss.input_settings:
             yield {"preference_loss": name, "preference_average_log_probs": True, **needed}
-        if "f_divergence" in facts.shared:
+        if "f_divergence" in loss.input_settings:
             for divergence in ({"f_divergence": "js"}, {"f_divergence": "forward_kl"}):
                 yield {"preference_loss": name, "preference_average_log_probs": True, **divergence, **needed}
     yield {"f_divergence": "alpha", "f_alpha": 0.5}
@@ -71,7 +71,7 @@ def test_averaging_divides_each_ratio_by_its_own_completion_length():
     loss = loss_of(Dpo(preference_average_log_probs=True))
     assert loss.rewards_chosen.item() == pytest.approx(0.1 * 1 / 2)
     assert loss.rewards_rejected.item() == pytest.approx(0.1 * -1 / 4)
-    assert loss.preference.item() == pytest.approx(0.656350, abs=1e-6)  # -log sigmoid(0.1 * 0.75)
+    assert loss.pair_losses.item() == pytest.approx(0.656350, abs=1e-6)  # -log sigmoid(0.1 * 0.75)
     assert loss.sft.item() == pytest.approx(3 / 2)  # follows, unless set
     assert (loss.logps_chosen.item(), loss.logps_rejected.item()) == (-3.0, -5.0)
 
@@ -79,13 +79,13 @@ def test_averaging_divides_each_ratio_by_its_own_completion_length():
 def test_averaging_reaches_aot_too():
     # Margins of means: policy -3/2 + 5/4 = -0.25, reference -4/2 + 4/4 = -1, so delta = 0.75.
     loss = loss_of(Dpo(preference_loss="aot", preference_average_log_probs=True))
-    assert loss.preference.item() == pytest.approx(0.656350, abs=1e-6)
+    assert loss.pair_losses.item() == pytest.approx(0.656350, abs=1e-6)
 
 
 def test_ipo_is_summed_or_averaged_as_asked():
-    assert loss_of(Dpo(preference_loss="ipo")).preference.item() == pytest.approx(9.0)  # (2 - 5)^2
+    assert loss_of(Dpo(preference_loss="ipo")).pair_losses.item() == pytest.approx(9.0)  # (2 - 5)^2
     averaged = loss_of(Dpo(preference_loss="ipo", preference_average_log_probs=True))
-    assert averaged.preference.item() == pytest.approx(18.0625)  # (0.75 - 5)^2
+    assert averaged.pair_losses.item() == pytest.approx(18.0625)  # (0.75 - 5)^2
 
 
 def test_the_divergence_acts_on_the_averaged_ratios():
@@ -93,28 +93,28 @@ def test_the_divergence_acts_on_the_averaged_ratios():
     # 1 - exp(-1/2) = 0.393469, 1 - exp(1/4) = -0.284025
     assert averaged.rewards_chosen.item() == pytest.approx(0.0393469, abs=1e-7)
     assert averaged.rewards_rejected.item() == pytest.approx(-0.0284025, abs=1e-7)
-    assert averaged.preference.item() == pytest.approx(math.log(1 + math.exp(-0.0677494)), abs=1e-6)
+    assert averaged.pair_losses.item() == pytest.approx(math.log(1 + math.exp(-0.0677494)), abs=1e-6)
 
 
 def test_alpha_near_one_is_near_plain_dpo():
-    near = loss_of(Dpo(f_divergence="alpha", f_alpha=1.0001)).preference
-    torch.testing.assert_close(near, loss_of(Dpo()).preference, atol=1e-3, rtol=0)
+    near = loss_of(Dpo(f_divergence="alpha", f_alpha=1.0001)).pair_losses
+    torch.testing.assert_close(near, loss_of(Dpo()).pair_losses, atol=1e-3, rtol=0)
 
 
 def test_several_losses_are_summed_with_their_weights():
     both = loss_of(Dpo(preference_loss={"dpo": 0.8, "bco_pair": 0.2}))
-    assert both.preference.item() == pytest.approx(0.8 * 0.598139 + 0.2 * 1.288793, abs=1e-6)
+    assert both.pair_losses.item() == pytest.approx(0.8 * 0.598139 + 0.2 * 1.288793, abs=1e-6)
 
 
 def test_one_loss_with_weight_one_is_that_loss():
-    assert torch.equal(loss_of(Dpo(preference_loss={"dpo": 1.0})).preference, loss_of(Dpo()).preference)
-    assert torch.equal(loss_of(Dpo(preference_loss="sigmoid")).preference, loss_of(Dpo()).preference)
+    assert torch.equal(loss_of(Dpo(preference_loss={"dpo": 1.0})).pair_losses, loss_of(Dpo()).pair_losses)
+    assert torch.equal(loss_of(Dpo(preference_loss="sigmoid")).pair_losses, loss_of(Dpo()).pair_losses)
 
 
 def test_the_settings_of_a_loss_reach_it():
-    smoothed = loss_of(Dpo(label_smoothing=0.1, reference_policy_kl_penalty=0.5)).preference
+    smoothed = loss_of(Dpo(label_smoothing=0.1, reference_policy_kl_penalty=0.5)).pair_losses
     assert smoothed.item() == pytest.approx(0.9 * 0.313262 + 0.1 * 1.313262, abs=1e-6)  # log s(1), log s(-1)
-    tuned = loss_of(Dpo(preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.0)).preference
+    tuned = loss_of(Dpo(preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.0)).pair_losses
     assert tuned.item() == pytest.approx(0.974077, abs=1e-6)  # -log s(2 * -0.25)
 
 
@@ -135,13 +135,13 @@ def test_scores_reach_the_losses_and_their_absence_is_no_number():
     dpo = Dpo(preference_loss="rpo_sq")
     sums = ONE_PAIR.sides(POLICY), ONE_PAIR.sides(REFERENCE), ONE_PAIR.sides(LENGTHS)
     scored = compare(*sums, dpo, ONE_PAIR.sides(torch.tensor([1.0, 0.0])))
-    assert preference_loss(scored, dpo).item() == pytest.approx(0.64)
-    assert math.isnan(preference_loss(compare(*sums, dpo), dpo).item())
+    assert combined_losses(scored, dpo).item() == pytest.approx(0.64)
+    assert math.isnan(combined_losses(compare(*sums, dpo), dpo).item())
 
 
 def test_weights_multiply_the_preference_loss_only():
     weighted = loss_of(Dpo(wpo=True), weights=torch.tensor([0.5]))
-    assert weighted.preference.item() == pytest.approx(0.5 * 0.598139, abs=1e-6)
+    assert weighted.pair_losses.item() == pytest.approx(0.5 * 0.598139, abs=1e-6)
     assert weighted.sft.item() == 3.0
 
 
@@ -154,7 +154,7 @@ def test_rewards_and_logps_of_the_report_carry_no_gradient():
     loss = loss_of(Dpo(), policy=POLICY.clone().requires_grad_())
     reported = (loss.rewards_chosen, loss.rewards_rejected, loss.logps_chosen, loss.logps_rejected)
     assert not any(value.requires_grad for value in reported)
-    assert loss.preference.requires_grad and loss.sft.requires_grad
+    assert loss.pair_losses.requires_grad and loss.sft.requires_grad
 
 
 def test_sft_is_the_negative_log_probability_of_the_best():

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from tandem.loss.pairs import Pairing
-from tandem.loss.weighting import pair_sums, wpo_weights
-from tandem.model.logps import CompletionLogps, sum_completions
+from tandem.completions import CompletionLogps, sum_completions
+from tandem.loss.pairs import Pairing, pair_sums, wpo_weights
 
 # Three completions of 2, 3 and 1 tokens, then padding; the first is in two pairs with partners of other lengths.
 LENGTHS = torch.tensor([2, 3, 1])

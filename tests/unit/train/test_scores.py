@@ -9,6 +9,7 @@ from running import SHORT, metrics_of, short_run
 
 from tandem import cli
 from tandem.config.load import load_config
+from tandem.config.losses import without_reference
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
 from tandem.train import references, trainer
@@ -245,7 +246,7 @@ def test_a_loss_that_compares_is_refused_without_a_reference(name, spelled):
     assert refused.value.exit_code == 2
     assert str(refused.value) == (
         f"configuration: reference.mode=none, but dpo.preference_loss {spelled} compares with a reference; "
-        "use cached or live, or a loss without one (simpo, orpo, cpo)."
+        f"use cached or live, or a loss without one ({', '.join(without_reference())})."
     )
 
 

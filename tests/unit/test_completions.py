@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.model.logps import sum_completions
+from tandem.completions import sum_completions
 
 
 def test_tokens_are_summed_per_completion_and_padding_is_left_out():

@@ -5,29 +5,24 @@ Lengths n_c = 2, n_r = 4; scores R_c = 1, R_r = 0. With s(0.2) = 0.549834:
 log s(0.2) = -0.598139, log s(-0.2) = -0.798139, log s(0.1) = -0.644397, log s(-0.1) = -0.744397.
 """
 
-import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from declared import needed_settings
 
 from tandem.config.dpo import Dpo
-from tandem.config.losses import BETA, LOSS_FACTS
+from tandem.loss.declare import Loss, loss
+from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
 from tandem.loss.pairs import Pairs, Sides
-from tandem.loss.preference import PREFERENCE_LOSSES
 
-# What each loss reads, where it must not be the default to be seen; the rest at the defaults of the schema.
-SETTINGS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
-DEFAULTS = {
-    "beta": 0.1,
-    "label_smoothing": 0.0,
-    "gt_reward_scale": 1.0,
-    "simpo_gamma": 0.5,
-    "orpo_lambda": 1.0,
-    "cpo_alpha": 1.0,
-    "discopop_tau": 0.05,
-}
+PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
+
+# Where the default of a setting would hide its effect.
+SETTINGS = {"robust": {"label_smoothing": 0.1}}
 
 
 def sides(chosen, rejected, **kwargs) -> Sides:
@@ -42,9 +37,10 @@ def make_pairs(policy: Sides, reference: Sides, num_tokens: Sides | None = None,
 
 
 def loss_of(name: str, pairs: Pairs, **settings) -> torch.Tensor:
-    function = PREFERENCE_LOSSES[name]
-    given = {**DEFAULTS, **SETTINGS.get(name, {}), **settings}
-    return function(pairs, **{key: given[key] for key in list(inspect.signature(function).parameters)[1:]})
+    """At the defaults of the configuration, where neither this file nor the declaration of the loss says otherwise."""
+    arguments = LOSSES[name].arguments(Dpo(preference_loss=name, **needed_settings(name)))
+    given = {**arguments, **SETTINGS.get(name, {}), **settings}
+    return LOSSES[name].function(pairs, **{key: given[key] for key in arguments})
 
 
 WORKED = make_pairs(sides([-3.0], [-5.0]), sides([-4.0], [-4.0]))
@@ -80,21 +76,17 @@ BY_HAND = {
 }
 
 
-def test_every_loss_has_its_formula_its_facts_and_its_numbers():
-    assert list(PREFERENCE_LOSSES) == list(LOSS_FACTS) == list(BY_HAND)
+def test_every_loss_has_a_value_computed_by_hand():
+    assert list(LOSSES) == list(BY_HAND)
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_a_loss_takes_the_arguments_its_facts_name(name):
-    taken = list(inspect.signature(PREFERENCE_LOSSES[name]).parameters)[1:]
-    assert taken == ["beta" if key == BETA else key for key in LOSS_FACTS[name].arguments]
+def test_the_values_by_hand_are_at_the_defaults_of_the_configuration():
+    dpo = Dpo()
+    assert (dpo.reference_policy_kl_penalty, dpo.label_smoothing, dpo.gt_reward_scale) == (0.1, 0.0, 1.0)
+    assert (dpo.simpo_gamma, dpo.orpo_lambda, dpo.cpo_alpha, dpo.discopop_tau) == (0.5, 1.0, 1.0, 0.05)
 
 
-def test_the_numbers_above_are_taken_at_the_defaults_of_the_schema():
-    assert {key: getattr(Dpo(), BETA if key == "beta" else key) for key in DEFAULTS} == DEFAULTS
-
-
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_worked_pair(name):
     assert loss_of(name, WORKED).tolist() == pytest.approx([BY_HAND[name]], abs=2e-6)
 
@@ -144,6 +136,22 @@ def test_what_a_setting_does(name, setting, by_hand):
 def test_where_a_loss_starts_while_policy_and_reference_are_equal(name, by_hand):
     start = make_pairs(sides([-3.0, -40.0], [-5.0, -2.0]), sides([-3.0, -40.0], [-5.0, -2.0]))
     assert loss_of(name, start).tolist() == pytest.approx([by_hand, by_hand], abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.7])
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].start is not None])
+def test_the_declared_start_is_the_loss_while_policy_and_reference_are_equal(name, beta):
+    equal = sides([-3.0, -40.0], [-5.0, -2.0], dtype=torch.float64)
+    chosen = Dpo(preference_loss=name, reference_policy_kl_penalty=beta, **needed_settings(name))
+    start = LOSSES[name].start_value(chosen)
+    assert loss_of(name, make_pairs(equal, equal), beta=beta).tolist() == pytest.approx([start, start], rel=1e-12)
+
+
+def test_only_losses_of_scores_or_without_a_reference_have_no_declared_start():
+    without = [name for name, declared in LOSSES.items() if declared.start is None]
+    assert without == [
+        name for name, declared in LOSSES.items() if declared.needs_scores or not declared.needs_reference
+    ]
 
 
 # Pair A is the worked one. Pair B: pi -6 and -5, ref -2 and -7, so r_c = -4, r_r = 2.
@@ -211,7 +219,7 @@ def test_forward_and_backward_rpo_change_places_with_given_and_implied():
     assert torch.allclose(loss_of("rpo_fwd_kl", WORKED), loss_of("rpo_bwd_kl", swapped))
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_matches_finite_differences(name):
     generator = torch.Generator().manual_seed(3)
 
@@ -228,7 +236,7 @@ def test_the_gradient_matches_finite_differences(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("chosen", "rejected"), [(-1.0, -1e4), (-1e4, -1.0), (0.0, 0.0), (-1e4, -1e4), (-1e-9, -2.0)])
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_stay_finite_at_huge_margins(name, chosen, rejected, dtype):
     policy = Sides(*(torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)))
     reference = sides([-5e3], [-5e3], dtype=dtype)
@@ -244,7 +252,7 @@ def test_the_odds_keep_their_digits_near_certainty():
     pairs = make_pairs(sides([-2e-4], [-4e-4]), sides([0.0], [0.0]))
     equal_odds = 2e-4 / 2 + math.log(2)
     assert loss_of("orpo", pairs).item() == pytest.approx(equal_odds, abs=1e-7)
-    from tandem.loss.preference import _log_odds
+    from tandem.loss.losses import _log_odds
 
     assert _log_odds(torch.tensor(-1e-4)).item() == pytest.approx(9.210290, abs=1e-5)
 
@@ -254,3 +262,51 @@ def test_discopop_is_logistic_far_below_zero_and_exponential_far_above():
     above = make_pairs(sides([100.0], [0.0]), sides([0.0], [0.0]))
     assert loss_of("discopop", below).item() == pytest.approx(10.000045, abs=1e-5)  # -log s(-10)
     assert loss_of("discopop", above).item() == pytest.approx(math.exp(-10), rel=1e-5)
+
+
+# Declarations
+
+
+@pytest.fixture
+def declarations():
+    """Losses that a test declares are forgotten after it."""
+    before = dict(LOSSES)
+    yield LOSSES
+    LOSSES.clear()
+    LOSSES.update(before)
+
+
+def test_a_declaration_takes_name_arguments_and_formula_from_the_function(declarations):
+    @loss(aliases=("plain_margin",), needs_reference=False)
+    def margin(pair, *, beta, simpo_gamma):
+        """-beta d + gamma. Of this test.
+
+        More about it.
+        """
+        return simpo_gamma - beta * pair.policy.margin
+
+    declared: Loss = declarations["margin"]
+    assert declarations["plain_margin"] is declared
+    assert (declared.name, declared.formula) == ("margin", "-beta d + gamma. Of this test.")
+    assert declared.keys == ("reference_policy_kl_penalty", "simpo_gamma")
+    assert declared.arguments(Dpo()) == {"beta": 0.1, "simpo_gamma": 0.5}
+    assert (declared.needs_reference, declared.scope, declared.start_value(Dpo())) == (False, "pair", None)
+
+
+def test_two_losses_cannot_have_one_name(declarations):
+    with pytest.raises(AssertionError, match="two losses are called sigmoid"):
+
+        @loss(aliases=("sigmoid",))
+        def other(pair, *, beta):
+            """A loss of another name."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_docs_list_every_loss_once_and_cite_its_papers(name):
+    page = PAGE.read_text(encoding="utf-8")
+    first_columns = re.findall(
+        r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \|", page.partition("## What can be added")[0], re.MULTILINE
+    )
+    assert sum(f"`{name}`" in column.split(", ") for column in first_columns) == 1
+    papers = re.findall(r"\d{4}\.\d{5}", LOSSES[name].formula)
+    assert papers and all(paper in page for paper in papers)
