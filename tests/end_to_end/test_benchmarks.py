@@ -132,6 +132,17 @@ def test_plots(bench, tmp_path):
         assert ElementTree.parse(tmp_path / name).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_the_chart_of_the_readme_is_drawn_from_the_committed_numbers(bench, tmp_path):
+    numbers = ROOT / "benchmarks/results/versus_trl.jsonl"
+    assert bench("plots", numbers, "--ratios", "ratios.svg") == Ended(0, "", "")
+    assert (tmp_path / "ratios.svg").read_text() == (ROOT / "docs/versus-trl.svg").read_text()
+
+
+def test_a_plot_of_another_benchmark_is_refused(bench, tmp_path):
+    results = written(tmp_path / "results.jsonl", [{"benchmark": "train"}])
+    assert bench("plots", results, "--ratios", "ratios.svg") == Ended(1, "", "no line is of versus_trl\n")
+
+
 ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing", "plain_first_fit_loop"]
 
 

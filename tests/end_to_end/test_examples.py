@@ -57,6 +57,24 @@ def test_the_model_is_downloaded_and_converted_once(smollm2, downloads):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no temporary files
 
 
+def test_the_model_gets_a_name_to_train_it_by(smollm2, downloads, monkeypatch, tmp_path, capsys):
+    link = tmp_path / "smollm2"
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", str(link)])
+    smollm2.main()
+    assert (link / "config.json").read_bytes() == b"weights"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{link} is SmolLM2-135M-Instruct"
+    with pytest.raises(TandemError) as error:
+        smollm2.main()
+    assert str(error.value) == f"{link} exists already. Remove it, or give another name."
+
+
+def test_without_a_name_the_command_says_what_to_give(smollm2, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["smollm2.py"])
+    with pytest.raises(TandemError) as error:
+        smollm2.main()
+    assert str(error.value) == "give one argument, the name of the link to make: python examples/smollm2.py smollm2"
+
+
 def test_another_file_than_the_published_one_is_not_used(smollm2, downloads, monkeypatch):
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     found = hashlib.sha256(b"weights").hexdigest()

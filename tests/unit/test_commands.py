@@ -101,17 +101,23 @@ def test_what_is_printed_is_what_a_shell_runs():
     assert ended.stdout == "it's $HOME a  b\n"
 
 
-def readme_commands() -> list[str]:
-    """The commands of tandem in the README, each on one line."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    blocks = text.split("```bash\n")[1:]
-    lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
-    return [line for line in lines if line.startswith(("tandem ", "torchrun "))]
+# The pages whose commands a new user copies.
+PAGES = ("README.md", "docs/quickstart.md", "docs/tutorial.md")
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_every_command_of_the_readme_is_read_by_the_command_line(command):
-    """All but the files and models they name: `...` stands for more of the same."""
+def page_commands() -> list[str]:
+    """The commands of tandem on these pages, each on one line."""
+    found: list[str] = []
+    for page in PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = [line for block in text.split("```bash\n")[1:] for line in block.split("```")[0].splitlines()]
+        found += [line for line in lines if line.startswith(("tandem ", "torchrun "))]
+    return [*dict.fromkeys(found)]
+
+
+@pytest.mark.parametrize("command", page_commands())
+def test_every_command_of_the_pages_is_accepted_by_the_command_line(command):
+    """Except for the files and models they name: `...` stands for more arguments."""
     from typer.main import get_command
 
     from tandem.cli import app
@@ -126,5 +132,12 @@ def test_every_command_of_the_readme_is_read_by_the_command_line(command):
     load_config(None, [*given, *model])
 
 
-def test_the_commands_of_the_readme_were_found():
-    assert len(readme_commands()) >= 15
+def test_the_commands_of_the_pages_were_found():
+    assert len(page_commands()) >= 20
+
+
+def test_the_configuration_compared_with_trl_is_accepted(tmp_path):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    config = load_config(str(tmp_path / "run.yaml"), []).config
+    assert (config.policy.train_global_batch_size, config.policy.optimizer.kwargs.lr) == (8 * 8, 1e-6)

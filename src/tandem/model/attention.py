@@ -25,7 +25,7 @@ IMPLEMENTATION = "tandem_pack"
 AttentionKind = Literal["flex", "varlen", "sdpa", "trees"]
 
 # Smaller blocks hold less that nobody may see; what is told to the kernels for them was the fastest of what was tried on an
-# H200 (docs/benchmarks.md). Torch's own tiles for a backward do not divide such a block, and it compares them with what the
+# H200 (benchmarks/LAB_NOTES.md). Torch's own tiles for a backward do not divide such a block, and it compares them with what the
 # mask says of itself: that it has the usual blocks.
 SMALL_BLOCK = 64
 SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")

@@ -88,7 +88,7 @@ def test_the_longest_row_that_fits_is_taken(shape, card, settings, tokens, monke
     assert row(shape, monkeypatch, card=card, **settings).tokens == tokens
 
 
-# What benchmarks/train.py and benchmarks/memory.py measured on an H200 (docs/benchmarks.md).
+# What benchmarks/train.py and benchmarks/memory.py measured on an H200 (benchmarks/LAB_NOTES.md).
 @pytest.mark.parametrize(
     ("shape", "card", "settings", "tokens", "measured"),
     [
