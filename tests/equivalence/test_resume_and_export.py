@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
 from tandem.export import rounded_by_chance
+from tandem.ownership import GREATEST_PID, MARKER
 from tandem.train import checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
@@ -82,8 +83,9 @@ def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damag
 def test_what_a_killed_process_was_still_writing_is_removed(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
-    half = tmp_path / "cut/checkpoints/.step_4.abc"
+    half = tmp_path / f"cut/checkpoints/.step_4.{GREATEST_PID - 1}"  # of a process that is not there
     half.mkdir()
+    (half / MARKER).write_text('{"becomes": "step_4"}')
     (half / "tensors").write_bytes(b"half")
     cut = short_run(tmp_path / "cut", *SAVING)
     assert not half.exists()

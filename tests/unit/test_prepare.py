@@ -6,9 +6,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from letters import letter_tokenizer
+from safetensors.numpy import save_file
 
 from tandem import cli
 from tandem.config.load import load_config
@@ -25,7 +27,7 @@ def here(tmp_path, monkeypatch) -> Path:
     letter_tokenizer().save_pretrained("model")
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     Path("model/config.json").write_text(json.dumps({"model_type": "llama", **small}), encoding="utf-8")
-    Path("model/model.safetensors").touch()
+    save_file({"weight": np.zeros(1, np.float32)}, "model/model.safetensors")
     return tmp_path
 
 
