@@ -21,6 +21,7 @@ NUMBER = 4000
 @pytest.mark.parametrize("part", range(4))
 def test_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setenv("TANDEM_CANARY", CANARY)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     victim = tmp_path / "victim"
     victim.mkdir()
