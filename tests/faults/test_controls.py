@@ -1,11 +1,12 @@
 """The comparison can fail: leave out any one thing that a run goes on from, and its end is another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from running import killed_after, metrics_of, short_run, weights_of
 
 from tandem.train import build, checkpoint, trainer
-from tandem.train.checkpoint import Progress
 
 MORE = [
     "checkpointing.keep_top_k=9",
@@ -62,10 +63,13 @@ def no_first_moment(patch):
 def no_place_in_the_epoch(patch):
     """One batch off."""
 
-    def off(**facts):
-        return Progress(**{**facts, "batch": facts["batch"] - 1})
+    real = checkpoint.read_state
 
-    patch.setattr(checkpoint, "Progress", off)
+    def off(place):
+        saved = real(place)
+        return replace(saved, progress=replace(saved.progress, batch=saved.progress.batch - 1))
+
+    patch.setattr(checkpoint, "read_state", off)
 
 
 def no_random_state(patch):
