@@ -92,7 +92,7 @@ def test_killed_in_the_extension_it_resumes_to_the_same_end(finished, whole, dat
     ("dies_in", "name", "is_finished"),
     [
         ("before the metrics are copied", "_copy", True),
-        ("before the rename", "_free", True),
+        ("before the rename", "free_path", True),
         ("after the rename", "sync_file", False),
         ("before the configuration is written", "write_whole", False),
     ],
@@ -102,7 +102,7 @@ def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, wh
 
     def dying(*given):
         calls.append(given)
-        if (name == "sync_file" and given[0] != finished) or (name == "_free" and len(calls) == 1):
+        if (name == "sync_file" and given[0] != finished) or (name == "free_path" and len(calls) == 1):
             return real(*given)
         raise Killed
 

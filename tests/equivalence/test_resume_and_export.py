@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
 from tandem.export import rounded_by_chance
+from tandem.ownership import GREATEST_PID, MARKER
 from tandem.train import checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
@@ -82,9 +83,11 @@ def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damag
 def test_what_a_killed_process_was_still_writing_is_removed(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
-    half = tmp_path / "cut/checkpoints/.step_4.abc"
+    # Of the largest number that a process may have, which none here ever had.
+    half = tmp_path / f"cut/checkpoints/.step_4.{GREATEST_PID - 1}"
     half.mkdir()
     (half / "tensors").write_bytes(b"half")
+    (half / MARKER).write_text('{"becomes": "step_4"}')
     cut = short_run(tmp_path / "cut", *SAVING)
     assert not half.exists()
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
