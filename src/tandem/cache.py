@@ -35,16 +35,24 @@ def check_cache_dir() -> None:
     What is removed are the folders that killed processes of this machine were writing.
     """
     folder = cache_dir()
+    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    for kind in PUBLISHED_IN_CACHE:
+        remove_abandoned(folder / kind, ".+", is_held=False)
+
+
+def check_writable(folder: Path, what: str, instead: str) -> None:
+    """Refuse a directory that cannot be made or written. what: it is called in the message."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"the cache directory {folder} cannot be written ({error.strerror}). Set TANDEM_CACHE to one that can."
-        ) from None
-    for kind in PUBLISHED_IN_CACHE:
-        remove_abandoned(folder / kind, ".+", is_held=False)
+        raise ConfigError(f"{what} cannot be written ({error.strerror}). {instead}") from None
+
+
+def real_path(path: str | Path) -> Path:
+    """Without links. Unlike Path.resolve it raises nothing where links go in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def sha256_of(path: Path) -> str:

@@ -32,4 +32,5 @@ def test_run_directories(tmp_path: Path, run: Path, part: int) -> None:
         given = mutated_run(rng, run, tmp_path / "given", victim)
         return lambda: short_run(given, *settings)
 
-    try_all("run", range(part * NUMBER // 4, (part + 1) * NUMBER // 4), make, victim)
+    counts = try_all("run", range(part * NUMBER // 4, (part + 1) * NUMBER // 4), make, victim)
+    assert min(counts["read"], counts["refused"]) > NUMBER // 100, counts

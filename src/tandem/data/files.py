@@ -3,7 +3,9 @@
 import glob
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from tandem.config.datasets import DatasetFields
@@ -13,6 +15,7 @@ from tandem.errors import DataError
 from tandem.printable import listed
 
 ANY_DEPTH = "**/*"
+MAX_FILES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
         return [SourceFile(path, data_path)]
     if any(sign in data_path for sign in "*?["):
         _refuse_parts(data_path, given, "a pattern")
-        files = sorted(name for name in map(Path, glob.glob(data_path, recursive=True)) if name.is_file())  # noqa: PTH207
+        matching = _few(data_path, map(Path, glob.iglob(data_path, recursive=True)))  # noqa: PTH207
+        files = sorted(name for name in matching if name.is_file())
         if not files:
             raise DataError(f"{data_path}: no file matches this pattern.")
         return [SourceFile(file, str(file)) for file in files]
@@ -53,6 +57,17 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
     if "://" in data_path:
         raise DataError(f"{data_path}: an address, from which nothing is fetched. {_instead_of(data_path)}")
     raise DataError(f"{data_path}: no such file or folder, and not the name of a hub dataset (org/name).")
+
+
+def _few(data_path: str, paths: Iterator[Path]) -> list[Path]:
+    """What a path leads to; a home directory, or all of a disk, is refused before it has been searched."""
+    found = list(islice(paths, MAX_FILES + 1))
+    if len(found) > MAX_FILES:
+        raise DataError(
+            f"{data_path}: more than {MAX_FILES:,} files and folders, which no dataset has. Name a file, a smaller folder or a "
+            "narrower pattern."
+        )
+    return found
 
 
 def _instead_of(address: str) -> str:
@@ -113,7 +128,8 @@ def _of_folder(path: Path, given: DatasetFields) -> list[Path]:
     """A folder like a dataset of the hub, such as a copy of one: README.md or names tell subsets and splits."""
     if given.revision is not None:
         raise DataError(f"{path}: a folder, which has no revision {given.revision!r}. Leave out revision.")
-    listing = sorted(str(file.relative_to(path)) for file in path.glob(ANY_DEPTH) if file.is_file())
+    inside = _few(str(path), path.glob(ANY_DEPTH))
+    listing = sorted(str(file.relative_to(path)) for file in inside if file.is_file())
     readme = (path / "README.md").read_text("utf-8", "replace") if "README.md" in listing else ""
     chosen = choose_files(str(path), listing, readme, subset=given.subset, split=given.split)
     return [path / name for name in chosen]

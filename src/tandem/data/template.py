@@ -16,6 +16,7 @@ from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.tool_calls import as_wanted, renamed
+from tandem.data.wording import text_of
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 from tandem.printable import listed
@@ -299,7 +300,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
             source = source.get("default")
     elif given.endswith(".jinja"):
         try:
-            source = Path(given).read_text(encoding="utf-8")
+            source = text_of(Path(given))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"policy.tokenizer.chat_template = {given}: not readable: {error}") from None
     else:

@@ -1,5 +1,6 @@
 """A dataset's prompt files in; a Wording out, which puts their texts around every prompt."""
 
+import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,11 +48,18 @@ def wording_of(keys: DatasetFields, source: str) -> Wording:
     return Wording(prompt, system)
 
 
+def text_of(file: Path) -> str:
+    """The text of a file that a configuration names. A pipe is no file: its reader would wait for whoever writes to it."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "Not a file")
+    return file.read_text(encoding="utf-8")
+
+
 def _read(file: str | None, place: str) -> str | None:
     if file is None:
         return None
     try:
-        return Path(file).read_text(encoding="utf-8").removesuffix("\n")  # an editor's last newline is not meant
+        return text_of(Path(file)).removesuffix("\n")  # an editor's last newline is not meant
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{place}: not readable: {why}.") from None

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tandem import __version__
+from tandem.cache import real_path
 from tandem.errors import RanksDifferError
 from tandem.model.workers import Workers
 from tandem.packing.packer import Packer
@@ -49,7 +50,7 @@ def derived(setup: Setup, run: Path) -> dict[str, str]:
         "the kind of device": setup.device.type,
         "the precision": setup.precision,
         "compiled layers": setup.compiles,
-        "the directory of checkpoints": setup.checkpoint_dir(run).resolve(),
+        "the directory of checkpoints": real_path(setup.checkpoint_dir(run)),
         "the number of steps": setup.num_steps,
         "the number of pairs": setup.num_pairs_trained,
         "the batches": _digest_of_batches(setup.batches),

@@ -250,20 +250,20 @@ def is_asked_for_more(run: Path, loaded: LoadedConfig) -> bool:
 
 
 @contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Hold the directory for this process; a second one is refused. A dead process holds nothing."""
+def held(run: Path, key: str = "run.dir") -> Iterator[None]:
+    """Hold the directory for this process; a second one is refused. A dead process holds nothing. key: that gives it."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = open_own(run / "lock", "a+")
     except OSError as error:
-        raise ConfigError(f"run.dir = {run}: cannot be written ({error.strerror}). Choose another run.dir.") from None
+        raise ConfigError(f"{key} = {run}: cannot be written ({error.strerror}). Choose another {key}.") from None
     with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = _read_lock(lock) or "unknown"
             raise CheckpointError(
-                f"{run} is in use by process {holder}. Wait for it, or choose another run.dir."
+                f"{run} is in use by process {holder}. Wait for it, or choose another {key}."
             ) from None
         if not re.fullmatch("[0-9]*", _read_lock(lock)):
             raise CheckpointError(

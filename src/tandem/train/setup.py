@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.cache import check_cache_dir
+from tandem.cache import check_cache_dir, check_writable, real_path
 from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, needs_reference, reads, spelled
 from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
@@ -78,7 +78,7 @@ class Setup:
     def checkpoint_dir(self, run: Path) -> Path:
         """Of a run: inside it, unless a place of their own is given beside run.dir."""
         given = self.config.checkpointing.checkpoint_dir
-        if given is None or self.config.run.dir is None or Path(given).resolve() == run.resolve():
+        if given is None or self.config.run.dir is None or real_path(given) == real_path(run):
             return run / "checkpoints"
         return Path(given)
 
@@ -245,6 +245,9 @@ def set_up(
     different times, so nothing in it may wait for another.
     """
     check_packages(config.logger)
+    given = config.reference.cache_dir
+    if given is not None and config.reference.mode == "cached" and needs_reference(config.dpo.preference_loss):
+        check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device)
     source = check_model(config)
     machine = check_machine(config, source, device)

@@ -138,7 +138,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     stack.enter_context(held(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
-        stack.enter_context(held(kept))
+        stack.enter_context(held(kept, "checkpointing.checkpoint_dir"))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
     refuse_in_the_way(kept, setup.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)

@@ -15,6 +15,7 @@ from letters import CHAT, letter_tokenizer
 
 from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
+from tandem.data import files
 from tandem.data.files import find_files
 from tandem.data.sets import open_sets
 from tandem.data.template import Template
@@ -242,3 +243,17 @@ def test_a_folder_without_data_is_refused(tmp_path):
         f"{tmp_path}: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or "
         ".zst."
     )
+
+
+def test_a_folder_of_more_files_than_any_dataset_has_is_refused_before_it_is_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_FILES", 3)
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert len(names(tmp_path)) == 3
+    (tmp_path / "d.txt").touch()
+    for given in (tmp_path, tmp_path / "**"):
+        with pytest.raises(DataError) as refused:
+            find_files(str(given), DatasetFields())
+        assert str(refused.value) == (
+            f"{given}: more than 3 files and folders, which no dataset has. Name a file, a smaller folder or a narrower pattern."
+        )

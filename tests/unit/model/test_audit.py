@@ -368,6 +368,25 @@ def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path, monkeypatch
     assert len(list(cache.iterdir())) == 2 * len(started)
 
 
+@pytest.mark.parametrize("written", ["{}", "[1]", "[" * 100_000, '{"train": 7}', "PATH"])
+def test_a_list_of_references_that_tandem_did_not_write_is_as_none(tmp_path, written):
+    """PATH: a folder elsewhere. What is there and is no reference would be renamed, to be computed again."""
+    cache, victim = tmp_path / "cache", tmp_path / "victim"
+    given = [few_pairs(tmp_path), f"reference.cache_dir={cache}", "checkpointing.save_period=2"]
+    with killed_after(3):
+        short_run(tmp_path / "run", *given)
+    victim.mkdir()
+    (victim / "mine.txt").write_text("mine")
+    before = json.loads((tmp_path / "run/references.json").read_text())
+    path = json.dumps({name: f"{folder}/../../victim" for name, folder in before.items()})
+    (tmp_path / "run/references.json").write_text(written.replace("PATH", path))
+    started = sorted(cache.iterdir())
+    short_run(tmp_path / "run", *given)
+    assert (victim / "mine.txt").read_text() == "mine"
+    assert sorted(cache.iterdir()) == started
+    assert json.loads((tmp_path / "run/references.json").read_text()) == before
+
+
 def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tmp_path, monkeypatch, capsys):
     import shutil
 

@@ -21,7 +21,7 @@ from tandem.train.checkpoint import checkpoints, newest_verified, point, prune, 
 from tandem.train.extension import begin_extension
 from tandem.train.ranking import Ranking
 from tandem.train.report import MetricsFile
-from tandem.train.rundir import FILES, TEMPORARY_NAMES, choose_run_dir, held, refuse_links
+from tandem.train.rundir import FILES, TEMPORARY_NAMES, choose_run_dir, held, is_finished, refuse_links
 
 BY_AGE = Ranking(None, higher_is_better=False)
 
@@ -244,6 +244,33 @@ def test_a_file_where_a_run_writes_a_directory_is_refused_and_a_linked_directory
     (tmp_path / "elsewhere").mkdir()
     (run / name).symlink_to(tmp_path / "elsewhere")
     refuse_links(run)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_called_model_that_no_run_exported_does_not_make_a_run_finished(run, tmp_path, is_link):
+    loaded = load_config(None, [*SHORT, f"run.dir={run}"])
+    (run / "config.yaml").write_text(loaded.as_yaml())
+    mine = tmp_path / "mine" if is_link else run / "model"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    if is_link:
+        (run / "model").symlink_to(mine)
+    assert not is_finished(run)
+    assert refusal(choose_run_dir, loaded, fresh=False) == (
+        f"{run}/model: a directory without an exported model, and this run exports its model under that name. Move it elsewhere."
+    )
+    for name in ("config.json", "model.safetensors"):
+        (mine / name).touch()
+    assert is_finished(run)
+    assert choose_run_dir(loaded, fresh=False) == run
+
+
+def test_an_empty_folder_called_model_is_in_nobodys_way(run):
+    loaded = load_config(None, [*SHORT, f"run.dir={run}"])
+    (run / "config.yaml").write_text(loaded.as_yaml())
+    (run / "model").mkdir()
+    assert choose_run_dir(loaded, fresh=False) == run
+    assert not is_finished(run)
 
 
 def test_a_run_that_is_a_link_to_a_directory_is_one(run, tmp_path):

@@ -1,5 +1,6 @@
 """Trackers fed behind the run's back: nothing waits, nothing is lost in silence, nothing secret is shown."""
 
+import hashlib
 import importlib.util
 import json
 import subprocess
@@ -283,3 +284,21 @@ def test_gpus_that_cannot_be_read_are_warned_of_once(tmp_path):
     wait_for(lambda: warned)
     monitor.close()
     assert (warned, monitor.take()) == (["GPUs are not monitored: RuntimeError: no driver"], {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "[" * 100_000, "\ud800", '{"wandb": 1}', '{"wandb": {"where": 1}}'),
+        *(
+            json.dumps({"wandb": {"where": "WHERE", "id": run_id}})
+            for run_id in ("../../victim", "", 7, None, "a" * 65)
+        ),
+    ],
+)
+def test_a_list_of_runs_that_tandem_did_not_write_is_as_none(tmp_path, text):
+    kept, where = KeptRuns(str(tmp_path)), hashlib.sha256(b"me/project").hexdigest()[:16]
+    (tmp_path / "trackers.json").write_text(text.replace("WHERE", where), errors="backslashreplace")
+    assert kept.find("wandb", "me/project") is None
+    kept.keep("wandb", "me/project", "w1")
+    assert kept.find("wandb", "me/project") == "w1"

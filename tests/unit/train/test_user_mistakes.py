@@ -1,5 +1,6 @@
 """Mistakes that show only when a run starts: each is one message, before weights load, and nothing is left behind."""
 
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -194,3 +195,18 @@ def test_a_model_that_has_no_revisions_is_not_asked_for_one(tmp_path, name):
     assert str(refused.value) == (
         f"policy.revision = v2: policy.model_name = {given} is {what}, which has no revisions. Leave out policy.revision."
     )
+
+
+@pytest.mark.parametrize("key", ["reference.cache_dir", "checkpointing.checkpoint_dir", "run.dir"])
+def test_links_in_a_circle_are_no_directory(tmp_path, key):
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError) as refused:
+        short_run(tmp_path / "run", f"{key}={tmp_path}/circle")
+    assert str(refused.value) == f"{key} = {tmp_path}/circle: cannot be written (File exists). Choose another {key}."
+
+
+@pytest.mark.parametrize("key", ["data.default.prompt_file", "policy.tokenizer.chat_template"])
+def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(tmp_path, key):
+    os.mkfifo(tmp_path / "pipe.jinja")
+    with pytest.raises(ConfigError, match=r"not readable: .*Not a file"):
+        short_run(tmp_path / "run", f"{key}={tmp_path}/pipe.jinja")

@@ -314,3 +314,16 @@ def test_a_metric_that_some_steps_lack_is_judged_by_none():
 
 def test_one_validation_is_no_development():
     assert "->" not in next(iter(found(course({"accuracy": 0.9, "step": 4})).values()))
+
+
+@pytest.mark.parametrize("name", ["num_pairs", "loss", "accuracy", "logps_chosen_mean", "tokens_chosen_mean"])
+@pytest.mark.parametrize("split", ["train", "validation-default"])
+def test_lines_that_were_damaged_since_are_not_judged(name, split):
+    whole = course({"accuracy": 0.5}, {}, {"loss": 0.4}, split=split)
+    (damaged,) = course({"step": 15}, split=split, without=[name])
+    nothing = [{**whole[1], "step": 15, name: 0}] if name in ("num_pairs", "tokens_chosen_mean") else []
+    assert found([*whole[:2], damaged, *nothing, whole[2]]) == found(whole)
+
+
+def test_where_no_line_is_whole_there_is_no_verdict():
+    assert found(course({}, {}, without=["accuracy"])) == {}
