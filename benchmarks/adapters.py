@@ -2,7 +2,7 @@
 
     python benchmarks/adapters.py [--shape qwen2.5-1.5b] [--tokens 16384] [--rank 16]
 
-Joined: src/tandem/model/joined_lora.py. Every way is compiled. Needs a GPU to mean anything. Prints a table and, as its last
+Joined: src/tandem/model/lora/joined.py. Every way is compiled. Needs a GPU to mean anything. Prints a table and, as its last
 line, one JSON object.
 """
 
@@ -17,7 +17,7 @@ from made_model import NAMES, SHAPES
 from options import options_of
 from torch import Tensor
 
-from tandem.model.joined_lora import joined_linear
+from tandem.model.lora.joined import joined_linear
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 

@@ -18,9 +18,9 @@ from options import options_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import FOR_SMALL_BLOCKS, block_mask
-from tandem.model.varlen import attend_runs, runs_of
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.attention.pack_attention import FOR_SMALL_BLOCKS, block_mask
+from tandem.model.attention.varlen import attend_runs, runs_of
 from tandem.packing.layout import lay_out
 
 CUDA = torch.device("cuda")

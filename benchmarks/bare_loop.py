@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from torch.utils.checkpoint import checkpoint
 from train import given_preferences, made_preferences, tell
 
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.text.tokens import TokenizedPreference
 
 BETA, RATE = 0.1, 1e-6
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from tandem.config.load import load_config
 from tandem.errors import TandemError
-from tandem.model.parallel import decoder_layers
-from tandem.model.workers import Workers, start_workers, stop_workers
-from tandem.train.references import load_sharded
-from tandem.train.setup import Setup, set_up
+from tandem.model.distributed.layers import decoder_layers
+from tandem.model.distributed.process_group import Workers, start_workers, stop_workers
+from tandem.train.start.references import load_sharded
+from tandem.train.start.setup import Setup, set_up
 
 # Inputs and weights need digits, gradients range.
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2

@@ -16,7 +16,7 @@ import torch
 from options import options_of
 from torch import Tensor
 
-from tandem.model.logps import chunked_logps
+from tandem.model.head import chunked_logps
 from tandem.model.policy import auto_head_chunk
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -94,14 +94,14 @@ def measure(name: str, file: str, capacity: int) -> None:
 
 def write_sizes(data: str, tokenizer: str, file: str) -> None:
     """The row sizes of a preference file or a prepared store, into a file: the work of a child process."""
-    from tandem.cache import read_manifest
-    from tandem.config.datasets import DatasetFields
     from tandem.config.schema import Config
-    from tandem.data.opening import open_store
-    from tandem.data.store import TokenStore
-    from tandem.data.template import make_template
-    from tandem.data.tokenizer import load_tokenizer
+    from tandem.config.sections.datasets import DatasetFields
+    from tandem.data.store.opening import open_store
+    from tandem.data.store.token_store import TokenStore
+    from tandem.data.text.template import make_template
+    from tandem.data.text.tokenizer import load_tokenizer
     from tandem.packing.packer import row_sizes
+    from tandem.storage.cache import read_manifest
 
     if Path(data).is_dir():
         store = TokenStore(Path(data), read_manifest(Path(data)))

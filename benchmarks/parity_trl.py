@@ -306,7 +306,7 @@ def found_by_trl(folder: Path) -> Outcome:
 
 def outcome_of_tandem(case: Case, inputs: dict[str, str], run: Path) -> Outcome:
     """`tandem train`, called in this process."""
-    from tandem.cli import app
+    from tandem.cli.main import app
 
     optimizer = {"lr": case.rate, "betas": BETAS, "eps": EPSILON, "weight_decay": case.weight_decay}
     config = {
@@ -337,9 +337,9 @@ def outcome_of_tandem(case: Case, inputs: dict[str, str], run: Path) -> Outcome:
 def tokens_of_tandem(config_file: Path) -> Tokens:
     """What a run under this configuration is trained on."""
     from tandem.config.load import load_config
-    from tandem.data.opening import open_store
-    from tandem.data.template import make_template
-    from tandem.data.tokenizer import load_tokenizer
+    from tandem.data.store.opening import open_store
+    from tandem.data.text.template import make_template
+    from tandem.data.text.tokenizer import load_tokenizer
 
     config = load_config(str(config_file), []).config
     dataset = config.data.training_sets[0]
@@ -355,7 +355,7 @@ def write_inputs(folder: Path) -> dict[str, str]:
     from transformers.utils import logging
 
     from tandem.embedded.files import TRAIN
-    from tandem.model.tiny import tiny_model
+    from tandem.model.files.tiny import tiny_model
 
     logging.disable_progress_bar()
     model = str(tiny_model())

@@ -25,10 +25,10 @@ from float8 import compute_in_float8
 from options import options_of
 
 from tandem.config.load import load_config
-from tandem.model.parallel import decoder_layers
+from tandem.model.distributed.layers import decoder_layers
 from tandem.model.policy import Policy
-from tandem.train import references
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.train.start import references
 from tandem.train.trainer import train
 
 FLOAT8 = "float32, products in float8"  # an experiment

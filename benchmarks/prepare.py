@@ -37,12 +37,12 @@ NUM_CORES = len(os.sched_getaffinity(0))
 
 def with_tandem(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
     """Seconds and tokens of tandem's tokenisation, its store written to disk."""
-    from tandem.config.datasets import Data, DatasetFields
-    from tandem.config.policy import Tokenizer
-    from tandem.data.opening import open_store
-    from tandem.data.processes import Processes
-    from tandem.data.template import make_template
-    from tandem.data.tokenizer import load_tokenizer
+    from tandem.config.sections.datasets import Data, DatasetFields
+    from tandem.config.sections.policy import Tokenizer
+    from tandem.data.store.opening import open_store
+    from tandem.data.store.processes import Processes
+    from tandem.data.text.template import make_template
+    from tandem.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(tokenizer_folder))
     lenient = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=cores)
@@ -77,13 +77,13 @@ def with_trl(files: list[str], tokenizer_folder: str, cores: int, cache: str) ->
 
 def with_bare_tokenizers(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
     """Seconds and tokens of encoding alone: the texts are rendered before the clock starts."""
-    from tandem.config.datasets import DatasetFields
-    from tandem.config.policy import Tokenizer
-    from tandem.data.formats import detect_format, read_preference
-    from tandem.data.sources import RowError, read_rows
-    from tandem.data.template import make_template
-    from tandem.data.tokenizer import load_tokenizer
-    from tandem.data.wording import Wording
+    from tandem.config.sections.datasets import DatasetFields
+    from tandem.config.sections.policy import Tokenizer
+    from tandem.data.formats.formats import detect_format, read_preference
+    from tandem.data.formats.prompt_files import Wording
+    from tandem.data.read.sources import RowError, read_rows
+    from tandem.data.text.template import make_template
+    from tandem.data.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(tokenizer_folder))
     template = make_template(tokenizer, Tokenizer())

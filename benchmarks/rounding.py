@@ -17,10 +17,10 @@ import torch
 from options import options_of
 
 from tandem.config.load import load_config
+from tandem.model.distributed.process_group import Workers, start_workers, stop_workers
 from tandem.model.policy import Policy
-from tandem.model.workers import Workers, start_workers, stop_workers
-from tandem.train.references import load_sharded
-from tandem.train.setup import Setup, set_up
+from tandem.train.start.references import load_sharded
+from tandem.train.start.setup import Setup, set_up
 
 PACKS = 16  # whose gradients are added up
 AUDITED = 4  # preferences

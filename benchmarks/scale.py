@@ -13,7 +13,7 @@ replacement), or log-normal as in benchmarks/train.py. A global batch is 256 pai
     padded, sorted   the same, the pairs of a batch first sorted by their longest sequence
     padded, grouped  the same, all 65,536 sorted, so that batches are of like length (and no longer drawn at random)
 
-Cost is that of tandem.packing.sharing: tokens through the linear layers and pairs in attention, here with filler and
+Cost is that of tandem.packing.distribution: tokens through the linear layers and pairs in attention, here with filler and
 padding, because they are computed.
 
     fill        tokens over positions, of rows that hold any ("lowest fill" in the JSON: of one step)
@@ -41,10 +41,10 @@ import numpy as np
 from drawing import key, line, rule, svg, text
 from options import options_of
 
+from tandem.packing.batches import Batches
 from tandem.packing.binning import Bins, first_fit_decreasing, pack_into_bins
+from tandem.packing.distribution import row_cost, share_out
 from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
-from tandem.packing.schedule import Batches
-from tandem.packing.sharing import row_cost, share_out
 
 MIN_FILL = 0.97
 PAIRS_PER_BATCH, PAIRS_PER_WORKER, PAIRS_PER_MICRO_BATCH = 256, 16, 8
@@ -107,11 +107,11 @@ def log_normal(num: int, seed: int) -> Pairs:
 
 
 def read(file: str, tokenizer: str) -> Pairs:
-    from tandem.config.datasets import DatasetFields
     from tandem.config.schema import Config
-    from tandem.data.opening import open_store
-    from tandem.data.template import make_template
-    from tandem.data.tokenizer import load_tokenizer
+    from tandem.config.sections.datasets import DatasetFields
+    from tandem.data.store.opening import open_store
+    from tandem.data.text.template import make_template
+    from tandem.data.text.tokenizer import load_tokenizer
 
     config = Config()
     template = make_template(load_tokenizer(Path(tokenizer)), config.policy.tokenizer)

@@ -27,19 +27,17 @@ from made_model import SHAPES, WARM_UP, config_of
 from options import options_of
 
 from tandem.config.schema import Config
-from tandem.data.store import TokenStore
-from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import IMPLEMENTATION
-from tandem.model.joined_lora import join_adapters
-from tandem.model.parallel import compile_layers, decoder_layers, shard
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.attention.pack_attention import IMPLEMENTATION
+from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute, shard
+from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers, stop_workers
+from tandem.model.lora.joined import join_adapters
 from tandem.model.policy import Policy, auto_head_chunk
-from tandem.model.recompute import recompute
 from tandem.model.reference import NoReference, compute_reference
-from tandem.model.workers import Workers, compute_deterministically, start_workers, stop_workers
+from tandem.packing.batches import Batches, GlobalBatch, load_ahead
 from tandem.packing.layout import Arrangement, join, lay_out
-from tandem.packing.loader import load_ahead
 from tandem.packing.packer import Packer, row_lengths
-from tandem.packing.schedule import Batches, GlobalBatch
 from tandem.train.optimizer import make_optimizer
 from tandem.train.step import PendingStep, StepReport, train_step
 from tandem.train.terms import Side

@@ -18,7 +18,7 @@ from smollm2 import smollm2
 from tandem.config.load import load_config
 from tandem.embedded.files import VALIDATION
 from tandem.errors import TandemError
-from tandem.train.report import PLAIN_WIDTH, Reporter
+from tandem.report.reporter import PLAIN_WIDTH, Reporter
 from tandem.train.trainer import train
 
 CONFIG = Path(__file__).with_name("smollm2.yaml")

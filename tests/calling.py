@@ -5,10 +5,10 @@ from typing import Any
 from letters import letter_tokenizer
 from rows import KEYS, pair, said
 
-from tandem.data.formats import read_preference
-from tandem.data.preference import Preference
-from tandem.data.template import Template
-from tandem.data.wording import Wording
+from tandem.data.formats.formats import read_preference
+from tandem.data.formats.preference import Preference
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.text.template import Template
 
 # tools:add.<end>
 # user:hi<end>

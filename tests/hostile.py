@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cache import OWN, fingerprint, sha256_of
 from tandem.errors import TandemError
+from tandem.storage.cache import OWN, fingerprint, sha256_of
 
 # What a child may take beyond what its parent has already mapped.
 MEMORY = 6 * 1024**3

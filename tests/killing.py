@@ -14,13 +14,13 @@ from typing import Any
 from models import MODEL
 from running import VARYING, weights_of
 
-from tandem.cache import read_manifest
-from tandem.train.checkpoint import checkpoints
+from tandem.storage.cache import read_manifest
+from tandem.train.checkpoint.checkpoints import checkpoints
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "tandem.cli",
+        "tandem.cli.main",
         "tandem.train.trainer",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
@@ -80,7 +80,7 @@ def start(said: Path, arguments: list[str], **environment: str) -> Child:
 
 def run_command(said: Path, arguments: list[str], environment: dict[str, str]) -> None:
     """Be `tandem` with these arguments, in this process."""
-    from tandem import cli
+    from tandem.cli import main as cli
 
     os.environ.update(environment)
     redirect_output(said)

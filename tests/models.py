@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import IMPLEMENTATION, AttentionKind
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
+from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.policy import Policy
-from tandem.model.tiny import tiny_model as embedded_model
 
 VOCABULARY = 96
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tandem.config.datasets import DatasetFields
-from tandem.data.sources import RowError, SourceRow
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.read.sources import RowError, SourceRow
 
 KEYS = DatasetFields()
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN
+from tandem.report.reporter import Reporter
 from tandem.train import trainer
-from tandem.train.report import Reporter
 from tandem.train.trainer import train
 
 # With a model that is named, the embedded default's settings are not taken: here they are again.

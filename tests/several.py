@@ -11,8 +11,8 @@ from pathlib import Path
 from bfloat16_products import with_bfloat16_products
 
 from tandem.config.load import load_config
-from tandem.model.workers import stop_workers
-from tandem.train.report import Reporter
+from tandem.model.distributed.process_group import stop_workers
+from tandem.report.reporter import Reporter
 from tandem.train.trainer import train
 
 

@@ -6,6 +6,6 @@ import sys
 if not sys.flags.safe_path:
     del sys.path[0]
 
-from tandem.cli import main
+from tandem.cli.main import main
 
 main()

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.printable import scrubbed
+from tandem.terminal.printable import scrubbed
 
 
 class TandemError(Exception):

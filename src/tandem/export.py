@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tandem.cache import published
-from tandem.data.template import Template
-from tandem.model.adapter_files import write_adapter
-from tandem.model.lora import ADAPTER, LoraPlan, dequantised, merged
+from tandem.data.text.template import Template
+from tandem.model.distributed.process_group import Workers
+from tandem.model.lora.files import write_adapter
+from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
-from tandem.model.rounding import chances, rounded, salt_of, start_of
-from tandem.model.workers import Workers
+from tandem.model.precision.rounding import chances, rounded, salt_of, start_of
+from tandem.storage.cache import published
 
 # Numbers that are rounded together: memory is bounded by it, however large a tensor is.
 AT_ONCE = 1 << 26

@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
-from tandem.config.section import EMBEDDED
-from tandem.console import SafeConsole
-from tandem.data.opening import open_store
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.section import EMBEDDED
 from tandem.data.preflight import warnings_about
-from tandem.data.store import TokenStore
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.store.opening import open_store
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import load_tokenizer
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError, DataError
-from tandem.model.source import find_tokenizer_alone
+from tandem.model.files.source import find_tokenizer_alone
 from tandem.paths import check_data, check_models
-from tandem.terminal import wrap
+from tandem.terminal.console import SafeConsole
+from tandem.terminal.text import wrap
 
 # Shown for characters that would otherwise not be seen, or that a terminal would obey: 27, escape, as its picture U+241B.
 VISIBLE = str.maketrans(

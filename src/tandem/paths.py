@@ -3,22 +3,22 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.cache import is_checkpoint
-from tandem.config.datasets import DatasetFields
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
-from tandem.config.section import EMBEDDED
-from tandem.data.files import find_files
-from tandem.data.hub import is_hub_name
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.section import EMBEDDED
+from tandem.data.read.files import find_files
+from tandem.data.read.hub import is_hub_name
 from tandem.errors import CheckpointError, ConfigError, DataError
-from tandem.model.source import check_path, refuse_missing, refuse_revision
-from tandem.train.rundir import choose_run_dir, is_finished, no_run, refuse_links
+from tandem.model.files.source import check_path, refuse_missing, refuse_revision
+from tandem.storage.cache import is_checkpoint
+from tandem.train.run.directory import choose_run_dir, is_finished, no_run, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
     """The paths of a run. A finished one needs neither its model nor its data, unless every pair is measured again."""
     if per_pair is not None:
-        from tandem.train.per_pair import check_per_pair
+        from tandem.report.per_pair import check_per_pair
 
         check_per_pair(per_pair)
     if per_pair is not None or not is_finished(choose_run_dir(loaded, fresh=fresh)):

@@ -7,30 +7,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.cache import published, read_manifest, write_manifest
-from tandem.commands import changed, key_of, override, tandem_command
 from tandem.config.load import LoadedConfig, load_config
 from tandem.config.schema import Config
-from tandem.config.section import EMBEDDED
-from tandem.data.duplicates import DUPLICATE, without_duplicates
-from tandem.data.opening import judge
+from tandem.config.sections.section import EMBEDDED
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
-from tandem.data.selection import Preferences, Selection
-from tandem.data.sets import ProgressBar, Sets
-from tandem.data.store import TokenStore
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.store.duplicates import DUPLICATE, without_duplicates
+from tandem.data.store.opening import judge
+from tandem.data.store.selection import Preferences, Selection
+from tandem.data.store.sets import ProgressBar, Sets
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
-from tandem.model.source import find_model
+from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
-from tandem.packing.exchange import check_for_nemo, export_nemo, import_nemo
-from tandem.packing.outlook import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
+from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer
 from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
+from tandem.packing.savings import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
 from tandem.paths import check_output
-from tandem.train.machine import check_machine, this_device
-from tandem.train.plan import ENOUGH_STEPS
-from tandem.train.report import Reporter
-from tandem.train.setup import Inputs, check_model, fit_rows, open_inputs
+from tandem.report.reporter import Reporter
+from tandem.storage.cache import published, read_manifest, write_manifest
+from tandem.terminal.commands import changed, key_of, override, tandem_command
+from tandem.train.start.machine import check_machine, this_device
+from tandem.train.start.plan import ENOUGH_STEPS
+from tandem.train.start.setup import Inputs, check_model, fit_rows, open_inputs
 from tandem.train.validation import portions
 
 SHOWN_TOKENS = 12

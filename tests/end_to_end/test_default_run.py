@@ -13,7 +13,7 @@ from tandem.config.tracked import METRICS
 @pytest.fixture(scope="module")
 def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
-    command = [sys.executable, "-m", "tandem.cli", "train"]
+    command = [sys.executable, "-m", "tandem", "train"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "default-1", done.stdout
@@ -92,7 +92,7 @@ def test_own_data_with_own_keys_and_messages(tmp_path):
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ["data.train.prompt_key=question", "data.train.chosen_key=good", "data.train.rejected_key=bad"]
-    command = [sys.executable, "-m", "tandem.cli", "train", "-q", "data.train.data_path=own.jsonl", *keys]
+    command = [sys.executable, "-m", "tandem", "train", "-q", "data.train.data_path=own.jsonl", *keys]
     command += ["policy.train_global_batch_size=3", "policy.scheduler=null"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Done. Everything is in runs/tandem-1\n", "")

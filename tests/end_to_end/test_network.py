@@ -33,7 +33,7 @@ def _record(event, arguments):
 sys.addaudithook(_record)
 """
 # A short run may end before its trackers are open, on a busy machine.
-PATIENT = "from tandem.train.trackers import feed; feed.CLOSE_SECONDS = 240.0\nfrom tandem.cli import main\nmain()"
+PATIENT = "from tandem.report.trackers import tracking; tracking.CLOSE_SECONDS = 240.0\nfrom tandem.cli.main import main\nmain()"
 ALL_THREE = [
     *(f"logger.{name}_enabled=true" for name in ("tensorboard", "wandb", "mlflow")),
     "logger.wandb.mode=offline",

@@ -12,15 +12,15 @@ import pytest
 from models import MODEL
 from running import SHORT, killed_after
 
-from tandem import cli
+from tandem.cli import main as cli
 from tandem.config.load import LoadedConfig, load_config
 from tandem.embedded.files import TRAIN
-from tandem.model.tiny import tiny_model
-from tandem.train import finish
-from tandem.train.finish import REAL_MODEL, with_real_model
-from tandem.train.report import Reporter
+from tandem.model.files.tiny import tiny_model
+from tandem.report.reporter import Reporter
+from tandem.report.verdicts import Verdict
+from tandem.train.run import finish
+from tandem.train.run.finish import REAL_MODEL, with_real_model
 from tandem.train.trainer import train
-from tandem.train.verdicts import Verdict
 
 # Of a model of one's own, by other names than usual, in a folder with a space.
 OWN_KEYS = ["data.default.prompt_key=the question", "data.default.chosen_key=good", "data.default.rejected_key=bad"]

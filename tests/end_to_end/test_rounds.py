@@ -11,7 +11,7 @@ SHORT = ["dpo.max_num_steps=6", "policy.train_global_batch_size=16", "dpo.val_pe
 
 
 def tandem(folder, *overrides):
-    command = [sys.executable, "-m", "tandem.cli", "train", *SHORT, *overrides]
+    command = [sys.executable, "-m", "tandem", "train", *SHORT, *overrides]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

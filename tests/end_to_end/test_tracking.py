@@ -10,10 +10,10 @@ import pytest
 from fake_tracker import put_in_front
 from running import SHORT, VARYING, killed_after, largest_difference, metrics_of, short_run, weights_of
 
-from tandem import cli
+from tandem.cli import main as cli
+from tandem.report.trackers import tracking as feed
+from tandem.report.trackers.tracking import TIMING, named
 from tandem.train import trainer
-from tandem.train.trackers import feed
-from tandem.train.trackers.tracking import TIMING, named
 
 # Five steps, and three validations of a single batch.
 SETTINGS = [

@@ -7,11 +7,11 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
-from tandem.model import working_copy
-from tandem.model.rounding import cast_by_chance, salt_of
-from tandem.model.workers import start_workers
-from tandem.train.references import load_sharded
-from tandem.train.setup import set_up
+from tandem.model.distributed.process_group import start_workers
+from tandem.model.precision import working_copy
+from tandem.model.precision.rounding import cast_by_chance, salt_of
+from tandem.train.start.references import load_sharded
+from tandem.train.start.setup import set_up
 from tandem.train.step import grad_norm
 
 pytestmark = pytest.mark.bfloat16

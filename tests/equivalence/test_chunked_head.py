@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.completions import sum_completions
-from tandem.model.logps import HeadRule, chunked_logps
+from tandem.model.head import HeadRule, chunked_logps
 
 TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
 

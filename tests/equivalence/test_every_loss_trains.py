@@ -20,7 +20,7 @@ from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
 from tandem.loss.pairs import Sides
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 BETA, EPS, SCALE, GAMMA, LAMBDA, ALPHA = 0.2, 0.1, 1.5, 0.4, 0.7, 0.6
 STEPS = 2

@@ -9,13 +9,14 @@ from running import SHORT, few_pairs, killed_after, largest_difference, metrics_
 from safetensors.torch import load_file
 from several import run_together
 
-from tandem.cache import read_manifest
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
-from tandem.train import build as build_module
-from tandem.train import extension, ranking
-from tandem.train.checkpoint import checkpoints, step_of
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.storage.cache import read_manifest
+from tandem.train.checkpoint import ranking
+from tandem.train.checkpoint.checkpoints import checkpoints, step_of
+from tandem.train.run import extension
+from tandem.train.start import build as build_module
 from tandem.train.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
@@ -282,7 +283,7 @@ def test_killed_a_run_stops_early_at_the_same_step(tmp_path, data, measured, ste
 
 def test_killed_while_the_best_is_exported_a_run_does_not_train_on(tmp_path, data, measured):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
-    with mock.patch("tandem.train.finish._export", side_effect=Killed), pytest.raises(Killed):
+    with mock.patch("tandem.train.run.finish._export", side_effect=Killed), pytest.raises(Killed):
         short_run(tmp_path / "cut", *data, *EARLY)
     cut = short_run(tmp_path / "cut", *data, *EARLY)
     assert_same(cut, whole)

@@ -16,18 +16,18 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 
-from tandem.cache import read_manifest
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.lora import load_adapted
-from tandem.model.parallel import decoder_layers, shard
+from tandem.model.distributed.layers import decoder_layers, shard
+from tandem.model.distributed.process_group import start_workers
+from tandem.model.files.tiny import tiny_model as embedded_model
+from tandem.model.lora.layers import load_adapted
 from tandem.model.reference import CachedReference
-from tandem.model.tiny import tiny_model as embedded_model
-from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
-from tandem.train.parts import names_in
-from tandem.train.setup import set_up
+from tandem.storage.cache import read_manifest
+from tandem.train.checkpoint.parts import names_in
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 LORA = ["policy.lora.enabled=true", "policy.lora.dim=4"]
@@ -396,7 +396,7 @@ def test_the_base_model_can_be_the_reference_of_a_trained_adapter(adapter, tmp_p
 def test_a_cached_reference_needs_no_second_model_in_memory(other, tmp_path, monkeypatch):
     settings = [f"reference.model={other}", f"reference.cache_dir={tmp_path}/cache", "dpo.max_num_steps=1"]
     run_few(tmp_path / "one", *settings, "checkpointing.enabled=false")
-    from tandem.train import references
+    from tandem.train.start import references
 
     loaded, load = [], references.load_policy
     monkeypatch.setattr(

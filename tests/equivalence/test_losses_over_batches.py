@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from models import as_policy, plain_token_logps, random_preference, tiny_model
 
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.errors import NonFiniteError
+from tandem.model.distributed.process_group import start_workers
 from tandem.model.reference import LiveReference, NoReference
-from tandem.model.workers import start_workers
+from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import Packer
-from tandem.packing.schedule import GlobalBatch
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 from tandem.train.validation import ValidationSet, validate

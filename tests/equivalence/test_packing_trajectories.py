@@ -16,19 +16,19 @@ from running import killed_after, largest_difference, metrics_of, short_run, wei
 from safetensors.torch import load_file
 
 from tandem.config.load import load_config
-from tandem.config.policy import Packing
+from tandem.config.sections.policy import Packing
 from tandem.errors import ConfigError, TandemError
+from tandem.model.distributed.layers import shard
+from tandem.model.distributed.process_group import start_workers
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
-from tandem.model.workers import start_workers
 from tandem.packing import packs as packs_module
+from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import make_packer
-from tandem.packing.schedule import GlobalBatch
 from tandem.train import trainer
+from tandem.train.memory import ON_A_CPU
 from tandem.train.optimizer import make_optimizer
-from tandem.train.row_length import ON_A_CPU
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 from tandem.train.validation import ValidationSet, validate

@@ -8,9 +8,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from running import largest_difference, metrics_of, short_run, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.model.joined_lora import join_adapters
-from tandem.model.parallel import decoder_layers
-from tandem.model.recompute import ATTENTION, PRODUCTS, recompute
+from tandem.model.distributed.layers import ATTENTION, PRODUCTS, decoder_layers, recompute
+from tandem.model.lora.joined import join_adapters
 from tandem.packing.layout import lay_out
 
 HOWS = ("none", "selective", "full")

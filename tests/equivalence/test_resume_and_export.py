@@ -8,11 +8,11 @@ from models import bfloat16_start
 from running import few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.cache import write_manifest
 from tandem.errors import CheckpointError
 from tandem.export import rounded_by_chance
-from tandem.ownership import GREATEST_PID, MARKER
-from tandem.train import checkpoint
+from tandem.storage.cache import write_manifest
+from tandem.storage.ownership import GREATEST_PID, MARKER
+from tandem.train.checkpoint import checkpoints as checkpoint
 
 # Two schedulers with a milestone before the place the run is cut at: both must be where they were.
 SCHEDULE = (

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from running import SHORT, few_pairs, killed_after, metrics_of, short_run
 
-from tandem.commands import tandem_command
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError, ConfigError
-from tandem.train.checkpoint import checkpoints, step_of
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.terminal.commands import tandem_command
+from tandem.train.checkpoint.checkpoints import checkpoints, step_of
 from tandem.train.trainer import train
 
 SAVING = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]

@@ -7,7 +7,7 @@ import pytest
 from killing import assert_same, assert_whole, outcome
 
 from tandem.failpoints import POINTS
-from tandem.train.checkpoint import checkpoints
+from tandem.train.checkpoint.checkpoints import checkpoints
 
 # The so-many-th time it is passed, where the first would be too early to have anything to lose.
 COUNTS = {

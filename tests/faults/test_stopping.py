@@ -15,10 +15,12 @@ from running import SHORT, largest_difference, metrics_of, short_run, weights_of
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, StoppedError
 from tandem.model import reference
-from tandem.train import build, checkpoint, step, trainer
-from tandem.train.checkpoint import checkpoints, step_of
-from tandem.train.report import Reporter
-from tandem.train.stopping import Stopping, stopped_by_signals
+from tandem.report.reporter import Reporter
+from tandem.train import step, trainer
+from tandem.train.checkpoint import checkpoints as checkpoint
+from tandem.train.checkpoint.checkpoints import checkpoints, step_of
+from tandem.train.run.stopping import Stopping, stopped_by_signals
+from tandem.train.start import build
 
 SETTINGS = [
     *("dpo.max_num_steps=5", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_at_start=true"),
@@ -297,7 +299,7 @@ def test_a_time_limit_leaves_room_for_one_more_step_and_save(tmp_path, monkeypat
 
 SLOW = """
 import sys, time
-from tandem import cli
+from tandem.cli import main as cli
 from tandem.train import trainer
 seconds, real = float(sys.argv.pop(1)), trainer.train_step
 def slow(*arguments):
@@ -345,7 +347,7 @@ def test_a_stop_exits_with_its_own_code_and_no_traceback(tmp_path):
 WHILE_LOADING = """
 import os, signal, sys
 import transformers
-from tandem import cli
+from tandem.cli import main as cli
 load = transformers.AutoConfig.from_pretrained
 def stopped(*arguments, **more):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -68,16 +68,17 @@ def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_other
 # What differs between ranks is made to: the rest is the command itself.
 DIFFERENT_ROWS = """
 import os
-from tandem import cli
-from tandem.train import row_length
+from tandem.cli import main as cli
+from tandem.train import memory as row_length
 row_length.ON_A_CPU = (1024, 512)[int(os.environ["RANK"])]
 cli.main()
 """
 DIFFERENT_CARDS = """
 import os
-from tandem import cli
-from tandem.train import setup, trainer
-from tandem.train.row_length import RowLength
+from tandem.cli import main as cli
+from tandem.train import trainer
+from tandem.train.start import setup
+from tandem.train.memory import RowLength
 trainer.device_memory = lambda device: (80, 60)[int(os.environ["RANK"])] * 2**30
 setup.usual_row = lambda need, policy, device, memory: RowLength(memory >> 26, f"fits in {memory >> 30} GiB")
 cli.main()

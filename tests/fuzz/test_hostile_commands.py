@@ -16,8 +16,8 @@ from running import SHORT, few_pairs, saving_settings, unfinished_run
 
 from tandem.config.load import load_config
 from tandem.prepare import prepare_data
-from tandem.printable import UNSAFE
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.terminal.printable import UNSAFE
 
 pytestmark = pytest.mark.slow
 

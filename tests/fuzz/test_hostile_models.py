@@ -13,12 +13,12 @@ from models import MODEL
 
 from tandem.config.load import load_config
 from tandem.config.schema import Config
-from tandem.data.template import make_template
-from tandem.data.tokenizer import check_export, load_tokenizer
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import check_export, load_tokenizer
+from tandem.model.checks.trial import position_limit
+from tandem.model.files.source import find_model, find_tokenizer, weights_fingerprint
 from tandem.model.load import check_packable, load_policy
-from tandem.model.lora import load_adapted, plan_lora
-from tandem.model.positions import position_limit
-from tandem.model.source import find_model, find_tokenizer, weights_fingerprint
+from tandem.model.lora.layers import load_adapted, plan_lora
 
 pytestmark = pytest.mark.slow
 

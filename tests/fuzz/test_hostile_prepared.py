@@ -10,16 +10,16 @@ from hostile import copy_of, files_below, mutate_file, remake_manifest, try_all
 from models import MODEL
 
 from tandem.config.load import load_config
-from tandem.data import opening
-from tandem.data.processes import Processes
-from tandem.data.sets import open_sets
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
+from tandem.data.store import opening
+from tandem.data.store.processes import Processes
+from tandem.data.store.sets import open_sets
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import load_tokenizer
 from tandem.embedded.files import TRAIN
 from tandem.packing.packer import DATASET_PACK, make_packer
 from tandem.packing.packs import open_packs
 from tandem.prepare import prepare_data
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from models import random_preference
 
-from tandem.model.attention import SMALL_BLOCK, attend, make_mask
-from tandem.model.logps import HeadRule, chunked_logps
-from tandem.model.rounding import rounded
+from tandem.model.attention.pack_attention import SMALL_BLOCK, attend, make_mask
+from tandem.model.head import HeadRule, chunked_logps
+from tandem.model.precision.rounding import rounded
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import BLOCK
 from tandem.train.adamw import RoundedAdamW, Rule
@@ -132,7 +132,7 @@ def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
     """By one launch, also of weights smaller than a block, of whole blocks and a part, and where one has other memory."""
     from torch import nn
 
-    from tandem.model.working_copy import WorkingCopy
+    from tandem.model.precision.working_copy import WorkingCopy
 
     model = nn.ModuleList([nn.Linear(width, 64) for width in (1, 64, 3 * 4096 // 64, 1000, 4097)]).cuda()
     copy = WorkingCopy(model)
@@ -149,7 +149,7 @@ def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
 
 def test_gradients_of_a_model_are_added_at_once_as_each_alone():
     """By one launch, of tensors smaller than a block, of whole blocks and a part, and of one that begins at an odd place."""
-    from tandem.model.copy_kernels import Sums
+    from tandem.model.kernels.copies import Sums
 
     sums, g = Sums(), torch.Generator().manual_seed(0)
     for is_first in (True, False, False):

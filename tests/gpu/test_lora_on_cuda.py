@@ -8,7 +8,7 @@ import torch
 from running import metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
-from tandem.model.tiny import tiny_model
+from tandem.model.files.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 LORA = ["policy.lora.enabled=true", "dpo.val_at_end=true", "policy.max_total_sequence_length=512"]

@@ -12,10 +12,9 @@ import torch
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
 from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 
-from tandem.model.joined_lora import join_adapters
+from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute
 from tandem.model.load import has_experts
-from tandem.model.parallel import compile_layers, decoder_layers
-from tandem.model.recompute import recompute
+from tandem.model.lora.joined import join_adapters
 from tandem.packing.layout import lay_out
 
 pytestmark = pytest.mark.gpu

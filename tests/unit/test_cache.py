@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem import cache
-from tandem.cache import (
+from tandem.storage import cache
+from tandem.storage.cache import (
     cache_dir,
     fingerprint,
     published,
@@ -87,7 +87,7 @@ def test_a_file_in_the_way_is_not_passed_over(tmp_path):
 def test_a_writer_that_is_killed_leaves_no_folder_and_the_next_one_writes_it(tmp_path):
     folder = tmp_path / "folder"
     script = (
-        "import os, signal, sys; from pathlib import Path; from tandem.cache import published\n"
+        "import os, signal, sys; from pathlib import Path; from tandem.storage.cache import published\n"
         "with published(Path(sys.argv[1]), 'tokens') as aside:\n"
         "    (aside / 'file').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

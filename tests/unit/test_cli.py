@@ -9,10 +9,12 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  `tandem inspect` keeps a process without torch, if it has not been imported yet
 import yaml
 from letters import letter_tokenizer
 
-from tandem import __version__, cli
+from tandem import __version__
+from tandem.cli import main as cli
 from tandem.config.load import load_config
 from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
 
@@ -22,7 +24,7 @@ NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name).
 # Runs the command, then says on the last line of standard error whether torch was imported.
 WATCHED = """
 import sys
-from tandem.cli import main
+from tandem.cli.main import main
 try:
     main()
 finally:
@@ -179,7 +181,7 @@ class Refused:
             print("torch", flush=True)
             raise SystemExit(0)
 sys.meta_path.insert(0, Refused())
-from tandem.cli import main
+from tandem.cli.main import main
 main()
 """
 
@@ -202,7 +204,6 @@ def test_what_takes_time_is_said_before_it_begins(tmp_path, arguments, out):
 def test_inspect_does_without_torch_and_shows_the_same_tokens(tmp_path, monkeypatch, capsys):
     ended = tandem("inspect", "embedded", "--json", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "imported: numpy, transformers\n")
-    import torch  # so that transformers here has it  # noqa: F401
 
     code, out, _ = run_here(monkeypatch, capsys, "inspect", "embedded", "--json")
     assert (code, out) == (0, ended.stdout)

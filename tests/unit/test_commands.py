@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem import commands
-from tandem.commands import changed, override, python_command, tandem_command
 from tandem.config.load import load_config
+from tandem.terminal import commands
+from tandem.terminal.commands import changed, override, python_command, tandem_command
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -120,7 +120,7 @@ def test_every_command_of_the_pages_is_accepted_by_the_command_line(command):
     """Except for the files and models they name: `...` stands for more arguments."""
     from typer.main import get_command
 
-    from tandem.cli import app
+    from tandem.cli.main import app
 
     words = [word for word in shlex.split(command.split(" > ")[0], comments=True) if word != "..."]
     name, *arguments = words[words.index("tandem") + 1 :]

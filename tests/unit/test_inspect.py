@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tandem import cli
+from tandem.cli import main as cli
 from tandem.config.load import load_config
 from tandem.errors import ConfigError, DataError
 from tandem.inspect import as_json, inspect_data, show, write_page

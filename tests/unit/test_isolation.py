@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from fake_tracker import put_in_front
 
-from tandem.config.logger import Logger
+from tandem.config.sections.logger import Logger
 from tandem.isolation import NO_TELEMETRY, SAFE_PATH, isolated
-from tandem.train.trackers import feed as feeding
-from tandem.train.trackers.adapters import Opening
-from tandem.train.trackers.feed import Feed
+from tandem.report.trackers import tracking as feeding
+from tandem.report.trackers.adapters import Opening
+from tandem.report.trackers.tracking import Feed
 
 DEPENDENCIES = ["hydra", "numpy", "omegaconf", "pydantic", "pyarrow", "rich", "torch", "transformers", "typer", "yaml"]
 # What pip writes as the command `tandem`.
-SCRIPT = "import sys\nfrom tandem.cli import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom tandem.cli.main import main\nsys.exit(main())\n"
 
 
 def hostile(folder: Path, names: list[str]) -> Path:

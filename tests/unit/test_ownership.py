@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cache import check_cache_dir, published, replacing, write_whole
 from tandem.errors import CheckpointError
-from tandem.ownership import (
+from tandem.storage.cache import check_cache_dir, published, replacing, write_whole
+from tandem.storage.ownership import (
     MARKER,
     free_path,
     open_own,
@@ -112,7 +112,7 @@ def test_a_link_to_anything_but_a_step_stays_and_so_does_what_it_points_to(tmp_p
 
 
 WRITING = (
-    "import sys; from pathlib import Path; from tandem.cache import published, replacing\n"
+    "import sys; from pathlib import Path; from tandem.storage.cache import published, replacing\n"
     "folder = Path(sys.argv[1])\n"
     "with published(folder / 'model', 'model') as aside, replacing(folder / 'config.yaml') as file:\n"
     "    (aside / 'file').write_text('half'); print(flush=True); sys.stdin.read()\n"
@@ -194,7 +194,7 @@ def test_the_start_removes_what_dead_processes_left_in_the_cache_and_nothing_els
 
 def test_a_published_folder_and_its_files_follow_the_umask(tmp_path):
     script = (
-        "import os, sys; from pathlib import Path; from tandem.cache import published\n"
+        "import os, sys; from pathlib import Path; from tandem.storage.cache import published\n"
         "os.umask(int(sys.argv[2], 8))\n"
         "with published(Path(sys.argv[1]), 'tokens') as aside:\n"
         "    (aside / 'inner').mkdir()\n"
@@ -254,7 +254,7 @@ def test_a_link_made_after_the_check_is_not_followed_either(tmp_path, monkeypatc
     victim, link = tmp_path / "victim", tmp_path / "lock"
     victim.write_text("victim")
     link.symlink_to(victim)
-    monkeypatch.setattr("tandem.ownership.refuse_other_than_file", lambda path: None)
+    monkeypatch.setattr("tandem.storage.ownership.refuse_other_than_file", lambda path: None)
     assert refusal(open_own, link, "a").startswith(f"{link}: a symbolic link, ")
 
 

@@ -45,9 +45,17 @@ def test_the_readme_is_at_most_120_lines():
 def test_the_file_tree_names_files_that_exist():
     text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
     tree = text.split("src/tandem/\n")[1].split("```")[0]
-    named = re.findall(r"^  ([\w/]+(?:\.py|/))  ", tree, flags=re.MULTILINE)
-    assert len(named) > 50
-    assert [name for name in named if not (REPOSITORY / "src/tandem" / name).exists()] == []
+    tree = tree[: tree.index("tests/ unit")]
+    missing, folders = [], []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth <= 2:  # a deeper line continues the description above it
+            entry = line.split()[0]
+            folders = [*folders[: depth - 1], entry] if entry.endswith("/") else folders[: depth - 1]
+        source = REPOSITORY / "src/tandem" / "".join(folders)
+        missing += [entry for entry in re.findall(r"[\w/]+\.py", line) if not (source / entry).exists()]
+        missing += [] if source.is_dir() else [str(source)]
+    assert missing == []
 
 
 def test_anchors_are_those_of_github(tmp_path):

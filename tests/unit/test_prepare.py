@@ -12,11 +12,12 @@ import torch
 from letters import letter_tokenizer
 from safetensors.numpy import save_file
 
-from tandem import cli
+from tandem.cli import main as cli
+from tandem.cli.app import LOADING
 from tandem.config.load import load_config
-from tandem.data import opening as store_module
+from tandem.data.store import opening as store_module
 from tandem.errors import TandemError
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def prepare(here, monkeypatch, capsys):
         said = capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
-        return code or 0, said.out.removeprefix(f"{cli.LOADING}\n"), said.err
+        return code or 0, said.out.removeprefix(f"{LOADING}\n"), said.err
 
     return run
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tandem.errors import DataError
-from tandem.printable import SECRETS, Secrets, escaped, listed, scrubbed, shortened, without_password
+from tandem.terminal.printable import SECRETS, Secrets, escaped, listed, scrubbed, shortened, without_password
 
 # Escaping
 

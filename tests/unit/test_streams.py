@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tandem.streams import ReaderGone, WatchedStream, continue_without_reader, watched_streams
+from tandem.terminal.streams import ReaderGone, WatchedStream, continue_without_reader, watched_streams
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.terminal import table, wrap
+from tandem.terminal.text import table, wrap
 
 DATA = ["set", "rows", "accepted", "bad", "prompt tok", "compl. tok", "longest", "sharing can save"]
 ROWS = [["validation-default", "1,234,567", "1,234,567", "0", "123,456,789", "123,456,789", "4,096", "37%"]]

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tandem import cli
-from tandem.console import SafeConsole
+from tandem.cli import main as cli
 from tandem.errors import DataError
-from tandem.printable import SECRETS, UNSAFE
-from tandem.streams import print_traceback, watched_streams
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.terminal.console import SafeConsole
+from tandem.terminal.printable import SECRETS, UNSAFE
+from tandem.terminal.streams import print_traceback, watched_streams
 
 ATTACK = "a\x1b]0;t\x07\x9b31m\u202eb\rc"
 SHOWN = r"a\x1b]0;t\x07\u009b31m\u202eb\x0dc"

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from tandem.config.scheduler import NAMED
 from tandem.config.schema import Config
+from tandem.config.sections.scheduler import NAMED
 
 
 @dataclass(frozen=True, slots=True)

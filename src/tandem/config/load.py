@@ -19,16 +19,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from tandem.config.datasets import DatasetFields
-from tandem.config.environment import Place, as_written, check_addresses, interpolations
+from tandem.config.compat.suggest import misspelt, suggestion, unknown
+from tandem.config.environment import Place, as_written, check_addresses, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
-from tandem.config.resolving import limited_resolution
 from tandem.config.schema import Config
-from tandem.config.section import EMBEDDED, in_home
-from tandem.config.suggest import misspelt, suggestion, unknown
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.section import EMBEDDED, in_home
 from tandem.config.yaml_text import YamlLimitError, file_named, is_one_text, read_yaml_text, to_yaml
 from tandem.errors import ConfigError
-from tandem.printable import SECRETS
+from tandem.terminal.printable import SECRETS
 
 Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
 MAX_DEFAULTS = 64  # files from one to the next

@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.checkpointing import Checkpointing
-from tandem.config.datasets import Data
-from tandem.config.dpo import Dpo
-from tandem.config.logger import Logger
 from tandem.config.losses import needs_reference, scope_of, spelled, without_reference
-from tandem.config.policy import Policy
-from tandem.config.section import PathText, Section
+from tandem.config.sections.checkpointing import Checkpointing
+from tandem.config.sections.datasets import Data
+from tandem.config.sections.dpo import Dpo
+from tandem.config.sections.logger import Logger
+from tandem.config.sections.policy import Policy
+from tandem.config.sections.section import PathText, Section
 
 CONFIG_VERSION = 1
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
-from tandem.printable import listed
+from tandem.terminal.printable import listed
 
 # Metrics that every step and every validation has.
 METRICS = (

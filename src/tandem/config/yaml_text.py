@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tandem.errors import ConfigError
-from tandem.printable import escaped
+from tandem.terminal.printable import escaped
 
 MAX_CHARACTERS = 4 * 1024 * 1024
 MAX_NESTING = 64

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
-from tandem.data.preference import AGAINST
-from tandem.data.selection import Preferences, Selection
-from tandem.data.sets import Sets
-from tandem.data.store import Counts, TokenStore
+from tandem.data.formats.preference import AGAINST
+from tandem.data.store.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
+from tandem.data.store.selection import Preferences, Selection
+from tandem.data.store.sets import Sets
+from tandem.data.store.token_store import Counts, TokenStore
 
 NGRAM = 8
 # Overlap is told on a sample of large sets: hashes of all n-grams of a billion tokens would not fit in memory.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.completions import CompletionLogps
-from tandem.config.dpo import Dpo
 from tandem.config.losses import averages, needs_reference, weights_of
+from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
 from tandem.loss.pairs import Pairing, Pairs, Sides, diverged, divergence_slope
 

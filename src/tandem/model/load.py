@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from tandem.config.policy import Policy as PolicyConfig
+from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError
-from tandem.model.attention import IMPLEMENTATION, AttentionKind
-from tandem.model.build_limits import within_limits
+from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
+from tandem.model.checks.trial import check_forward, is_out_of_memory
+from tandem.model.files.build_limits import within_limits
+from tandem.model.files.source import ModelSource, described, one_line
 from tandem.model.policy import Policy, auto_head_chunk
-from tandem.model.source import ModelSource, described, one_line
-from tandem.model.trial import check_forward, is_out_of_memory
 
 # Parts of the names of settings that add randomness in training mode.
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")

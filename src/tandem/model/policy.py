@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tandem.model.attention import AttentionKind, PackMask, make_mask, windows_of
-from tandem.model.gradient_sums import GradientSums
-from tandem.model.logps import HeadRule, chunked_logps
+from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask, windows_of
+from tandem.model.head import HeadRule, chunked_logps
+from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.transfer import to_device
-from tandem.model.working_copy import WorkingCopy
 from tandem.packing.layout import FILLER, Pack
 from tandem.packing.packer import BLOCK
 

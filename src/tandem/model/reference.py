@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.cache import fingerprint, published, read_manifest, write_manifest
-from tandem.data.selection import Preferences
+from tandem.data.store.selection import Preferences
 from tandem.errors import DefectError, NonFiniteError
 from tandem.failpoints import fail_point
-from tandem.model.attention import PackMask
+from tandem.model.attention.pack_attention import PackMask
+from tandem.model.distributed.process_group import Workers
 from tandem.model.policy import PackInputs, Policy
 from tandem.model.transfer import OnItsWay, to_device, to_host
-from tandem.model.workers import Workers
-from tandem.ownership import free_path
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
+from tandem.storage.cache import fingerprint, published, read_manifest, write_manifest
+from tandem.storage.ownership import free_path
 
 # Raised whenever the same weights and tokens would give other numbers.
 LOGPS_VERSION = 3

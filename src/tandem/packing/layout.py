@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.text.tokens import TokenizedPreference
 
 IntArray = NDArray[np.int64]
 

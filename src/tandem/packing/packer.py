@@ -7,13 +7,13 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.config.policy import Packing
-from tandem.data.selection import Preferences
-from tandem.data.store import TokenStore
+from tandem.config.sections.policy import Packing
+from tandem.data.store.selection import Preferences
+from tandem.data.store.token_store import TokenStore
 from tandem.errors import ConfigError
 from tandem.packing.binning import Bins, pack_into_bins
+from tandem.packing.distribution import FloatArray, Round, row_cost, share_out
 from tandem.packing.layout import Arrangement, Pack, join, lay_out
-from tandem.packing.sharing import FloatArray, Round, row_cost, share_out
 
 # FlexAttention works in blocks of this many positions; a row is a whole number of them.
 BLOCK = 128

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tandem.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
-from tandem.data.store import TokenStore
-from tandem.data.store_check import open_batches
+from tandem.data.store.check import open_batches
+from tandem.data.store.token_store import TokenStore
 from tandem.errors import DataError
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
+from tandem.storage.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
 
 # Raised whenever the same sizes would be packed otherwise.
 PACKS_VERSION = 1

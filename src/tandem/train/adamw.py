@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from tandem.model.rounding import first_place, mixed, to_bfloat16
+from tandem.model.precision.rounding import first_place, mixed, to_bfloat16
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.config.dpo import Dpo
 from tandem.config.losses import needs_reference
-from tandem.data.selection import Preferences, by_source
+from tandem.config.sections.dpo import Dpo
+from tandem.data.store.selection import Preferences, by_source
 from tandem.errors import DefectError
+from tandem.model.distributed.process_group import Workers
 from tandem.model.transfer import OnItsWay, to_host
-from tandem.model.workers import Workers
 from tandem.packing.layout import IntArray, Pack
 from tandem.train.terms import PackOutcome
 

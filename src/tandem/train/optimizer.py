@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer, lr_scheduler
 
-from tandem.config.policy import Policy as PolicyConfig
-from tandem.config.scheduler import ConstantSchedule, CosineSchedule, Milestones, NamedSchedule, Scheduler, WsdSchedule
+from tandem.config.sections.policy import Policy as PolicyConfig
+from tandem.config.sections.scheduler import (
+    ConstantSchedule,
+    CosineSchedule,
+    Milestones,
+    NamedSchedule,
+    Scheduler,
+    WsdSchedule,
+)
 from tandem.errors import ConfigError
 from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 

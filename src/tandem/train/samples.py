@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tandem.cache import replacing
-from tandem.data.selection import Preferences
+from tandem.data.store.selection import Preferences
 from tandem.model.policy import Policy
+from tandem.storage.cache import replacing
 
 # Of an answer: enough to judge it by, few enough not to hold up a validation.
 ANSWER_TOKENS = 128

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tandem.config.dpo import Dpo
 from tandem.config.losses import scope_of
-from tandem.data.selection import Preferences
+from tandem.config.sections.dpo import Dpo
+from tandem.data.store.selection import Preferences
 from tandem.errors import NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
+from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import Pack
-from tandem.packing.schedule import GlobalBatch
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
 from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
 

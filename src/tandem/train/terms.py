@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from tandem.completions import CompletionLogps, sum_completions
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss
 from tandem.loss.pairs import Pairing, Pairs, Sides, pair_sums, wpo_weights
+from tandem.model.distributed.process_group import Workers
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
-from tandem.model.workers import Workers
 from tandem.packing.layout import Pack
 
 

@@ -9,29 +9,22 @@ from typing import Any
 
 import torch
 
-from tandem.cache import replacing, write_whole
-from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
-from tandem.data.sets import of_set
+from tandem.config.sections.checkpointing import Checkpointing
+from tandem.data.store.sets import of_set
 from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
-from tandem.model.positions import long_sequences
-from tandem.model.workers import Workers, compute_deterministically, start_workers
-from tandem.ownership import remove_abandoned
-from tandem.packing.loader import load_ahead
+from tandem.model.checks.trial import long_sequences
+from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers
+from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share
-from tandem.packing.schedule import GlobalBatch
-from tandem.train.agreement import derived, refuse_different_ranks
-from tandem.train.build import Training, build
-from tandem.train.checkpoint import Progress, checkpoints, refuse_in_the_way, step_of
-from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
-from tandem.train.extension import check_extension, refuse_shortening
-from tandem.train.finish import finish, write_per_pair
-from tandem.train.memory import out_of_memory
-from tandem.train.per_pair import check_per_pair
-from tandem.train.report import Reporter
-from tandem.train.row_length import device_memory, much_filler
-from tandem.train.rundir import (
+from tandem.report.per_pair import check_per_pair
+from tandem.report.reporter import Reporter
+from tandem.storage.cache import replacing, write_whole
+from tandem.storage.ownership import remove_abandoned
+from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_in_the_way, step_of
+from tandem.train.memory import device_memory, much_filler, out_of_memory
+from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
     earlier_run,
@@ -40,9 +33,14 @@ from tandem.train.rundir import (
     is_finished,
     refuse_others_checkpoints,
 )
-from tandem.train.setup import Setup, set_up
+from tandem.train.run.early_stopping import is_exhausted, must_be_kept, put_back_best
+from tandem.train.run.extension import check_extension, refuse_shortening
+from tandem.train.run.finish import finish, write_per_pair
+from tandem.train.run.stopping import Stopping, stopped_by_signals
+from tandem.train.start.agreement import derived, refuse_different_ranks
+from tandem.train.start.build import Training, build
+from tandem.train.start.setup import Setup, set_up
 from tandem.train.step import PendingStep, train_step
-from tandem.train.stopping import Stopping, stopped_by_signals
 from tandem.train.validation import ValidationReport
 
 

@@ -11,9 +11,9 @@ from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
 from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
+from tandem.packing.batches import Batches
 from tandem.packing.layout import IntArray, Pack
 from tandem.packing.packer import Packer
-from tandem.packing.schedule import Batches
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
 from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
 

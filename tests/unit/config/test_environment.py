@@ -11,8 +11,8 @@ from tandem.config.load import load_config, require_training_set
 from tandem.config.tracked import tracked_metric
 from tandem.errors import ConfigError, TandemError
 from tandem.paths import check_run
-from tandem.train.rundir import refuse_other_config
-from tandem.train.trackers.adapters import Opening
+from tandem.report.trackers.adapters import Opening
+from tandem.train.run.directory import refuse_other_config
 
 CANARY = "hf_CANARYcanary/42"
 FILE_ASKS = "would be sent over the network, and a file asks for it."

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tandem import errors
 from tandem.config.keys import Key, all_keys, as_markdown, key_names
-from tandem.config.scheduler import NAMED
 from tandem.config.schema import Config
+from tandem.config.sections.scheduler import NAMED
 
 PAGE = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tandem.config.load import load_config
-from tandem.config.lora import Lora
+from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError
 
 

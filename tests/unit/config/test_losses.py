@@ -4,10 +4,10 @@ import pytest
 import yaml
 from declared import needed_settings
 
-from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
 from tandem.config.losses import far_from_published, is_dpo, listed, needs_reference, needs_scores, scope_of, weights_of
 from tandem.config.schema import Config
+from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
 from tandem.loss.declare import INPUT_SETTINGS, Bounds
 from tandem.loss.losses import LOSSES

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from tandem.config.environment import MAX_RESOLVED
 from tandem.config.load import load_config
-from tandem.config.resolving import MAX_RESOLVED
 from tandem.errors import ConfigError
 
 TOO_MUCH = (

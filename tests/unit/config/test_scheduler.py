@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tandem.config.load import load_config
-from tandem.config.policy import Policy
+from tandem.config.sections.policy import Policy
 from tandem.errors import ConfigError
 
 

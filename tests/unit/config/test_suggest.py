@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from tandem.config.compat.suggest import edits, other_names, suggestion, unknown
 from tandem.config.keys import key_names
 from tandem.config.load import load_config
-from tandem.config.suggest import edits, other_names, suggestion, unknown
 from tandem.errors import ConfigError
 
 SECTIONS = "run|dpo|policy|reference|data|checkpointing|export|logger"

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.load import load_config
 from tandem.config.yaml_text import YamlLimitError, check_yaml
-from tandem.data.hub_layout import choose_files
+from tandem.data.read.hub import choose_files
 from tandem.errors import ConfigError, DataError
 
 

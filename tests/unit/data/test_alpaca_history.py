@@ -3,10 +3,10 @@
 import pytest
 from rows import GOOD, refusal, row
 
-from tandem.config.datasets import DatasetFields
-from tandem.data.formats import FORMATS, read_preference
-from tandem.data.preference import Message
-from tandem.data.wording import Wording
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import FORMATS, read_preference
+from tandem.data.formats.preference import Message
+from tandem.data.formats.prompt_files import Wording
 
 READ = FORMATS["alpaca"].read
 

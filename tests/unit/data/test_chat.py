@@ -4,7 +4,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from letters import letter_tokenizer
 
-from tandem.data.chat import ChatTemplate
+from tandem.data.text.chat import ChatTemplate
 
 ASKED = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 

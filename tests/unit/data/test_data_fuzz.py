@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import GOOD, KEYS
 
-from tandem.data.formats import FORMATS, detect_format
-from tandem.data.preference import Preference
-from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.data.formats.formats import FORMATS, detect_format
+from tandem.data.formats.preference import Preference
+from tandem.data.read.sources import RowError, SourceRow, read_rows
 
 STRANGE = st.sampled_from(
     ["", " ", "\x00\x1b\x7f", "\ud800", "a\udc00b", "\ufeff", "\u2028", "user", "gpt", "tool", "text"]

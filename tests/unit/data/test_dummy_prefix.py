@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tandem.data.preference import Completion, Preference
-from tandem.data.template import Template
-from tandem.data.tokens import TokenizedPreference, tokenize
+from tandem.data.formats.preference import Completion, Preference
+from tandem.data.text.template import Template
+from tandem.data.text.tokens import TokenizedPreference, tokenize
 
 VOCABULARY = {piece: id for id, piece in enumerate(["<unk>", "</s>", "\u2581", *"abcdQ:", "\u2581a", "\u2581Q"])}
 MERGES = [("\u2581", "a"), ("\u2581", "Q")]

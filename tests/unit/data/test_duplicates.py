@@ -8,12 +8,12 @@ import pytest
 from letters import CHAT, letter_tokenizer
 
 from tandem.config.load import load_config
-from tandem.data import duplicates as duplicates_module
-from tandem.data import sources
 from tandem.data.preflight import preflights
-from tandem.data.sets import Sets, Span, open_sets
-from tandem.data.store_writer import OPPOSED, TWICE, digest_of
-from tandem.data.template import Template
+from tandem.data.read import sources
+from tandem.data.store import duplicates as duplicates_module
+from tandem.data.store.sets import Sets, Span, open_sets
+from tandem.data.store.writer import OPPOSED, TWICE, digest_of
+from tandem.data.text.template import Template
 from tandem.errors import DataError
 
 RAW = Template(letter_tokenizer(), None, {})
@@ -181,7 +181,7 @@ def test_of_several_completions_the_pairs_decide_and_not_their_order():
 
 def test_two_preferences_that_only_share_a_digest_are_both_kept(monkeypatch):
     write("a.jsonl", pair("hi"), pair("so"), pair("hi"))
-    monkeypatch.setattr("tandem.data.store_writer.digest_of", lambda row: b"\0" * 8)
+    monkeypatch.setattr("tandem.data.store.writer.digest_of", lambda row: b"\0" * 8)
     found = opened("data.train=a.jsonl", "data.duplicates=drop", "data.num_workers=0")
     assert places(found.train) == ["a.jsonl:1", "a.jsonl:2"]
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from tandem.data import sources
-from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.data.read import sources
+from tandem.data.read.sources import RowError, SourceRow, read_rows
 from tandem.errors import DataError
 
 TEXTS = [

@@ -13,12 +13,12 @@ import pytest
 from hub_stub import serving, use_hub
 from letters import CHAT, letter_tokenizer
 
-from tandem.config.datasets import DatasetFields
 from tandem.config.schema import Config
-from tandem.data import files
-from tandem.data.files import find_files
-from tandem.data.sets import open_sets
-from tandem.data.template import Template
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.read import files
+from tandem.data.read.files import find_files
+from tandem.data.store.sets import open_sets
+from tandem.data.text.template import Template
 from tandem.errors import DataError
 
 HELPSTEER = [

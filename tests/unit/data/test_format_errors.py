@@ -5,10 +5,10 @@ from decimal import Decimal
 import pytest
 from rows import ASKED, GOOD, NO, YES, group, refusal, row, said, turn
 
-from tandem.config.datasets import DatasetFields
-from tandem.data.formats import FORMATS, ranked, read_preference
-from tandem.data.sources import RowError
-from tandem.data.wording import Wording
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import FORMATS, ranked, read_preference
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.read.sources import RowError
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"

@@ -5,11 +5,11 @@ from typing import get_args
 import pytest
 from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
-from tandem.config.datasets import DatasetFields, DatasetName
-from tandem.data.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
-from tandem.data.preference import AGAINST, Completion, Message
-from tandem.data.sources import SCORE_KEYS, RowError
-from tandem.data.wording import Wording
+from tandem.config.sections.datasets import DatasetFields, DatasetName
+from tandem.data.formats.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
+from tandem.data.formats.preference import AGAINST, Completion, Message
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.read.sources import SCORE_KEYS, RowError
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tandem.config.policy import Tokenizer
-from tandem.data.preference import Completion, Message, Preference
-from tandem.data.sources import RowError
-from tandem.data.template import Template, make_template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.data.tokens import TokenizedPreference, tokenize
+from tandem.config.sections.policy import Tokenizer
+from tandem.data.formats.preference import Completion, Message, Preference
+from tandem.data.read.sources import RowError
+from tandem.data.text.template import Template, make_template
+from tandem.data.text.tokenizer import load_tokenizer
+from tandem.data.text.tokens import TokenizedPreference, tokenize
 
 pytestmark = pytest.mark.slow
 

@@ -7,16 +7,18 @@ import shutil
 
 import pytest
 
-from tandem.cache import cache_dir
-from tandem.config.datasets import Data, DatasetFields
-from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data import processes, store_writer, tokenizer
-from tandem.data.opening import open_store
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.data.workers import METHOD
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.config.sections.policy import Tokenizer as TokenizerConfig
+from tandem.data.store import processes
+from tandem.data.store import writer as store_writer
+from tandem.data.store.opening import open_store
+from tandem.data.store.pool import METHOD
+from tandem.data.text import tokenizer
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import load_tokenizer
 from tandem.errors import ConfigError, DataError
-from tandem.model.tiny import tiny_model
+from tandem.model.files.tiny import tiny_model
+from tandem.storage.cache import cache_dir
 
 pytestmark = pytest.mark.skipif(METHOD != "fork", reason="workers are not forked on this system")
 

@@ -15,7 +15,7 @@ import pytest
 from hub_stub import StubHub, serving, use_hub
 from huggingface_hub import constants, errors
 
-from tandem.data.hub import HubFiles, hub_files, is_hub_name
+from tandem.data.read.hub import HubFiles, hub_files, is_hub_name
 from tandem.errors import DataError
 
 NAME = "acme/pairs"
@@ -381,7 +381,8 @@ def test_offline_a_file_gone_from_the_cache_is_told(hub: StubHub, monkeypatch, t
 def test_the_environment_names_the_hub_its_cache_and_the_token(hub: StubHub, tmp_path):
     hub.add(NAME, ONE, token="hf_right")
     said = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_right"}
-    code = f"from tandem.data.hub import *; print(*hub_files({NAME!r}, subset=None, split=None, revision=None).files.values())"
+    call = f"hub_files({NAME!r}, subset=None, split=None, revision=None)"
+    code = f"from tandem.data.read.hub import *; print(*{call}.files.values())"
     run = [sys.executable, "-c", code]
     online = subprocess.run(run, env=os.environ | said | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True)
     offline = subprocess.run(run, env=os.environ | said | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tandem.data.hub_layout import choose_files
+from tandem.data.read.hub import choose_files
 from tandem.errors import DataError
 
 GIVE_FILES = "Give the files you want as data_path, such as 'FOLDER/*.jsonl', once they are on this machine."

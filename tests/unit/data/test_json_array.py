@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.data import json_array
-from tandem.data.json_array import elements
+from tandem.data.read import json_array
+from tandem.data.read.json_array import elements
 from tandem.errors import DataError
 
 FILE = Path("pairs.json")

@@ -14,12 +14,13 @@ import pyarrow.parquet as parquet
 import pytest
 from letters import letter_tokenizer
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data import limits, opening, tables
-from tandem.data.limits import Expansion, in_words, is_nested_too_deep
-from tandem.data.opening import open_store
-from tandem.data.sources import RowError, SourceRow, read_chunks, read_rows
-from tandem.data.template import Template
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.read import limits, tables
+from tandem.data.read.limits import Expansion, in_words, is_nested_too_deep
+from tandem.data.read.sources import RowError, SourceRow, read_chunks, read_rows
+from tandem.data.store import opening
+from tandem.data.store.opening import open_store
+from tandem.data.text.template import Template
 from tandem.errors import DataError
 
 MB = 10**6

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.data.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import DataError
 
 AGAIN = " Pack it again, or prepare from the JSONL that it was packed from."

@@ -3,9 +3,9 @@
 import pytest
 from rows import KEYS, group, pair, refusal, row, said
 
-from tandem.config.datasets import DatasetFields
-from tandem.data.formats import binary, ranked
-from tandem.data.preference import Completion, Message, Preference
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.formats import binary, ranked
+from tandem.data.formats.preference import Completion, Message, Preference
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 

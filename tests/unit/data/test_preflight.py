@@ -5,11 +5,11 @@ import json
 import pytest
 from letters import letter_tokenizer
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data.opening import open_store
+from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.preflight import preflight
-from tandem.data.store import TokenStore
-from tandem.data.template import Template
+from tandem.data.store.opening import open_store
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.template import Template
 
 
 @pytest.fixture

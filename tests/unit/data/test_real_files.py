@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data.opening import open_store
-from tandem.data.store import Counts
-from tandem.data.template import Template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.model.tiny import CHAT_TEMPLATE, tiny_model
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.store.opening import open_store
+from tandem.data.store.token_store import Counts
+from tandem.data.text.template import Template
+from tandem.data.text.tokenizer import load_tokenizer
+from tandem.model.files.tiny import CHAT_TEMPLATE, tiny_model
 
 FOLDER = Path(__file__).parents[4] / "shared" / "data"
 UNLIMITED = 1_000_000

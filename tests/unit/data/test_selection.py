@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from letters import EOS, ids, letter_tokenizer
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data.opening import open_store
-from tandem.data.selection import Selection, hold_out
-from tandem.data.store import TokenStore
-from tandem.data.template import Template
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.store.opening import open_store
+from tandem.data.store.selection import Selection, hold_out
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.template import Template
 from tandem.errors import DataError
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from letters import letter_tokenizer
 
-from tandem.config.datasets import DatasetFields
 from tandem.config.load import load_config
 from tandem.config.schema import Config
-from tandem.data import sets as sets_module
+from tandem.config.sections.datasets import DatasetFields
 from tandem.data.preflight import preflights
-from tandem.data.selection import Selection, hold_out
-from tandem.data.sets import Sets, Span, of_set, open_sets
-from tandem.data.store import TokenStore
-from tandem.data.template import Template
+from tandem.data.store import sets as sets_module
+from tandem.data.store.selection import Selection, hold_out
+from tandem.data.store.sets import Sets, Span, of_set, open_sets
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 
 RAW = Template(letter_tokenizer(), None, {})

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tandem.config.datasets import DatasetFields
-from tandem.data import sources
-from tandem.data.files import find_files
-from tandem.data.sources import RowError, SourceRow, read_rows
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.read import sources
+from tandem.data.read.files import find_files
+from tandem.data.read.sources import RowError, SourceRow, read_rows
 from tandem.errors import DataError
 
 

@@ -3,14 +3,14 @@
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.config.datasets import DatasetFields
-from tandem.config.policy import Tokenizer
-from tandem.data.formats import binary
-from tandem.data.preference import Completion, Message, Preference
-from tandem.data.sources import RowError, SourceRow
-from tandem.data.template import make_template
-from tandem.data.tokens import TokenizedPreference, tokenize
-from tandem.model.tiny import tiny_model
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.policy import Tokenizer
+from tandem.data.formats.formats import binary
+from tandem.data.formats.preference import Completion, Message, Preference
+from tandem.data.read.sources import RowError, SourceRow
+from tandem.data.text.template import make_template
+from tandem.data.text.tokens import TokenizedPreference, tokenize
+from tandem.model.files.tiny import tiny_model
 
 IM_START, IM_END = 1, 2  # ids in the embedded tokenizer
 

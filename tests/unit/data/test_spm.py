@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from sentences import KINDS, SYMBOLS, library, model
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.config.policy import Tokenizer
-from tandem.data.opening import open_store
-from tandem.data.preference import Completion, Message, Preference
-from tandem.data.shield import SHIELD
-from tandem.data.spm import SentencePiece, convert
-from tandem.data.template import make_template
-from tandem.data.tokenizer import state_of
-from tandem.data.tokens import tokenize
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.config.sections.policy import Tokenizer
+from tandem.data.formats.preference import Completion, Message, Preference
+from tandem.data.store.opening import open_store
+from tandem.data.text.chat import SHIELD
+from tandem.data.text.sentencepiece_model import SentencePiece, convert
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import state_of
+from tandem.data.text.tokens import tokenize
 
 EOS, TURN = 2, 4  # ids of </s> and <turn>
 FIXED = [

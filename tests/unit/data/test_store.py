@@ -9,12 +9,12 @@ import pyarrow.parquet as parquet
 import pytest
 from letters import CHAT, EOS, ids, letter_tokenizer
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data import opening as store_module
-from tandem.data import sources
-from tandem.data.opening import open_store
-from tandem.data.store import Counts
-from tandem.data.template import Template
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.read import sources
+from tandem.data.store import opening as store_module
+from tandem.data.store.opening import open_store
+from tandem.data.store.token_store import Counts
+from tandem.data.text.template import Template
 from tandem.errors import DataError
 
 RAW = Template(letter_tokenizer(), None, {})

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 from letters import letter_tokenizer
 
-from tandem.cache import read_manifest, write_manifest
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data import opening
-from tandem.data.opening import open_store
-from tandem.data.store import TokenStore
-from tandem.data.store_writer import SCHEMA
-from tandem.data.template import Template
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.store import opening
+from tandem.data.store.opening import open_store
+from tandem.data.store.token_store import TokenStore
+from tandem.data.store.writer import SCHEMA
+from tandem.data.text.template import Template
 from tandem.errors import DataError
+from tandem.storage.cache import read_manifest, write_manifest
 
 RAW = Template(letter_tokenizer(), None, {})
 AGAIN = "The prepared data is damaged. Prepare it again, with tandem prepare."

@@ -12,16 +12,19 @@ import pytest
 from letters import CHAT, END, ids, letter_tokenizer
 from patience import within
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data import opening as store_module
-from tandem.data import processes, sources, store_writer, workers
-from tandem.data import template as template_module
-from tandem.data.notes import TEMPLATED
-from tandem.data.opening import open_store
-from tandem.data.processes import Processes
-from tandem.data.store_writer import OPPOSED, TWICE
-from tandem.data.template import Template
-from tandem.data.workers import METHOD
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.read import sources
+from tandem.data.store import opening as store_module
+from tandem.data.store import pool as workers
+from tandem.data.store import processes
+from tandem.data.store import writer as store_writer
+from tandem.data.store.notes import TEMPLATED
+from tandem.data.store.opening import open_store
+from tandem.data.store.pool import METHOD
+from tandem.data.store.processes import Processes
+from tandem.data.store.writer import OPPOSED, TWICE
+from tandem.data.text import template as template_module
+from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 
 RAW = Template(letter_tokenizer(), None, {})

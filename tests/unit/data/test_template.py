@@ -3,10 +3,10 @@
 import pytest
 from letters import CHAT, letter_tokenizer
 
-from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data.preference import Completion, Message, Preference
-from tandem.data.sources import RowError
-from tandem.data.template import Part, Rendered, Template, make_template
+from tandem.config.sections.policy import Tokenizer as TokenizerConfig
+from tandem.data.formats.preference import Completion, Message, Preference
+from tandem.data.read.sources import RowError
+from tandem.data.text.template import Part, Rendered, Template, make_template
 from tandem.errors import ConfigError
 
 TOKENIZER = letter_tokenizer()

@@ -10,8 +10,8 @@ from letters import ids, letter_tokenizer
 from sentences import library, model
 from transformers import AutoConfig, AutoTokenizer
 
-from tandem.data.spm import SentencePiece
-from tandem.data.tokenizer import check_export, load_tokenizer
+from tandem.data.text.sentencepiece_model import SentencePiece
+from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
 
 TEXTS = ["Hi", " how  far\n", "a</s>b", "<turn>x <extra_id_1>y", "é 東京 😀"]

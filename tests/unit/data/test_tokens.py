@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from letters import BOS, CHAT, END, EOS, ids, letter_tokenizer
 
-from tandem.data import tokens
-from tandem.data.preference import Completion, Message, Preference
-from tandem.data.sources import RowError
-from tandem.data.template import Template
-from tandem.data.tokens import TokenizedPreference, make_pairs, tokenize
+from tandem.data.formats.preference import Completion, Message, Preference
+from tandem.data.read.sources import RowError
+from tandem.data.text import tokens
+from tandem.data.text.template import Template
+from tandem.data.text.tokens import TokenizedPreference, make_pairs, tokenize
 
 RAW = Template(letter_tokenizer(), None, {})
 RAW_WITH_BOS = Template(letter_tokenizer(adds_bos=True), None, {})

@@ -7,9 +7,9 @@ from calling import CALLING, TOKENIZER, TOOLS, calls, read
 from rows import said
 from sentences import model
 
-from tandem.data.sources import RowError
-from tandem.data.spm import SentencePiece
-from tandem.data.template import Template
+from tandem.data.read.sources import RowError
+from tandem.data.text.sentencepiece_model import SentencePiece
+from tandem.data.text.template import Template
 
 # A call as most templates write it, {"name": "add", "arguments": {"c": "d"}}; as one that joins texts does; as one that takes
 # either; and as one that looks at calls only where nothing is said.

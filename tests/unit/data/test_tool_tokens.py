@@ -12,11 +12,11 @@ from letters import CHAT, END, EOS, ids
 from models import as_policy, plain_token_logps, random_preference, tiny_model
 from rows import KEYS, said
 
-from tandem.config.datasets import Data
-from tandem.data.opening import open_store
-from tandem.data.preference import Preference
-from tandem.data.template import Template
-from tandem.data.tokens import TokenizedPreference, tokenize
+from tandem.config.sections.datasets import Data
+from tandem.data.formats.preference import Preference
+from tandem.data.store.opening import open_store
+from tandem.data.text.template import Template
+from tandem.data.text.tokens import TokenizedPreference, tokenize
 from tandem.errors import DataError
 from tandem.packing.layout import join, lay_out
 

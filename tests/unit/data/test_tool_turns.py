@@ -6,11 +6,11 @@ import pytest
 from calling import ADD, CALLING, TOKENIZER, TOOLS, calls, four, read
 from rows import KEYS, pair, refusal, row, said
 
-from tandem.data.formats import FORMATS, read_preference
-from tandem.data.preference import Preference
-from tandem.data.sources import RowError
-from tandem.data.template import Part, Rendered, Template
-from tandem.data.wording import Wording
+from tandem.data.formats.formats import FORMATS, read_preference
+from tandem.data.formats.preference import Preference
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.read.sources import RowError
+from tandem.data.text.template import Part, Rendered, Template
 
 
 @pytest.mark.parametrize("key", ["images", "video"])

@@ -6,13 +6,13 @@ import pytest
 from letters import CHAT, END, ids, letter_tokenizer
 from rows import pair, said
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data.formats import read_preference
-from tandem.data.opening import open_store
-from tandem.data.preference import Message
-from tandem.data.sources import RowError
-from tandem.data.template import Template
-from tandem.data.wording import Wording, wording_of
+from tandem.config.sections.datasets import Data, DatasetFields
+from tandem.data.formats.formats import read_preference
+from tandem.data.formats.preference import Message
+from tandem.data.formats.prompt_files import Wording, wording_of
+from tandem.data.read.sources import RowError
+from tandem.data.store.opening import open_store
+from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
 
 USER, ANSWER, SYSTEM = Message("user", "Hi"), Message("assistant", "Ho"), Message("system", "Be kind.")

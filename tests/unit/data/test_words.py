@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from tandem.config.datasets import DatasetFields
-from tandem.config.policy import Tokenizer as TokenizerConfig
-from tandem.data import words
-from tandem.data.formats import detect_format, read_preference
-from tandem.data.sources import RowError, read_rows
-from tandem.data.template import make_template
-from tandem.data.tokenizer import load_tokenizer
-from tandem.data.wording import Wording
-from tandem.data.words import WordEncoder
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.policy import Tokenizer as TokenizerConfig
+from tandem.data.formats.formats import detect_format, read_preference
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.read.sources import RowError, read_rows
+from tandem.data.text import word_cache as words
+from tandem.data.text.template import make_template
+from tandem.data.text.tokenizer import load_tokenizer
+from tandem.data.text.word_cache import WordEncoder
 
 # Patterns as published.
 QWEN2 = (

@@ -12,7 +12,7 @@ import time
 import pytest
 from patience import within
 
-from tandem.data.workers import METHOD, Died, Pool, Stalled, bounded_memory
+from tandem.data.store.pool import METHOD, Died, Pool, Stalled, bounded_memory
 from tandem.errors import DataError
 
 # The work of these tests is written inside them, where only a forked process finds it.
@@ -258,7 +258,7 @@ def test_no_more_processes_are_started_than_there_are_items():
 PARENT = """
 import itertools, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where the tests run in the background
-from tandem.data.workers import Pool
+from tandem.data.store.pool import Pool
 
 def work(item, watch):
     time.sleep(0.02)
@@ -311,7 +311,7 @@ def test_ctrl_c_ends_parent_and_workers_and_the_workers_say_nothing(mode):
 
 def test_memory_is_bounded_within_and_not_after(monkeypatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr("tandem.data.workers.TEMPLATE_BYTES", 64 * 1024 * 1024)
+    monkeypatch.setattr("tandem.data.store.pool.TEMPLATE_BYTES", 64 * 1024 * 1024)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(MemoryError), bounded_memory():
         bytes(256 * 1024 * 1024)
@@ -320,6 +320,6 @@ def test_memory_is_bounded_within_and_not_after(monkeypatch):
 
 
 def test_what_fits_within_the_bound_is_given(monkeypatch):
-    monkeypatch.setattr("tandem.data.workers.TEMPLATE_BYTES", 256 * 1024 * 1024)
+    monkeypatch.setattr("tandem.data.store.pool.TEMPLATE_BYTES", 256 * 1024 * 1024)
     with bounded_memory():
         assert len(bytes(64 * 1024 * 1024)) == 64 * 1024 * 1024

@@ -6,12 +6,12 @@ import re
 import pytest
 from letters import CHAT, letter_tokenizer
 
-from tandem.config.datasets import Data, DatasetFields
-from tandem.data.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
-from tandem.data.opening import open_store
+from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.preflight import preflight, warnings_of
-from tandem.data.template import Template
-from tandem.train.report import Reporter
+from tandem.data.store.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
+from tandem.data.store.opening import open_store
+from tandem.data.text.template import Template
+from tandem.report.reporter import Reporter
 
 CHATTING = Template(letter_tokenizer(), CHAT, {})  # writes <end>, a special token
 RAW = Template(letter_tokenizer(), None, {})

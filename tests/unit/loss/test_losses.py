@@ -13,7 +13,7 @@ import pytest
 import torch
 from declared import needed_settings
 
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.loss.declare import Loss, loss
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare

@@ -10,7 +10,7 @@ import torch
 from declared import needed_settings
 
 from tandem.completions import CompletionLogps
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import PairLoss, combined_losses, compare, implicit_rewards, pair_loss, reward_slopes, sft
 from tandem.loss.pairs import Pairing

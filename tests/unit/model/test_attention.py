@@ -5,7 +5,7 @@ import torch
 from models import tiny_model
 from torch.torch_version import TorchVersion
 
-from tandem.model.attention import SMALL_BLOCK, block_size
+from tandem.model.attention.pack_attention import SMALL_BLOCK, block_size
 from tandem.packing.packer import BLOCK
 
 CUDA = torch.device("cuda")

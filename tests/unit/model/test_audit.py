@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
 from tandem.errors import AuditError, DefectError, NonFiniteError
-from tandem.model import attention, audit, policy, reference
-from tandem.model.audit import start_loss_verdict
-from tandem.model.tiny import tiny_model as tiny_folder
-from tandem.model.workers import start_workers
+from tandem.model import policy, reference
+from tandem.model.attention import pack_attention as attention
+from tandem.model.checks import audit
+from tandem.model.checks.audit import start_loss_verdict
+from tandem.model.distributed.process_group import start_workers
+from tandem.model.files.tiny import tiny_model as tiny_folder
 from tandem.packing.layout import lay_out
-from tandem.train.report import Reporter
-from tandem.train.setup import set_up
+from tandem.report.reporter import Reporter
+from tandem.train.start.setup import set_up
 from tandem.train.trainer import train
 
 
@@ -139,8 +141,8 @@ def test_the_start_loss_is_put_into_words(nats, words):
 
 
 def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
+    from tandem.model.distributed.layers import shard
     from tandem.model.load import load_policy
-    from tandem.model.parallel import shard
 
     class Ended(Exception):
         pass
@@ -162,8 +164,8 @@ def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
 
 def test_cached_reference_equals_the_live_one(tmp_path):
     """In numbers, not only in what is learned: every token of every preference."""
+    from tandem.model.distributed.layers import shard
     from tandem.model.load import load_policy
-    from tandem.model.parallel import shard
 
     workers = start_workers()
     setup = set_up(load_config(None, SHORT).config, workers.device)

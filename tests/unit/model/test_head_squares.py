@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from models import as_policy, random_preference, tiny_model
 
-from tandem.config.dpo import Dpo
-from tandem.data.selection import Selection
-from tandem.model.logps import HeadRule, chunked_logps
+from tandem.config.sections.dpo import Dpo
+from tandem.data.store.selection import Selection
+from tandem.model.distributed.process_group import start_workers
+from tandem.model.head import HeadRule, chunked_logps
 from tandem.model.reference import LiveReference
-from tandem.model.workers import start_workers
+from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import lay_out
-from tandem.packing.schedule import GlobalBatch
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 

@@ -15,16 +15,15 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from tandem.config.lora import Lora
-from tandem.config.policy import Policy
+from tandem.config.sections.policy import Lora, Policy
 from tandem.errors import ConfigError
-from tandem.model import lora
-from tandem.model.adapter_files import read_adapter
-from tandem.model.folder import MAX_JSON_BYTES, read_json, refuse_wrong_types
+from tandem.model.files.folder import MAX_JSON_BYTES, read_json, refuse_wrong_types
+from tandem.model.files.source import find_model, weights_fingerprint
+from tandem.model.files.tiny import tiny_model
 from tandem.model.load import check_packable, empty_model, load_policy
-from tandem.model.lora import plan_lora
-from tandem.model.source import find_model, weights_fingerprint
-from tandem.model.tiny import tiny_model
+from tandem.model.lora import layers as lora
+from tandem.model.lora.files import read_adapter
+from tandem.model.lora.layers import plan_lora
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from torch import nn
 
-from tandem.model.joined_lora import JoinedLinear, join_adapters, joined_linear
+from tandem.model.lora.joined import JoinedLinear, join_adapters, joined_linear
 
 SCALE = 1.75
 

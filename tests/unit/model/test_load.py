@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
-from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
+from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
 from tandem.export import _save
-from tandem.model.attention import windows_of
+from tandem.model.attention.pack_attention import windows_of
+from tandem.model.distributed.process_group import stop_workers
+from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
+from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
-from tandem.model.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
-from tandem.model.tiny import tiny_model
-from tandem.model.workers import stop_workers
 from tandem.packing.layout import lay_out
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tandem.config.load import load_config
-from tandem.config.lora import Lora
+from tandem.config.sections.policy import Lora
 from tandem.errors import ConfigError
-from tandem.model import lora as module
-from tandem.model.logps import chunked_logps
-from tandem.model.lora import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
-from tandem.model.source import ModelSource, find_source, weights_fingerprint
-from tandem.model.tiny import tiny_model
-from tandem.train import references
-from tandem.train.setup import set_up
+from tandem.model.files.source import ModelSource, find_source, weights_fingerprint
+from tandem.model.files.tiny import tiny_model
+from tandem.model.head import chunked_logps
+from tandem.model.lora import layers as module
+from tandem.model.lora.layers import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
+from tandem.train.start import references
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 LINEAR = "Its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj."

@@ -11,13 +11,13 @@ from models import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.load import load_config
-from tandem.data.sets import Sets
+from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError
-from tandem.model.positions import check_positions, long_sequences, position_limit
-from tandem.model.source import ModelSource
-from tandem.model.tiny import tiny_model
+from tandem.model.checks.trial import check_positions, long_sequences, position_limit
+from tandem.model.files.source import ModelSource
+from tandem.model.files.tiny import tiny_model
 from tandem.train import trainer
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 
 class Store(SimpleNamespace):

@@ -8,7 +8,7 @@ import pytest
 from listening import listening
 
 from tandem.errors import MachineError
-from tandem.model.workers import loopback_store, stay_on_loopback
+from tandem.model.distributed.process_group import loopback_store, stay_on_loopback
 
 NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 

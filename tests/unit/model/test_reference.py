@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tandem.cache import write_manifest
 from tandem.model.reference import is_sound
+from tandem.storage.cache import write_manifest
 
 
 def written(place, values: bytes) -> None:

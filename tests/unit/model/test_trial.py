@@ -9,15 +9,15 @@ from architectures import make_model, tiny_config
 from models import embedded_model, model_folder, random_preference
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.config.policy import Packing, Policy
 from tandem.config.schema import Config
+from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError, TandemError
-from tandem.model.attention import attend
+from tandem.model.attention.pack_attention import attend
+from tandem.model.distributed.layers import check_layers
+from tandem.model.files.source import ModelSource, find_model
 from tandem.model.load import check_packable, load_policy
-from tandem.model.parallel import check_layers
-from tandem.model.source import ModelSource, find_model
 from tandem.packing.layout import lay_out
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 MODES = ["batch", "none"]

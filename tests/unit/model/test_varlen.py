@@ -9,13 +9,13 @@ import torch
 from models import random_preference, tiny_config
 
 from tandem.config.load import load_config
-from tandem.config.policy import Packing, Policy
+from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
+from tandem.model.attention.varlen import BOUNDS_MULTIPLE, FILLER_RUN, attend_runs, runs_of
+from tandem.model.files.source import ModelSource, find_model
 from tandem.model.load import check_varlen
-from tandem.model.source import ModelSource, find_model
-from tandem.model.varlen import BOUNDS_MULTIPLE, FILLER_RUN, attend_runs, runs_of
 from tandem.packing.layout import join, lay_out
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 

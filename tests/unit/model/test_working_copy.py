@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.load import load_config
-from tandem.model import working_copy
+from tandem.model.distributed.layers import frozen, shard
+from tandem.model.distributed.process_group import start_workers
 from tandem.model.load import load_policy
-from tandem.model.parallel import frozen, shard
-from tandem.model.workers import start_workers
-from tandem.model.working_copy import WorkingCopy
-from tandem.train.setup import set_up
+from tandem.model.precision import working_copy
+from tandem.model.precision.working_copy import WorkingCopy
+from tandem.train.start.setup import set_up
 
 pytestmark = pytest.mark.bfloat16
 

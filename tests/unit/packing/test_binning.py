@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.policy import Packing
+from tandem.config.sections.policy import Packing
 from tandem.packing.binning import (
     ALGORITHMS,
     Bins,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.data.tokens import TokenizedPreference
-from tandem.model.attention import may_attend
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.attention.pack_attention import may_attend
 from tandem.packing.blocks import block_lists, seen_until
 from tandem.packing.layout import FILLER, Pack, lay_out
 

@@ -6,7 +6,7 @@ A: prompt 10 11 12, completions 20 21 and 30 31 32, the second better. B: prompt
 import numpy as np
 import pytest
 
-from tandem.data.tokens import TokenizedPreference
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.packing.layout import Pack, join, lay_out
 
 

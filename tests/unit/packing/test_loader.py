@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from patience import within
 
-from tandem.packing import loader
-from tandem.packing.loader import LoadedBatch, load_ahead
-from tandem.packing.schedule import GlobalBatch
+from tandem.packing import batches as loader
+from tandem.packing.batches import GlobalBatch, LoadedBatch, load_ahead
 
 
 class Layer:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.policy import Packing
-from tandem.data.tokens import TokenizedPreference
+from tandem.config.sections.policy import Packing
+from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.packing.packer import Share, make_packer, row_lengths, row_sizes
 

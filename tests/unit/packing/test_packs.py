@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.cache import read_manifest, write_manifest
-from tandem.data.store import TokenStore
+from tandem.data.store.token_store import TokenStore
 from tandem.errors import DataError
 from tandem.packing import packs
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
 from tandem.packing.packs import facts_of, open_packs, read_packs, write_packs
+from tandem.storage.cache import read_manifest, write_manifest
 
 
 class Named:

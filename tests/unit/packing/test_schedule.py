@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.packing.batches import Batches
 from tandem.packing.binning import Bins
-from tandem.packing.schedule import Batches
 
 
 def batches(num_pairs, size: int, **options) -> Batches:

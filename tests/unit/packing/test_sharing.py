@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.packing.binning import Bins
+from tandem.packing.distribution import Round, row_cost, share_out
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import Packer, row_lengths
-from tandem.packing.sharing import Round, row_cost, share_out
 
 ALGORITHMS = ["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"]
 

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tandem.data.sets import Span
-from tandem.packing.schedule import Batches
+from tandem.data.store.sets import Span
+from tandem.packing.batches import Batches
 
 
 def weighted(*spans: tuple[int, int, float], **options) -> Batches:

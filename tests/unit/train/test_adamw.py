@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.model import rounding
+from tandem.model.precision import rounding
 from tandem.train import adamw
 from tandem.train.adamw import MEAN, SQUARE, RoundedAdamW, Rule, StateDtype
 

@@ -10,12 +10,12 @@ from running import SHORT
 
 from tandem.config.load import load_config
 from tandem.errors import DefectError, RanksDifferError
-from tandem.model.workers import start_workers
+from tandem.model.distributed.process_group import start_workers
 from tandem.packing.packer import Packer, Share, row_lengths
 from tandem.train import validation
-from tandem.train.agreement import derived, differences, refuse_different_ranks
 from tandem.train.metrics import PairTable, check_pairs, places_of_pairs
-from tandem.train.setup import set_up
+from tandem.train.start.agreement import derived, differences, refuse_different_ranks
+from tandem.train.start.setup import set_up
 from tandem.train.terms import Side
 
 

@@ -11,17 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import SHORT, short_run
 
-from tandem.cache import cache_dir, check_cache_dir, published, write_manifest, write_whole
-from tandem.cli import main
+from tandem.cli.main import main
 from tandem.config.load import load_config
 from tandem.errors import CheckpointError
-from tandem.ownership import MARKER, remove_abandoned
 from tandem.paths import check_resumed
-from tandem.train.checkpoint import checkpoints, newest_verified, point, prune, refuse_in_the_way, set_newer_aside
-from tandem.train.extension import begin_extension
-from tandem.train.ranking import Ranking
-from tandem.train.report import MetricsFile
-from tandem.train.rundir import FILES, TEMPORARY_NAMES, choose_run_dir, held, is_finished, refuse_links
+from tandem.report.reporter import MetricsFile
+from tandem.storage.cache import cache_dir, check_cache_dir, published, write_manifest, write_whole
+from tandem.storage.ownership import MARKER, remove_abandoned
+from tandem.train.checkpoint.checkpoints import (
+    checkpoints,
+    newest_verified,
+    point,
+    prune,
+    refuse_in_the_way,
+    set_newer_aside,
+)
+from tandem.train.checkpoint.ranking import Ranking
+from tandem.train.run.directory import FILES, TEMPORARY_NAMES, choose_run_dir, held, is_finished, refuse_links
+from tandem.train.run.extension import begin_extension
 
 BY_AGE = Ranking(None, higher_is_better=False)
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tandem.train.host_copy import HostCopier, PinnedMemory
-from tandem.train.parts import Part
+from tandem.train.checkpoint.host_copy import HostCopier, PinnedMemory
+from tandem.train.checkpoint.parts import Part
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

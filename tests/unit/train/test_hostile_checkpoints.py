@@ -10,8 +10,8 @@ from running import saving_settings, short_run, unfinished_run
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tandem.cache import is_export
 from tandem.errors import CheckpointError
+from tandem.storage.cache import is_export
 
 HUGE = 10**9  # steps: the schedule alone would be stepped through for hours
 

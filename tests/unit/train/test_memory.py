@@ -4,12 +4,10 @@ import pytest
 import torch
 from running import short_run
 
-from tandem.config.lora import Lora
-from tandem.config.policy import Optimizer, Packing, Policy
+from tandem.config.sections.policy import Lora, Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
 from tandem.train import memory, trainer
-from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit
-from tandem.train.row_length import what_to_lower
+from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit, what_to_lower
 
 
 def model():

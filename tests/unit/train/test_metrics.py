@@ -10,10 +10,10 @@ import torch.multiprocessing as processes
 from killing import SERVER
 from torch.distributed.device_mesh import init_device_mesh
 
-from tandem.config.dpo import Dpo
+from tandem.config.sections.dpo import Dpo
 from tandem.config.tracked import METRICS
-from tandem.data.selection import Selection
-from tandem.model.workers import Workers
+from tandem.data.store.selection import Selection
+from tandem.model.distributed.process_group import Workers
 from tandem.train.metrics import PairTable, summarise
 
 NOWHERE = Selection({}, np.arange(0))

@@ -8,16 +8,16 @@ from models import plain_token_logps
 from running import SHORT
 from transformers import AutoModelForCausalLM
 
-from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.data.selection import Selection
-from tandem.data.tokens import TokenizedPreference
+from tandem.config.sections.dpo import Dpo
+from tandem.data.store.selection import Selection
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.distributed.layers import shard
+from tandem.model.distributed.process_group import start_workers
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard
-from tandem.model.workers import start_workers
 from tandem.packing.layout import lay_out
 from tandem.train.metrics import PairLedger, PairTable, places_of_pairs, summarise
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 from tandem.train.terms import Side, pack_outcome
 
 ALPHA, BETA = 0.25, 0.1

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.cache import sha256_of
 from tandem.errors import CheckpointError
-from tandem.train.parts import INSTEAD, Part, fill_parts, names_in, write_parts
+from tandem.storage.cache import sha256_of
+from tandem.train.checkpoint.parts import INSTEAD, Part, fill_parts, names_in, write_parts
 
 
 def numbers(*shape, dtype=torch.float32):

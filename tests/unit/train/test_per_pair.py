@@ -9,7 +9,7 @@ from running import metrics_of, short_run
 
 from tandem.config.schema import Config
 from tandem.errors import CheckpointError, ConfigError
-from tandem.train.verdicts import judge
+from tandem.report.verdicts import judge
 
 REFERENCE = ["reference_chosen", "reference_rejected"]
 FIELDS = [

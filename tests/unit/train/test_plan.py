@@ -9,10 +9,10 @@ import torch
 from patience import within
 
 from tandem.config.load import load_config
-from tandem.data.sets import Sets
+from tandem.data.store.sets import Sets
 from tandem.errors import DataError
-from tandem.train.plan import plan_steps
-from tandem.train.setup import set_up
+from tandem.train.start.plan import plan_steps
+from tandem.train.start.setup import set_up
 
 CPU = torch.device("cpu")
 B2 = "policy.train_global_batch_size=2"

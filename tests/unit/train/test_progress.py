@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from tandem.errors import CheckpointError
-from tandem.train.progress import Progress, SavedState, read_state
+from tandem.train.checkpoint.saved_state import Progress, SavedState, read_state
 
 PROGRESS = Progress(step=7, epoch=2, batch=1, metrics_bytes=900, owes_validation=True, spared=3)
 FINGERPRINTS = {"training data": "ab", "start model": "cd"}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tandem.config.tracked import TrackedMetric
-from tandem.train.ranking import Ranking
+from tandem.train.checkpoint.ranking import Ranking
 
 LOSS = TrackedMetric("validation-default", "loss")
 

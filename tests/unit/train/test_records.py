@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tandem.train.records import records_in
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
+from tandem.train.checkpoint.ranking import records_in
 
 RECORD = {
     "step": 3,

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from tandem.train.report import Reporter
+from tandem.report.reporter import Reporter
 from tandem.train.samples import Sample
 from tandem.train.validation import ValidationReport
 

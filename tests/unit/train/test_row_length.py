@@ -8,13 +8,13 @@ import torch
 from transformers import AutoConfig
 
 from tandem.config.load import load_config
-from tandem.config.policy import Optimizer, Packing, Policy
-from tandem.data.sets import no_bar
+from tandem.config.sections.policy import Optimizer, Packing, Policy
+from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
-from tandem.model.source import ModelSource
+from tandem.model.files.source import ModelSource
 from tandem.prepare import prepare_data
-from tandem.train import row_length
-from tandem.train.row_length import (
+from tandem.train import memory as row_length
+from tandem.train.memory import (
     GIB,
     expected_need,
     much_filler,
@@ -22,7 +22,7 @@ from tandem.train.row_length import (
     refuse_what_is_too_large,
     usual_row,
 )
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {

@@ -7,14 +7,15 @@ import pytest
 import torch
 from running import SHORT, metrics_of, short_run
 
-from tandem import cli
+from tandem.cli import main as cli
 from tandem.config.load import load_config
 from tandem.config.losses import without_reference
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
-from tandem.train import references, trainer
-from tandem.train.report import Reporter
-from tandem.train.setup import set_up
+from tandem.report.reporter import Reporter
+from tandem.train import trainer
+from tandem.train.start import references
+from tandem.train.start.setup import set_up
 
 EMBEDDED = ["policy.model_name=embedded", "policy.train_global_batch_size=2", "checkpointing.enabled=false"]
 WAY_OUT = (

@@ -7,17 +7,17 @@ from models import plain_token_logps
 from running import SHORT, metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
-from tandem.config.dpo import Dpo
 from tandem.config.load import load_config
-from tandem.config.policy import Optimizer, OptimizerKwargs
+from tandem.config.sections.dpo import Dpo
+from tandem.config.sections.policy import Optimizer, OptimizerKwargs
 from tandem.errors import DefectError, NonFiniteError
+from tandem.model.distributed.layers import shard
+from tandem.model.distributed.process_group import start_workers
 from tandem.model.load import load_policy
-from tandem.model.parallel import shard
 from tandem.model.reference import LiveReference
-from tandem.model.workers import start_workers
 from tandem.train import step as step_module
 from tandem.train.optimizer import make_optimizer
-from tandem.train.setup import set_up
+from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
 from tandem.train.terms import Side
 

@@ -13,14 +13,13 @@ from fake_tracker import put_in_front
 from patience import within
 
 from tandem.config.load import load_config
-from tandem.config.logger import GpuMonitoring, Logger
+from tandem.config.sections.logger import GpuMonitoring, Logger
 from tandem.errors import ConfigError
-from tandem.printable import without_password
-from tandem.train.trackers import feed as feeding
-from tandem.train.trackers.adapters import KeptRuns, Opening, flattened
-from tandem.train.trackers.feed import Feed, check_packages
-from tandem.train.trackers.gpus import GpuMonitor, summed_up
-from tandem.train.trackers.tracking import Tracking, named
+from tandem.report.trackers import tracking as feeding
+from tandem.report.trackers.adapters import KeptRuns, Opening, flattened
+from tandem.report.trackers.gpus import GpuMonitor, summed_up
+from tandem.report.trackers.tracking import Feed, Tracking, check_packages, named
+from tandem.terminal.printable import without_password
 
 FOR_EVER = "time.sleep(1e6)"
 
@@ -207,7 +206,7 @@ def test_a_tracker_that_takes_its_process_down_is_warned_of_once(monkeypatch, tm
 
 def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", init=FOR_EVER)
-    code = "from tandem.train.trackers import child; child.CLOSE_SECONDS = 0.2; child.main()"
+    code = "from tandem.report.trackers import child; child.CLOSE_SECONDS = 0.2; child.main()"
     orphan = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     opening = Opening(str(tmp_path), str(tmp_path / "logs"), 0, [], Logger().model_dump(), {})
     orphan.communicate(json.dumps({"tracker": "wandb", "opening": asdict(opening)}) + "\n", timeout=120)

@@ -10,10 +10,10 @@ from running import few_pairs, short_run
 
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
-from tandem.model.tiny import tiny_model
+from tandem.model.files.tiny import tiny_model
 from tandem.paths import check_models
+from tandem.report.reporter import Reporter
 from tandem.train import trainer
-from tandem.train.report import Reporter
 
 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path):

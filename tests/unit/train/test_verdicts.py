@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem.config.dpo import Dpo
 from tandem.config.schema import Config, Reference
-from tandem.train.verdicts import judge
+from tandem.config.sections.dpo import Dpo
+from tandem.report.verdicts import judge
 
 SOUND = {
     "loss": 0.5,

@@ -1,0 +1,27 @@
+"""`tandem config`: the configuration in force, or its schema."""
+
+from typing import Annotated
+
+import typer
+
+from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app
+
+
+@app.command("config")
+def show_config(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    allow_env: AllowEnv = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for editors.")] = False,
+) -> None:
+    """Print the configuration in force, all keys resolved."""
+    if schema:
+        import json
+
+        from tandem.config.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return
+    from tandem.config.load import load_config
+
+    print(load_config(config, overrides or [], allow_env or ()).as_yaml(), end="")

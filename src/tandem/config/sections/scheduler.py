@@ -1,0 +1,145 @@
+"""The key `policy.scheduler`: a schedule by name and share of the run, or torch's schedulers in absolute steps."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from tandem.config.sections.section import Positive, Section, Share
+
+WarmupRatio = Annotated[float, Field(ge=0, lt=1)]
+WARMUP = "share of the run's steps over which the rate rises linearly from 0"
+MIN_LR = "the rate at the end, as a share of the learning rate"
+
+
+class LinearSchedule(Section):
+    """Warm-up, then a straight line down."""
+
+    name: Literal["linear"]
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+
+
+class CosineSchedule(Section):
+    """Warm-up, then half a cosine down."""
+
+    name: Literal["cosine"]
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+
+
+class ConstantSchedule(Section):
+    """Warm-up, then the learning rate."""
+
+    name: Literal["constant"]
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
+
+
+class WsdSchedule(Section):
+    """Warm-up, the learning rate, and a straight line down at the end (warmup-stable-decay)."""
+
+    name: Literal["wsd"]
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
+    decay_ratio: Share = Field(default=0.1, description="share of the run's steps, its last, over which the rate falls")
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "WsdSchedule":
+        if self.warmup_ratio + self.decay_ratio > 1 + 1e-9:
+            raise ValueError(
+                f"policy.scheduler: warmup_ratio = {self.warmup_ratio:g} and decay_ratio = {self.decay_ratio:g} are more "
+                "than the whole run: lower one until they add up to 1 or less"
+            )
+        return self
+
+
+NamedSchedule = LinearSchedule | CosineSchedule | ConstantSchedule | WsdSchedule
+NAMED: dict[str, type[Section]] = {
+    "linear": LinearSchedule,
+    "cosine": CosineSchedule,
+    "constant": ConstantSchedule,
+    "wsd": WsdSchedule,
+}
+
+TorchName = Literal[
+    "torch.optim.lr_scheduler.LinearLR",
+    "torch.optim.lr_scheduler.ConstantLR",
+    "torch.optim.lr_scheduler.CosineAnnealingLR",
+    "torch.optim.lr_scheduler.PolynomialLR",
+    "torch.optim.lr_scheduler.ExponentialLR",
+    "torch.optim.lr_scheduler.StepLR",
+    "torch.optim.lr_scheduler.MultiStepLR",
+]
+
+
+class Scheduler(Section):
+    """One of torch's learning-rate schedulers."""
+
+    name: TorchName = Field(description="the scheduler")
+    kwargs: dict[str, int | float | bool | list[int]] = Field(default={}, description="its arguments")
+
+
+class Milestones(Section):
+    """The steps at which the next scheduler of a list takes over."""
+
+    milestones: list[Positive]
+
+
+def _name(given: Any) -> str:
+    return str(given.get("name") or "") if isinstance(given, dict) else getattr(given, "name", "")
+
+
+def _understood(given: Any) -> Any:
+    """Refuse in one sentence what is neither of the two forms: pydantic would write one for each form it tried."""
+    if isinstance(given, str):
+        shown = f"{{name: {given if given in NAMED else 'cosine'}, warmup_ratio: 0.1}}"
+        raise ValueError(f"policy.scheduler = {given} is a text; write a mapping, such as {shown}")
+    if isinstance(given, list) and any(_name(one) in NAMED for one in given):
+        raise ValueError(
+            "policy.scheduler is a list, which takes torch's schedulers and milestones; a schedule by name is written alone, "
+            "such as {name: cosine, warmup_ratio: 0.1}"
+        )
+    if not isinstance(given, dict):
+        return given
+    name = _name(given)
+    if not name:
+        raise ValueError(f"policy.scheduler has no name; set policy.scheduler.name to {', '.join(NAMED)}")
+    if name in NAMED:
+        known = NAMED[name].model_fields
+        if unknown := [key for key in given if key not in known]:
+            raise ValueError(
+                f"policy.scheduler.{unknown[0]} is not a setting of the schedule {name}, which takes {', '.join(known)}. "
+                "Steps in absolute numbers are torch's schedulers' (docs/keys.md, Schedules)"
+            )
+    elif name not in get_args(TorchName):
+        raise ValueError(
+            f"policy.scheduler.name = {name} is not known; there are {', '.join(NAMED)}, and torch's: "
+            f"{', '.join(get_args(TorchName))}"
+        )
+    return given
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, list):
+        return "scheduler-list"
+    name = _name(given)
+    return f"scheduler-{name}" if name in NAMED else "scheduler-torch"
+
+
+Schedule = Annotated[
+    Annotated[list[Scheduler | Milestones], Tag("scheduler-list")]
+    | Annotated[Scheduler, Tag("scheduler-torch")]
+    | Annotated[LinearSchedule, Tag("scheduler-linear")]
+    | Annotated[CosineSchedule, Tag("scheduler-cosine")]
+    | Annotated[ConstantSchedule, Tag("scheduler-constant")]
+    | Annotated[WsdSchedule, Tag("scheduler-wsd")],
+    Discriminator(_kind),
+    BeforeValidator(_understood),
+]
+
+WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [
+    Scheduler(
+        name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 20}
+    ),
+    Scheduler(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 1}),
+    Milestones(milestones=[20]),
+]

@@ -1,0 +1,367 @@
+"""SourceRows in; Preferences out. One small function per format, a table of their names, detection by keys."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.config.sections.datasets import DatasetFields
+from tandem.data.formats.preference import (
+    AGAINST,
+    Completion,
+    Message,
+    Preference,
+    as_answer,
+    checked,
+    completion_of,
+    ended_before_answer,
+    field_of,
+    messages_of,
+    prompt_of,
+    refuse_other_media,
+    refuse_spaces,
+    score_of,
+    text_of,
+    tools_of,
+    with_system,
+)
+from tandem.data.formats.prompt_files import Wording
+from tandem.data.formats.rated import has_scores, ranked, scored, whole
+from tandem.data.read.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
+from tandem.terminal.printable import listed
+
+Prompt = str | tuple[Message, ...]
+PARTS = ("prompt", "chosen", "rejected")
+NOT_READ = "a prompt beside whole conversations that says something else, and is not read"
+
+# Keys that may say which of two completions is better, where chosen and rejected say it already.
+LABELS = ("label", "labels", "preference", "winner")
+
+
+def binary(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`prompt`, `chosen`, `rejected` under configurable keys: texts, or messages."""
+    names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
+    if row.value and not any(name in row.value for name in names):
+        if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
+            message = f"no row, but an object around rows: {listed(around)}. Save the list as a .json file of its own."
+            raise RowError(row.place, "an object around rows", message)
+        refuse_spaces(row.value, names, row)
+        lowered = {name.lower(): name for name in row.value}
+        if all(name in lowered for name in names):
+            settings = [f"data.train.{part}_key={lowered[n]}" for part, n in zip(PARTS, names, strict=True)]
+            message = f"none of the keys {', '.join(names)}, but the same in other letters. Set {' '.join(settings)}."
+            raise RowError(row.place, "missing key", message)
+        raise RowError(
+            row.place,
+            "missing key",
+            f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. data.train.prompt_key, chosen_key and "
+            "rejected_key name others; data.train.dataset_name names another format.",
+        )
+    return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
+
+
+def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and bool({*names, "completions", "conversations"} & first.keys())
+
+
+def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
+    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, maybe `chosen_reward` and `rejected_reward`."""
+    return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
+
+
+def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen` and `rejected` are whole conversations; the prompt is what both begin with, up to an answer."""
+    found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
+    assert not isinstance(found.prompt, str)
+    return found if _is_told(row.value.get(keys.prompt_key), found.prompt) else replace(found, notes=(NOT_READ,))
+
+
+def _is_told(prompt: Any, messages: tuple[Message, ...]) -> bool:
+    """Whether a prompt beside whole conversations says nothing that does not stand in them."""
+    contents = {message.content.strip() for message in messages}
+    turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    texts = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    return all(text.strip() in contents for text in texts if isinstance(text, str))
+
+
+def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen_messages` and `rejected_messages`: whole conversations, contents maybe as typed parts."""
+    return _from_conversations(row, "chosen_messages", "rejected_messages")
+
+
+def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`chosen` and `rejected` are whole dialogues as one text (Anthropic HH), split at the last assistant turn."""
+    (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
+    if chosen != rejected:
+        raise _prompts_differ(row)
+    turns = messages_of(_turns(chosen), row, keys.chosen_key)
+    return checked(Preference(ended_before_answer(turns, row, keys.chosen_key), _two(row, [first, second]), row.place))
+
+
+def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
+    """LLaMA-Factory's sharegpt ranking: `conversations` of {from, value}; `chosen` and `rejected` of the same form."""
+    turns = field_of(row.value, "conversations", row)
+    if not isinstance(turns, list):
+        raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
+    translated = [_from_sharegpt(turn, row, f"conversations[{i}]") for i, turn in enumerate(turns)]
+    prompt = ended_before_answer(messages_of(translated, row, "conversations"), row, "conversations")
+    texts = [
+        completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
+        for key in (keys.chosen_key, keys.rejected_key)
+    ]
+    return checked(Preference(prompt, _two(row, texts), row.place))
+
+
+def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`instruction` and `input` make the prompt; `chosen`/`rejected`, or `output` as a pair, the completions."""
+    prompt = _alpaca_prompt(row)
+    if keys.chosen_key in row.value:
+        return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
+    output = field_of(row.value, "output", row)
+    if not isinstance(output, list) or len(output) != 2:
+        raise RowError(row.place, "one completion", "output: without chosen and rejected it must be a pair of texts.")
+    texts = [completion_of(row, text, f"output[{i}]") for i, text in enumerate(output)]
+    return checked(Preference(prompt, _two(row, texts), row.place))
+
+
+def _alpaca_prompt(row: SourceRow) -> Prompt:
+    """`instruction` and `input` as one text; with `history` (pairs of earlier turns) as messages."""
+    instruction = prompt_of(row, "instruction")
+    extra = "" if row.value.get("input") is None else row.value["input"]
+    if not isinstance(instruction, str) or not isinstance(extra, str):
+        raise RowError(row.place, "wrong type", "instruction and input must be texts.")
+    text = f"{instruction}\n\n{text_of(row, extra, 'input')}" if extra.strip() else instruction
+    history = row.value.get("history") or []
+    if not history:
+        return text
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(row.place, "wrong type", "history: not a list of pairs, each a question and its answer.")
+    earlier = [(role, said) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)]
+    turns = [*earlier, ("user", text)]
+    return messages_of([{"role": role, "content": said} for role, said in turns], row, "history")
+
+
+def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
+    """`question`, `response_j` (better), `response_k`: Stack Exchange pairs."""
+    return _pair(row, prompt_of(row, "question"), "response_j", "response_k")
+
+
+def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
+    """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
+    preferred = whole(field_of(row.value, "overall_preference", row))
+    if not isinstance(preferred, int) or isinstance(preferred, bool):
+        raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not a whole number.")
+    ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
+    texts = [completion_of(row, field_of(row.value, key, row), key) for key in ("response1", "response2")]
+    completions = tuple(Completion(text, rank) for text, rank in zip(texts, ranks, strict=True))
+    return checked(Preference(prompt_of(row, "context"), completions, row.place))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to read rows, and the fields that tell it; a field may be asked to hold a kind of value."""
+
+    read: Callable[[SourceRow, DatasetFields], Preference]
+    told_by: tuple[str, ...]
+    holds: Callable[[Any], bool] = lambda value: True  # what the last of those fields must hold
+    # Other fields that tell it once no format is told by its own, if the last of them holds completions with scores.
+    or_by: tuple[tuple[str, ...], ...] = ()
+
+
+def _is_dialogue(value: Any) -> bool:
+    return isinstance(value, str) and ASSISTANT in value
+
+
+def _is_answer(value: Any) -> bool:
+    """Not a whole conversation, as some sets have it beside a prompt that repeats its first turn."""
+    first = value[0] if isinstance(value, list) and value else None
+    return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
+
+
+# In the order they are tried; {prompt}, {chosen} and {rejected} stand for the configured keys.
+FORMATS: dict[str, Format] = {
+    "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
+    "PreferenceDataset": Format(ranked, ("context", "completions")),
+    "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
+    "aligner": Format(aligner, ("{prompt}", "chosen_response", "rejected_response")),
+    "scored": Format(
+        scored,
+        ("{prompt}", "completions"),
+        or_by=(("{prompt}", "responses"), ("instruction", "completions"), ("instruction", "responses")),
+    ),
+    "sharegpt": Format(sharegpt, ("conversations", "{chosen}", "{rejected}")),
+    "alpaca": Format(alpaca, ("instruction", "{chosen}", "{rejected}")),
+    "alpaca_pair": Format(alpaca, ("instruction", "output"), lambda value: isinstance(value, list)),
+    "messages_pair": Format(messages_pair, ("chosen_messages", "rejected_messages")),
+    "question_responses": Format(question_responses, ("question", "response_j", "response_k")),
+    "dialogue_text": Format(dialogue_text, ("{chosen}", "{rejected}"), _is_dialogue),
+    "Tulu3Preference": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
+    "implicit_prompt": Format(implicit_prompt, ("{chosen}", "{rejected}"), lambda value: isinstance(value, list)),
+}
+
+
+# Those whose rows say themselves which completion is better.
+RANKED = ("PreferenceDataset", "HelpSteer3", "scored")
+NOTHING_FITS = ("BinaryPreferenceDataset", "no other format fits its keys")
+# Whichever name rows like these go by, their completions may stand under the configured keys.
+ALPACA_KEYS = FORMATS["alpaca"].told_by
+
+
+def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
+    """The name of the format, told by the keys of a row, and the reason in words."""
+    names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
+    for name, known in FORMATS.items():
+        fields = [names.get(field, field) for field in known.told_by]
+        if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
+            return name, f"told by the keys {', '.join(fields)}"
+    for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.or_by):
+        fields = [names.get(field, field) for field in fields]
+        if all(field in row.value for field in fields) and has_scores(row.value, fields[-1]):
+            return name, f"told by the keys {', '.join(fields)}"
+    return NOTHING_FITS
+
+
+def unused_key(name: str, keys: DatasetFields) -> str | None:
+    """A key of one's own that a format does not look at, though it was given: prompt_key, say, of alpaca's rows."""
+    used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].told_by
+    for part in PARTS:
+        if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
+            return f"{part}_key"
+    return None
+
+
+def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
+    """A row in the named format, with its system turn and tools, its prompt worded as the dataset's prompt files say."""
+    refuse_other_media(row)
+    try:
+        preference = FORMATS[name].read(row, keys)
+    except RowError as error:
+        raise _of_another_format(_with_its_setting(error, keys), row, keys, name) from None
+    if name not in RANKED and _is_against(row):
+        preference = replace(preference, notes=(*preference.notes, AGAINST))
+    prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
+    if prompt is preference.prompt and not tools:
+        return preference
+    return replace(preference, prompt=prompt, tools=tools)
+
+
+def _is_against(row: SourceRow) -> bool:
+    """Whether a label beside a chosen and a rejected completion may say that the rejected one is better."""
+    labels = [row.value[key] for key in LABELS if row.value.get(key) is not None]
+    return any(str(label).strip().lower() in ("0", "0.0", "-1", "-1.0", "false", "rejected") for label in labels)
+
+
+def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:
+    """Of a key that is missing and was named by a setting: by which."""
+    for part in PARTS:
+        name = getattr(keys, f"{part}_key")
+        if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
+            told = f"{error.message} It is asked for by data.train.{part}_key."
+            return RowError(error.place, error.reason, told)
+    return error
+
+
+def _of_another_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
+    """Of a row that lacks a key of the format the first rows told, and has all those of another: of which."""
+    if error.reason != "missing key" or keys.dataset_name != "auto":
+        return error
+    other = detect_format(row, keys)
+    if other[0] in (name, NOTHING_FITS[0]):
+        return error
+    told = (
+        f"no row of {name}, as those before it are, but one of {other[0]}, {other[1]}. Rows of two formats are two sets: "
+        "data.train=[A.jsonl,B.jsonl]."
+    )
+    return RowError(error.place, "another format", told)
+
+
+ASSISTANT = "\n\nAssistant:"
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Preference:
+    texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
+    return checked(Preference(prompt, _two(row, texts), row.place))
+
+
+def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
+    """The chosen and the rejected answer, with the scores that stand beside them in the row, if any."""
+    given = None
+    if not row.value.keys().isdisjoint(ANY_SCORE):
+        # A table has every column in every row: null where the row has none.
+        several = [keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
+        given = several[0] if several else None
+        for one, two in ((a, b) for other in several[1:] for a, b in zip(several[0], other, strict=True)):
+            if row.value.get(one) != row.value.get(two):
+                raise RowError(row.place, "bad score", f"{one} and {two} differ, and only one can count.")
+    if given is None:
+        return tuple(Completion(text, i) for i, text in enumerate(texts))
+    scores = [score_of(row.value.get(key), row, key) for key in given]
+    return tuple(Completion(text, i, score) for i, (text, score) in enumerate(zip(texts, scores, strict=True)))
+
+
+def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
+    """What comes before the last assistant turn, and what that turn says."""
+    text = text_of(row, field_of(row.value, key, row), key)
+    before, found, answer = text.rpartition(ASSISTANT)
+    before = f"\n\n{before.lstrip()}"
+    if not found or not TURN.match(before):
+        raise RowError(row.place, "no dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
+    if TURN.search(answer):
+        raise RowError(row.place, "wrong roles", f"{key} ends in a 'Human:' turn; it must end in an 'Assistant:' turn.")
+    return before, answer.strip()
+
+
+def _turns(dialogue: str) -> list[dict[str, str]]:
+    """A dialogue as messages; turns of one side in a row are one message."""
+    turns: list[dict[str, str]] = []
+    _, *parts = TURN.split(dialogue)
+    for who, said in zip(parts[::2], parts[1::2], strict=True):
+        role = ROLES[who.lower()]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += f"\n\n{said.strip()}"
+        else:
+            turns.append({"role": role, "content": said.strip()})
+    return turns
+
+
+def _prompts_differ(row: SourceRow) -> RowError:
+    message = "chosen and rejected do not answer the same conversation."
+    return RowError(row.place, "prompts differ", message, kind="filtered")
+
+
+def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
+    """The prompt is the longest common beginning that an assistant turn follows in both.
+
+    user assistant user [assistant] and user assistant user [assistant tool assistant]: the answers are in brackets
+    """
+    keys = (chosen_key, rejected_key)
+    both = [messages_of(field_of(row.value, key, row), row, key, allowed="a list of messages") for key in keys]
+    for key, messages in zip(keys, both, strict=True):
+        if messages[-1].role != "assistant":
+            message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant's."
+            raise RowError(row.place, "wrong roles", message)
+    split = _length_of_prompt(*both)
+    if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
+        raise _prompts_differ(row)
+    answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
+    return checked(Preference(both[0][:split], _two(row, answers), row.place))
+
+
+def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
+    most = min(len(chosen), len(rejected)) - 1
+    common = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while common and not chosen[common].role == rejected[common].role == "assistant":
+        common -= 1
+    return common
+
+
+def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise RowError(row.place, "wrong type", f"{where}: {kind_of(turn)}, not a turn with from and value.")
+    who, said = (field_of(turn, key, row, f"{where}.") for key in ("from", "value"))
+    if not isinstance(who, str) or who not in ROLES:
+        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is none of {', '.join(ROLES)}.")
+    return {"role": ROLES[who], "content": said}

@@ -1,0 +1,134 @@
+"""TokenStores in; a Selection out: preferences of one or several sets, read as if they were one set."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.data.store.token_store import TokenStore
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.errors import DataError
+from tandem.storage.cache import fingerprint
+
+
+class Selection:
+    """Some preferences of several stores laid end to end.
+
+    Stores of 3 and 2 preferences, rows [0, 2, 4]: the first and third of the one, the second of the other.
+    """
+
+    def __init__(self, stores: Mapping[str, TokenStore], rows: NDArray[np.int64]):
+        self.names, self.stores, self.rows = list(stores), list(stores.values()), rows
+        self._starts = np.cumsum([0, *(len(store) for store in self.stores)])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TokenizedPreference:
+        store, row = self._find(index)
+        return store[row]
+
+    def place(self, index: int) -> str:
+        store, row = self._find(index)
+        return store.place(row)
+
+    def sources(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of which store each is: an index into `names`."""
+        return np.searchsorted(self._starts, self.rows[indices], side="right") - 1
+
+    def _find(self, index: int) -> tuple[TokenStore, int]:
+        number = int(self.sources(np.array([index]))[0])
+        return self.stores[number], int(self.rows[index] - self._starts[number])
+
+    def _joined(self, name: str) -> NDArray[np.int64]:
+        return np.concatenate([getattr(store, name) for store in self.stores])[self.rows]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        chosen = blake2b(self.rows.astype(np.int64).tobytes()).hexdigest()
+        return fingerprint([store.fingerprint for store in self.stores], chosen)
+
+    @cached_property
+    def num_pairs(self) -> NDArray[np.int64]:
+        return self._joined("num_pairs")
+
+    @cached_property
+    def num_prompt_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_prompt_tokens")
+
+    @cached_property
+    def num_completion_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_completion_tokens")
+
+    @cached_property
+    def num_scored_tokens(self) -> NDArray[np.int64]:
+        return self._joined("num_scored_tokens")
+
+    @cached_property
+    def num_completions(self) -> NDArray[np.int64]:
+        return self._joined("num_completions")
+
+    @cached_property
+    def completion_lengths(self) -> NDArray[np.int64]:
+        """Tokens of every completion, one after another."""
+        lengths = np.concatenate([store.completion_lengths for store in self.stores])
+        ends = np.cumsum(np.concatenate([store.num_completions for store in self.stores]))[self.rows]
+        counts = self.num_completions
+        # Rows that end at 2 and 7 with 2 and 3 completions: 0 1 | 4 5 6
+        return lengths[np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())].astype(np.int64)
+
+    @cached_property
+    def lacks_scores(self) -> NDArray[np.bool_]:
+        return self._joined("lacks_scores")  # type: ignore[return-value]
+
+    @cached_property
+    def score_spread(self) -> NDArray[np.float64]:
+        return self._joined("score_spread")  # type: ignore[return-value]
+
+    @cached_property
+    def longest(self) -> NDArray[np.int64]:
+        return self._joined("longest")
+
+    @cached_property
+    def highest_token_id(self) -> int:
+        return max(store.highest_token_id for store in self.stores)
+
+
+# Tokenised preferences by number, and their sizes.
+Preferences = TokenStore | Selection
+
+
+def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
+    """Which of these preferences come from which set, by its name; nothing where all come from one."""
+    if not isinstance(preferences, Selection) or len(preferences.names) < 2:
+        return {}
+    sources = preferences.sources(indices)
+    return {name: sources == number for number, name in enumerate(preferences.names)}
+
+
+def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
+    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt stands on both sides.
+
+    The choice depends on the prompts and the seed alone, not on the order of the rows.
+    """
+    key = seed.to_bytes(8, "little")
+    digests = np.array(
+        [
+            int.from_bytes(blake2b(row.prompt.tobytes(), digest_size=8, key=key).digest(), "little")
+            for store in stores
+            for row in store
+        ],
+        np.uint64,
+    )
+    in_order = np.sort(digests)
+    wanted = max(1, round(share * len(digests)))
+    last = in_order[wanted - 1]
+    if last == in_order[-1]:
+        raise DataError(
+            f"data.validation_share = {share}: it would hold out all {len(digests)} preferences, which have "
+            f"{len(np.unique(digests))} different prompts, and leave none to train on. Lower it, or give data.validation a set "
+            "of its own."
+        )
+    return digests <= last

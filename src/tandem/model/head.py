@@ -1,0 +1,177 @@
+"""Hidden states of predicting positions in; log-probabilities of the scored tokens out.
+
+The head works in chunks and keeps no logits: its backward computes them again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRule:
+    """What a model does to its logits after the head: logits * scale, then cap * tanh(logits / cap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class _ChunkedLogps(torch.autograd.Function):
+    """log softmax(head(hidden))[target], a chunk of tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rule: HeadRule,
+        chunk: int,
+        squares: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        normalisers = torch.empty_like(logps)
+        log_squares = torch.empty_like(logps) if squares else logps.new_empty(0)
+        # Under a frozen head the gradient of a token is its own grad times what is known here already.
+        ctx.frozen = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        slopes = torch.empty_like(hidden) if ctx.frozen else None
+        logits_of = _float32_head(weight, bias)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = logits_of(hidden[part])
+            logps[part], normalisers[part], of_squares = _score(logits, targets[part], rule, squares=squares)
+            if of_squares is not None:
+                log_squares[part] = of_squares
+            if slopes is not None:
+                ones = torch.ones_like(logps[part])
+                slopes[part] = _slope(logits, targets[part], normalisers[part], ones, rule, weight.dtype) @ weight
+        if ctx.frozen:
+            ctx.save_for_backward(slopes)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        ctx.rule, ctx.chunk = rule, chunk
+        ctx.mark_non_differentiable(log_squares)
+        return logps, log_squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.frozen:
+            (slopes,) = ctx.saved_tensors
+            return (slopes * grad[:, None]).to(slopes.dtype), *[None] * 6
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if ctx.needs_input_grad[2] else None
+        logits_of = _float32_head(weight, bias)
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = logits_of(hidden[part])
+            grad_logits = _slope(logits, targets[part], normalisers[part], grad[part], ctx.rule, weight.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[part])
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None
+
+
+def _score(logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probability of each row's target, the row's log-sum-exp and, asked for, its log sum p^2."""
+    if _has_kernels(logits):
+        from tandem.model.kernels.head import score_rows
+
+        return score_rows(logits, targets, rule.scale, rule.softcap, squares=squares)
+    ruled, _ = _ruled(logits, rule)
+    normalisers = ruled.logsumexp(-1)
+    logps = ruled.gather(-1, targets[:, None]).squeeze(-1) - normalisers
+    # log sum p^2 = log sum exp(2 logits) - 2 log sum exp(logits)
+    return logps, normalisers, ruled.mul(2).logsumexp(-1) - 2 * normalisers if squares else None
+
+
+def _slope(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule, dtype: torch.dtype
+) -> Tensor:
+    """The gradient that reaches logits from `grad` of the log-probabilities, in the dtype of the products that follow."""
+    if _has_kernels(logits):
+        from tandem.model.kernels.head import slope_rows
+
+        return slope_rows(logits, targets, normalisers, grad, rule.scale, rule.softcap, dtype)
+    ruled, capped = _ruled(logits, rule)
+    # d logp / d logits = onehot(target) - softmax(logits)
+    slope = (ruled - normalisers[:, None]).exp_().mul_(-grad[:, None])
+    slope.scatter_add_(-1, targets[:, None], grad[:, None])
+    if capped is not None:
+        slope.mul_(1 - capped.square())
+    return slope.mul_(rule.scale).to(dtype)
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64
+
+
+def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The head's product, whose logits are never rounded to bfloat16: between 16 and 32 its numbers are 0.125 apart."""
+    wide = _wide(weight)
+    if wide == weight.dtype:
+        return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
+    if not weight.is_cuda:  # has no product of bfloat16 numbers that ends in float32
+        wide_weight, wide_bias = weight.to(wide), None if bias is None else bias.to(wide)
+        return lambda hidden: torch.nn.functional.linear(hidden.to(wide), wide_weight, wide_bias)
+
+    def product(hidden: Tensor) -> Tensor:
+        logits = torch.mm(hidden, weight.T, out_dtype=wide)
+        return logits if bias is None else logits.add_(bias)
+
+    return product
+
+
+def _ruled(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
+    """Logits in float32 by the model's own rule and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
+    logits = logits.to(_wide(logits))
+    if rule.scale != 1.0:
+        logits = logits * rule.scale
+    if rule.softcap is None:
+        return logits, None
+    capped = torch.tanh(logits / rule.softcap)
+    return capped * rule.softcap, capped
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where total may be wider than they are."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def chunked_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    rule: HeadRule | None = None,
+    chunk: int,
+    squares: bool = False,
+) -> Tensor:
+    """Log-probability of each target under the head, float32: [tokens, hidden] and [tokens] in, [tokens] out.
+
+    squares: [2, tokens] out, the second row log sum_v p(v)^2, without gradient.
+    """
+    logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
+    return torch.stack([logps, log_squares]) if squares else logps
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -1,0 +1,115 @@
+"""A folder of a trained LoRA adapter in, what it holds out, checked; and adapters into such a folder, as peft lays it out."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tandem.errors import ConfigError
+from tandem.model.files.folder import check_weight_file, read_json
+from tandem.model.files.source import fetched, refuse_run
+from tandem.storage.cache import content_of
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+
+# Keys of adapter_config.json that say how an adapter was made or where it belongs, not what it computes.
+TELLING = {
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+READ = {"r", "lora_alpha", "use_rslora"}
+# Starts that leave the base model as it is; others (PiSSA, OLoRA) take their start out of its weights.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+UNSET = (None, False, "none", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedAdapter:
+    """A LoRA adapter on disk: its settings, and the shape of the two weights of each layer it adapts."""
+
+    name: str
+    folder: Path
+    dim: int
+    alpha: float
+    rslora: bool
+    shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors, named as in the model: model.layers.0.self_attn.q_proj.lora_A"""
+        from safetensors.torch import load_file
+
+        tensors = load_file(self.folder / WEIGHTS_FILE)
+        return {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+
+    def content(self) -> list[Any]:
+        """What decides what it computes."""
+        return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora]
+
+
+def read_adapter(name: str) -> TrainedAdapter:
+    """A folder here or on the hub; refused unless it holds plain LoRA weights as safetensors."""
+    key = f"policy.lora.adapter = {name}"
+    refuse_run("policy.lora.adapter", name)
+    folder = Path(name).resolve() if Path(name).is_dir() else fetched("policy.lora.adapter", name, None, ["adapter_*"])
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is no adapter.")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(
+            f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."
+        )
+    check_weight_file(key, folder / WEIGHTS_FILE)
+    described = read_json(folder / CONFIG_FILE)
+    _check_plain(key, described)
+    dim, alpha = described.get("r"), described.get("lora_alpha")
+    if type(dim) is not int or dim < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"{key}: its {CONFIG_FILE} gives no r and lora_alpha, so it is no LoRA adapter.")
+    shapes = _shapes(key, folder / WEIGHTS_FILE)
+    return TrainedAdapter(name, folder, dim, float(alpha), bool(described.get("use_rslora")), shapes)
+
+
+def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    """`config` is peft's; tensors are named as in the model (…q_proj.lora_A)."""
+    from safetensors.torch import save_file
+
+    named = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _check_plain(key: str, described: dict[str, Any]) -> None:
+    if described.get("peft_type") != "LORA":
+        raise ConfigError(f"{key}: a {described.get('peft_type')} adapter; only LORA is read.")
+    start = described.get("init_lora_weights", True)
+    if start not in PLAIN_STARTS:
+        raise ConfigError(
+            f"{key}: init_lora_weights = {json.dumps(start)}: it belongs to base weights that this start changed. Convert it "
+            "with peft to plain LoRA."
+        )
+    for name, value in described.items():
+        if name not in TELLING | READ | {"init_lora_weights"} and value not in UNSET:
+            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA is read.")
+
+
+def _shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                if not (found := WEIGHT.fullmatch(name)):
+                    raise ConfigError(f"{key}: holds {name}, which is no weight of a LoRA adapter.")
+                shapes.setdefault(found["module"], {})[found["side"]] = tuple(file.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it whole?") from None
+    if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
+        raise ConfigError(f"{key}: holds only one of the two weights of {half}. Is it whole?")
+    return shapes

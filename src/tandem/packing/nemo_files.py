@@ -1,0 +1,67 @@
+"""Packed files of NeMo Aligner in, a prepared folder out; and preferences in, such packed files out."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tandem.config.sections.datasets import Data
+from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
+from tandem.data.read.sources import CHUNK_RECORDS, RowError
+from tandem.data.store.selection import Preferences
+from tandem.data.store.token_store import FORMAT_VERSION, TokenStore
+from tandem.data.store.writer import Prepared, settle, write_store
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.errors import ConfigError
+from tandem.packing.binning import pack_into_bins
+from tandem.storage.cache import content_of, fingerprint, published, read_manifest, write_manifest
+
+
+def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenStore:
+    """A prepared folder from `packed_*.npy`. It holds no text, so no tokenizer is compared with it when it is opened."""
+    rows = [_usable(row) for pack in read_nemo(file) for row in pack]
+    made_of = {
+        "sources": [[str(file), str(file.resolve()), content_of(file)]],
+        "limits": {"policy.max_total_sequence_length": max_length},
+        "text": {},
+    }
+    scores = (data.default_chosen_reward, data.default_rejected_reward)
+    with published(folder, "packs") as aside:
+        parts = [rows[start : start + CHUNK_RECORDS] for start in range(0, len(rows), CHUNK_RECORDS)]
+        facts = write_store((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
+        write_manifest(
+            aside,
+            format_version=FORMAT_VERSION,
+            fingerprint=fingerprint(FORMAT_VERSION, made_of, data.overlong, scores),
+            format="NeMo Aligner's packs",
+            format_reason="as --from-nemo says",
+            made_of=made_of,
+            **facts,
+        )
+    return TokenStore(folder, read_manifest(folder))
+
+
+def _usable(row: TokenizedPreference) -> TokenizedPreference | RowError:
+    chosen, rejected = row.completions
+    if np.array_equal(chosen, rejected):
+        return RowError(row.place, "equal completions", "the completions are identical as tokens.", kind="filtered")
+    return row
+
+
+def check_for_nemo(store: Preferences, size: int) -> None:
+    """Refuse packs that are too short for a pair, before anything is written."""
+    for index in range(len(store)):
+        largest = max(pack_sizes_for_nemo(pair) for pair in single_pairs(store[index]))
+        if largest > size:
+            raise ConfigError(
+                f"--to-nemo: a pack of {size} tokens cannot hold the pair at {store.place(index)}, which takes {largest} "
+                "there, its prompt on both sides. Raise --pack-sizes, or leave out --to-nemo."
+            )
+
+
+def export_nemo(store: Preferences, folder: Path, *, size: int, algorithm: str, seed: int) -> Path:
+    """`packed_{size}_seed{seed}.npy` in NeMo Aligner's layout, where both sides of every pair repeat the prompt."""
+    pairs = [pair for i in range(len(store)) for pair in single_pairs(store[i])]
+    sizes = np.array([pack_sizes_for_nemo(pair) for pair in pairs])
+    file = folder / f"packed_{size}_seed{seed}.npy"
+    write_nemo(file, ([pairs[i] for i in bin.tolist()] for bin in pack_into_bins(algorithm, sizes, size, seed)))
+    return file

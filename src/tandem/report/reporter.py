@@ -1,0 +1,361 @@
+"""What a run says: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere, JSON lines when asked for."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tandem.data.preflight import HELD_OUT, NGRAM, PERCENTILES, Lengths, Preflight, warnings_of
+from tandem.errors import writing
+from tandem.failpoints import fail_point
+from tandem.storage.ownership import open_own
+from tandem.terminal.console import SafeConsole, printing_above
+from tandem.terminal.printable import escaped, scrubbed, shortened
+from tandem.terminal.text import table, wrap
+from tandem.train.checkpoint.ranking import records_in
+
+if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
+    from tandem.train.samples import Sample
+    from tandem.train.validation import ValidationReport
+
+# silent: not even warnings; of workers other than the first
+Verbosity = Literal["silent", "quiet", "normal", "verbose"]
+
+PLAIN_WIDTH = 120
+LINE = 300  # characters of an answer
+SHOWN_FILES = 3
+MUCH_OVERLAP = 0.3  # of validation's n-grams
+BAR_CELLS = 20  # of a progress bar, at least
+TIME_CELLS = 8  # of the time left
+STEP_LINES = 50  # about as many as a terminal keeps of a run
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
+
+    has_lost_lines = False  # that were there when the checkpoint was saved which the run goes on from
+
+    def __init__(self, path: Path, keep_bytes: int | None = 0):
+        self._path = path
+        self._file = open_own(path, "a")
+        # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
+        if keep_bytes is not None:
+            is_cut = path.stat().st_size < keep_bytes
+            self._file.truncate(_whole_lines(path) if is_cut else keep_bytes)
+            self.has_lost_lines = is_cut or None in self._lines()
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record) + "\n"
+        half = len(line) // 2
+        with writing(self._path):
+            for part in (line[:half], line[half:]):
+                fail_point("metrics.write")
+                self._file.write(part)
+                self._file.flush()
+
+    def records(self) -> list[dict[str, Any]]:
+        """All lines so far, those of the run before it was resumed too; without those that something damaged."""
+        return [record for record in self._lines() if record is not None]
+
+    def size(self) -> int:
+        """Bytes so far, on disk."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def _lines(self) -> list[dict[str, Any] | None]:
+        return records_in(self._path.read_bytes())
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that has one."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+class NoMetricsFile(MetricsFile):
+    """Of workers other than the first, which alone keeps metrics."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def records(self) -> list[dict[str, Any]]:
+        return []
+
+    def size(self) -> int:
+        return 0
+
+
+class Reporter:
+    """Speaks to the user. The same words on a terminal and in a file; only the bar needs a terminal."""
+
+    def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
+        """as_json: records and the result are lines on standard output, and whatever else is said goes to standard error."""
+        in_ci = os.environ.get("CI", "") not in ("", "0", "false")
+        self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
+        if console is None and not self.console.is_terminal:
+            self.console.width = PLAIN_WIDTH
+        self.verbosity = verbosity
+        self.as_json = as_json
+        self.shows_parts = False  # of the loss: preference and SFT, where both are trained on
+
+    def say(self, text: str = "", *, hang: int | None = None) -> None:
+        """On a terminal broken at words; `hang` is the indentation of lines that continue one."""
+        if self.verbosity in ("normal", "verbose"):
+            self._print(text, hang=hang)
+
+    def command(self, text: str) -> None:
+        """A command to copy: never broken, so that it runs as printed."""
+        if self.verbosity in ("normal", "verbose"):
+            self._draw(f"  {text}")
+
+    def detail(self, text: str) -> None:
+        if self.verbosity == "verbose":
+            self._print(text, style="dim")
+
+    def warn(self, text: str, *, command: str = "") -> None:
+        """`command`: what the user may want to run, on a line of its own."""
+        if self.verbosity != "silent":
+            self._print(f"warning: {text}", style="yellow")
+            if command:
+                self._draw(f"  {command}")
+
+    def _print(self, text: str, *, style: str = "", hang: int | None = None) -> None:
+        shown = shortened(scrubbed(text))
+        self._draw(wrap(shown, self.console.width, hang) if self.console.is_terminal else shown, style)
+
+    def _draw(self, text: str, style: str = "") -> None:
+        # Escaped here, for rich drops some control characters in silence.
+        self.console.print(Text(escaped(text), style), soft_wrap=True)
+
+    def end(self, text: str) -> None:
+        """Where everything is: said in quiet runs too."""
+        if self.verbosity == "quiet" and not self.as_json:
+            self._print(text)
+        else:
+            self.say(f"\n{text}")
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, for a program that reads along."""
+        if self.as_json:
+            print(json.dumps(record), flush=True)
+
+    def result(self, run: Path) -> None:
+        """The last line for such a program: the run's directory, and the last record of every split."""
+        if self.as_json:
+            metrics = run / "metrics.jsonl"
+            records = records_in(metrics.read_bytes() if metrics.is_file() else b"")
+            final = {record["split"]: record for record in records if record is not None}
+            print(json.dumps({"run_dir": str(run), "final": final}), flush=True)
+
+    def choices(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.say("\nChoices that change what is learned")
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.say(f"  {name:<{width}}  {value}", hang=width + 4)
+
+    def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
+        """rejects: by set, the file that lists the rows left out."""
+        counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
+        rows = []
+        for s in sets:
+            left_out = [sum(s.counts.bad.values()), sum(s.counts.filtered.values())]
+            numbers = [s.counts.rows, s.counts.accepted, *left_out, s.num_pairs, s.prompt_tokens, s.completion_tokens]
+            rows.append([s.name, *(f"{n:,}" for n in [*numbers, s.longest]), f"{s.shared_saving:.0%}"])
+        self._table("Data", ["set", *counted, "sharing can save"], rows)
+        for s in sets:
+            how = "read as " if s.format != HELD_OUT else ""
+            self.say(f"  {s.name}: {how}{s.format}, {s.format_reason}")
+            if len(s.files) > 1:
+                more = ", ..." if len(s.files) > SHOWN_FILES else ""
+                self.say(f"  {s.name}: {len(s.files)} files: {', '.join(s.files[:SHOWN_FILES])}{more}")
+            skipped = s.counts.bad | s.counts.filtered
+            for reason, count in skipped.items():
+                self.say(f"  {s.name}: skipped {count:,}: {reason}")
+            if skipped:
+                self.say(f"  {s.name}: the rows that were skipped are in {rejects[s.name]}")
+            warnings = warnings_of(s)
+            for note, count in ((note, count) for note, count in s.notes.items() if note not in warnings):
+                place = f" (first at {s.noted_at[note]})" if note in s.noted_at else ""
+                self.say(f"  {s.name}: noted {count:,}: {note}{place}")
+            for warning in warnings.values():
+                self.warn(warning)
+            if s.prompt_overlap is not None:
+                shared = (
+                    f", {NGRAM}-gram overlap of completions {s.ngram_overlap:.1%}"
+                    if s.ngram_overlap is not None
+                    else ""
+                )
+                self.say(f"  {s.name}: prompt overlap with training {s.prompt_overlap}{shared}")
+                if (s.ngram_overlap or 0) > MUCH_OVERLAP:
+                    self.warn(f"much of {s.name} stands in the training set too: its loss says little about new text.")
+                if s.prompt_overlap:
+                    self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")
+
+    def lengths(self, rows: dict[str, Lengths]) -> None:
+        """A table of lengths in tokens."""
+        columns = ["of", "mean", *(f"p{p}" for p in PERCENTILES), "longest"]
+        cells = [
+            [name, f"{of.mean:,.1f}", *(f"{n:,}" for n in of.percentiles.values()), f"{of.longest:,}"]
+            for name, of in rows.items()
+        ]
+        self._table("", columns, cells)
+
+    def step(self, record: dict[str, Any], total: int) -> None:
+        """A line a step. On a terminal, where the bar shows every step, about fifty of a run stay above it."""
+        step = record["step"]
+        line = f"step {step}/{total}"
+        parts = [
+            *self._losses(record),
+            f"accuracy {record['accuracy']:.3f}",
+            f"margin {_margin(record)}",
+            f"grad {record['grad_norm']:.2f}",
+            f"lr {record['lr']:.2e}",
+            f"{record['pairs_per_second']:.1f} pairs/s",
+        ]
+        if not self.console.is_terminal:
+            self.say("  ".join([line, *parts]))
+        elif self.verbosity == "verbose" or step in (1, total) or step % _line_period(total) == 0:
+            self.say("  ".join([line, *_fitting(parts, self.console.width - cell_len(line), gap=2)]))
+
+    def numbers(self, record: dict[str, Any]) -> list[str]:
+        """A step's numbers beside the bar, the most important first."""
+        return [
+            *self._losses(record),
+            f"accuracy {record['accuracy']:.3f}",
+            f"margin {_margin(record)}",
+            f"{record['pairs_per_second']:.1f} pairs/s",
+        ]
+
+    def _losses(self, record: dict[str, Any]) -> list[str]:
+        """The loss, and its parts before they are weighted."""
+        names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
+        return [f"{shown} {record[name]:.4f}" for shown, name in names.items()]
+
+    def _validated(self) -> list[str]:
+        """The metrics that tables of validations show."""
+        parts = ["preference_loss", "sft_loss"] if self.shows_parts else []
+        return ["loss", *parts, "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
+
+    def validations(self, title: str, reports: Sequence["ValidationReport"]) -> None:
+        """A table of validation metrics, a row per set."""
+        names = self._validated()
+        rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
+        self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
+
+    def samples(self, step: int, samples: Sequence["Sample"]) -> None:
+        """Answers to the same prompts, the policy's below the reference's."""
+        self.say(f"\nAnswers after step {step}" if step else "\nAnswers before training")
+        for sample in samples:
+            self.say(f"  {sample.place}: {_one_line(sample.prompt)}")
+            if sample.reference is not None:
+                self.say(f"    reference: {_answer(sample.reference)}")
+            self.say(f"    policy:    {_answer(sample.policy)}")
+
+    def change(
+        self,
+        title: str,
+        times: tuple[str, str],
+        before: Sequence["ValidationReport"],
+        after: Sequence["ValidationReport"],
+    ) -> None:
+        """A table of the same metrics at two times, a row per set and metric."""
+        names = self._validated()
+        start = {report.split: report.metrics for report in before}
+        rows = [
+            [report.split, _short(name), _number(start[report.split][name]), _number(report.metrics[name])]
+            for report in after
+            if report.split in start
+            for name in names
+        ]
+        self._table(title, ["set", "metric", *times], rows)
+
+    def table(self, columns: list[str], rows: list[list[str]]) -> None:
+        self._table("", columns, rows)
+
+    def _table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        if self.verbosity not in ("normal", "verbose") or not rows:
+            return
+        if title:
+            self.say(title)
+        width = self.console.width if self.console.is_terminal else None
+        for line, is_heading in table(columns, rows, width):
+            self._draw(scrubbed(line), "bold" if is_heading else "")
+
+    @contextmanager
+    def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
+        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it.
+
+        unit: %, where the number done is a share of all; without it "3/9" is shown.
+        """
+        if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
+            yield lambda advance=1, numbers=(): None
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed:.0f} " + unit) if unit else MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}", markup=False),
+        )
+
+        def update(advance: int = 1, numbers: Sequence[str] = ()) -> None:
+            # Numbers that would shrink the bar are left out, the last ones first.
+            taken = sum((cell_len(what), 1, BAR_CELLS, 1, cell_len(f"{total}/{total}"), 1, TIME_CELLS))
+            words = " ".join(_fitting(numbers, self.console.width - taken, gap=1))
+            bar.update(task, advance=advance, words=words)
+
+        with (
+            printing_above(self.console),
+            Progress(
+                *columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False
+            ) as bar,
+        ):
+            task = bar.add_task(what, total=total, completed=done, words="")
+            yield update
+
+
+def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
+    """The first of some parts that fit side by side, each after a gap."""
+    ends = accumulate(gap + cell_len(part) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end <= width]
+
+
+def _line_period(total: int) -> int:
+    """1, 2, 5, 10, 20, ...: the least that leaves about as many lines as wanted."""
+    period = 1
+    while total > STEP_LINES * period:
+        period = period * 5 // 2 if str(period).startswith("2") else period * 2
+    return period
+
+
+def _margin(record: dict[str, Any]) -> str:
+    return f"{round(record['rewards_margin_mean'], 3) + 0.0:.3f}"
+
+
+def _one_line(text: str) -> str:
+    """On one line of a screen, its end cut off if need be."""
+    line = " ".join(text.split())
+    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+
+
+def _answer(text: str) -> str:
+    """What white space alone would not show is spelled."""
+    return _one_line(text) if text.strip() else f"{text[:20]!r} ({len(text)} characters of white space)"
+
+
+def _short(metric: str) -> str:
+    return metric.removesuffix("_mean").replace("_", " ")
+
+
+def _number(value: float) -> str:
+    return f"{round(value, 4) + 0.0:.4f}"  # + 0.0: no minus before a zero

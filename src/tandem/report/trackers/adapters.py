@@ -1,0 +1,224 @@
+"""One class per tracker: an Opening in; metrics of a step written there. Each imports its package when it is opened."""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.storage.cache import read_json, replacing
+from tandem.terminal.printable import without_password
+
+Metrics = dict[str, float]
+
+MLFLOW_PARAMS_AT_ONCE = 100
+MLFLOW_PARAM_LENGTH = 500
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a part of file names and addresses
+NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the trackers are told of a run before its first record."""
+
+    run: str  # its directory
+    log_dir: str
+    step: int  # that it goes on from
+    kept: list[tuple[int, Metrics]]  # what metrics.jsonl says of that step
+    settings: dict[str, Any]  # the section `logger`
+    config: dict[str, Any]  # the whole configuration, as config.yaml shows it
+
+    @property
+    def name(self) -> str:
+        return Path(self.run).resolve().name
+
+
+class Tracker(Protocol):
+    """Where the numbers of a run go, beside metrics.jsonl."""
+
+    place: str  # where to look at them
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tensorboard:
+    """Event files. Steps done anew hide what was written of them before."""
+
+    def __init__(self, opening: Opening):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events: Any = event_pb2  # its names are made at run time
+        self._summaries: Any = summary_pb2
+        given = opening.settings["tensorboard"]["log_dir"]
+        self.place = given or str(Path(opening.log_dir) / "tensorboard")
+        goes_on = KeptRuns(opening.run).find("tensorboard", self.place) is not None
+        self._writer = EventFileWriter(self.place, flush_secs=5)
+        if goes_on:
+            # Readers forget every event of this step and later ones that stands in an earlier file.
+            start = self._events.SessionLog
+            self._write(opening.step, session_log=start(status=start.START))
+            for step, metrics in opening.kept:
+                self.log(step, metrics)
+        else:
+            flat = {key: _scalar(value) for key, value in flattened(opening.config)}
+            self._write(0, summary=hparams_pb(flat))
+            KeptRuns(opening.run).keep("tensorboard", self.place, "events")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        value = self._summaries.Summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
+        self._write(step, summary=self._summaries.Summary(value=values))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, **what: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **what))
+
+
+class Wandb:
+    """A W&B run, the same one when the run goes on. Steps that it has already are ignored there."""
+
+    def __init__(self, opening: Opening):
+        import wandb
+
+        settings = opening.settings["wandb"]
+        where = f"{settings['entity'] or ''}/{settings['project']}"
+        kept = KeptRuns(opening.run)
+        run_id = kept.find("wandb", where) or secrets.token_hex(4)
+        kept.keep("wandb", where, run_id)
+        Path(opening.log_dir).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=settings["project"],
+            entity=settings["entity"],
+            name=settings["name"] or opening.name,
+            mode=settings["mode"],
+            id=run_id,
+            resume="allow",
+            dir=opening.log_dir,  # it makes the folder `wandb` there
+            config=opening.config,
+            allow_val_change=True,
+            settings=wandb.Settings(console="off"),
+        )
+        self.place = self._run.url or str(Path(self._run.dir).parent)
+        self._reached = opening.step
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        # W&B drops what is of an earlier step than the last, as the export of a run that stopped early is.
+        self._reached = max(self._reached, step)
+        self._run.log(metrics, step=self._reached)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """An MLflow run, the same one when the run goes on. What it has already is not written again."""
+
+    def __init__(self, opening: Opening):
+        from mlflow import MlflowClient
+
+        settings = opening.settings["mlflow"]
+        uri = settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            Path(opening.log_dir).mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{Path(opening.log_dir).resolve()}/mlflow.db"
+        self._client = MlflowClient(tracking_uri=uri)
+        kept = KeptRuns(opening.run)
+        found = kept.find("mlflow", uri)
+        self._reached: dict[str, int] | None = None if found is None else {}
+        if found is None:
+            self._id = self._start(settings, opening)
+            kept.keep("mlflow", uri, self._id)
+        else:
+            self._id = found
+            self._client.update_run(self._id, status="RUNNING")
+        self.place = f"{without_password(uri)}, experiment {settings['experiment_name']}, run {self._id}"
+
+    def _start(self, settings: dict[str, Any], opening: Opening) -> str:
+        from mlflow.entities import Param
+
+        name = settings["experiment_name"]
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run_id = self._client.create_run(number, run_name=settings["run_name"] or opening.name).info.run_id
+        params = [Param(key, str(_scalar(value))[:MLFLOW_PARAM_LENGTH]) for key, value in flattened(opening.config)]
+        for start in range(0, len(params), MLFLOW_PARAMS_AT_ONCE):
+            self._client.log_batch(run_id, params=params[start : start + MLFLOW_PARAMS_AT_ONCE])
+        return run_id
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = {NOT_IN_MLFLOW_NAMES.sub("_", name): value for name, value in metrics.items()}
+        new = [Metric(name, value, now, step) for name, value in named.items() if not self._has(name, step)]
+        if new:
+            self._client.log_batch(self._id, metrics=new)
+
+    def _has(self, name: str, step: int) -> bool:
+        """Whether the run had this metric at this step before it went on: MLflow would show it twice."""
+        if self._reached is None:
+            return False
+        if name not in self._reached:
+            past = self._client.get_metric_history(self._id, name)
+            self._reached[name] = max((one.step for one in past), default=-1)
+        return step <= self._reached[name]
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "mlflow": Mlflow}
+
+
+class KeptRuns:
+    """`trackers.json` of a run directory: which run of each tracker is this one's, and where."""
+
+    def __init__(self, run: str):
+        self._path = Path(run) / "trackers.json"
+
+    def find(self, tracker: str, where: str) -> str | None:
+        kept = self._read().get(tracker)
+        run_id = kept.get("id") if isinstance(kept, dict) and kept.get("where") == _digest(where) else None
+        return run_id if isinstance(run_id, str) and RUN_ID.fullmatch(run_id) else None
+
+    def keep(self, tracker: str, where: str, run_id: str) -> None:
+        text = json.dumps(self._read() | {tracker: {"where": _digest(where), "id": run_id}}, indent=2)
+        with replacing(self._path) as file:
+            file.write(text)
+
+    def _read(self) -> dict[str, Any]:
+        """What is kept; nothing where the file is damaged: a tracker then begins a run of its own."""
+        try:
+            kept = read_json(self._path)
+        except ValueError:
+            return {}
+        return kept if isinstance(kept, dict) else {}
+
+
+def _digest(where: str) -> str:
+    """An address may hold a password: enough of it to know it again."""
+    return hashlib.sha256(where.encode()).hexdigest()[:16]
+
+
+def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"a": {"b": 1}} -> ("a.b", 1)"""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _scalar(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else json.dumps(value)

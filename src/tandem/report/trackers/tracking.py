@@ -1,0 +1,209 @@
+"""The lines of metrics.jsonl in; the same numbers, under trackers' names, to every tracker of the run."""
+
+import importlib.util
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from tandem.config.sections.logger import Logger
+from tandem.errors import ConfigError
+from tandem.isolation import isolated_environment
+from tandem.report.trackers.adapters import Metrics, Opening
+from tandem.report.trackers.child import CLOSE_SECONDS
+from tandem.report.trackers.gpus import GpuMonitor
+from tandem.storage.ownership import open_own
+from tandem.terminal.printable import without_password
+
+QUEUE_RECORDS = 1000
+SLOW_SECONDS = 30.0
+# -P: a folder `wandb` in the working directory is not the package.
+CHILD = (sys.executable, "-P", "-m", "tandem.report.trackers.child")
+
+
+def check_packages(logger: Logger) -> None:
+    """Refuse a tracker whose package is not installed."""
+    for name in logger.enabled:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+            raise ConfigError(
+                f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
+                f"or set logger.{name}_enabled=false."
+            )
+
+
+class Feed:
+    """A queue that never blocks, a thread that empties it into the trackers' process, and a count of what was lost."""
+
+    def __init__(
+        self,
+        trackers: Sequence[str],
+        opening: Opening,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ):
+        self._say, self._warn = say, warn
+        self._left = list(trackers)
+        self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._num_put = self._num_delivered = 0
+        self._asked_at: float | None = None  # of what has not been answered yet
+        self._said_slow = False
+        self._killed = False
+        log = Path(opening.log_dir) / "trackers.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # A session of its own: Ctrl-C is for the run, which then tells the trackers.
+        with open_own(log, "ab") as errors:
+            self._process = subprocess.Popen(
+                CHILD,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                env=isolated_environment(),
+                start_new_session=True,
+            )
+        for name in trackers:
+            self._queue.put({"tracker": name, "opening": asdict(opening)})
+        self._thread = threading.Thread(target=self._deliver, name="trackers", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, metrics: Metrics) -> None:
+        """Give a record to the trackers, or count it as lost where they are too far behind."""
+        if not self._left:  # said already
+            return
+        self._num_put += 1
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS and not self._said_slow:
+            self._said_slow = True
+            names = ", ".join(self._left)
+            self._warn(
+                f"{names}: no answer for {SLOW_SECONDS:g} seconds. The run goes on; metrics.jsonl has everything."
+            )
+        if self._queue.qsize() < QUEUE_RECORDS:
+            self._queue.put({"step": step, "metrics": metrics})
+
+    def close(self) -> None:
+        """Wait for what is still under way, but not for long; say what did not arrive."""
+        self._queue.put({"close": True})
+        self._thread.join(CLOSE_SECONDS)
+        names = ", ".join(self._left)
+        if self._thread.is_alive():
+            self._killed = True
+            self._process.kill()
+            self._thread.join(1)
+        lost = self._num_put - self._num_delivered
+        if self._left and lost:
+            self._warn(f"{lost} of {self._num_put} records did not reach {names}; metrics.jsonl has them all.")
+        elif self._killed:
+            self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was cut off.")
+
+    def _deliver(self) -> None:
+        """The thread: one message after another, each answered before the next."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            while self._left:
+                message = self._queue.get()
+                self._ask(message, stdin, stdout)
+                self._num_delivered += "metrics" in message
+                if "close" in message:
+                    break
+        except OSError as error:
+            if not self._killed:
+                self._warn(f"trackers are switched off: their process ended ({error}). The run goes on without them.")
+                self._left = []
+        finally:
+            with suppress(OSError):  # of what could not be written any more
+                stdin.close()
+            self._process.wait()
+
+    def _ask(self, message: dict[str, Any], stdin: IO[str], stdout: IO[str]) -> None:
+        self._asked_at = time.monotonic()
+        stdin.write(json.dumps(message) + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        self._asked_at = None
+        if not line:
+            raise OSError(f"exit code {self._process.wait()}")
+        answer = json.loads(line)
+        if answer["place"]:
+            self._say(f"Tracked by {message['tracker']}: {answer['place']}")
+        for name, reason in answer["failed"].items():
+            self._warn(f"{name} is switched off: {reason.rstrip('.')}. The run goes on; metrics.jsonl has everything.")
+            self._left.remove(name)
+
+
+TIMING = ("step_seconds", "loader_wait_seconds", "pairs_per_second", "tokens_per_second")
+HARDWARE = "hardware"
+
+
+class Tracking:
+    """What the loop tells every record to. Without trackers it does nothing."""
+
+    def __init__(self, feed: Feed | None = None, gpus: GpuMonitor | None = None):
+        self._feed, self._gpus = feed, gpus
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self._feed is None:
+            return
+        step, metrics = named(record)
+        hardware = self._gpus.take() if self._gpus else {}
+        self._feed.put(step, metrics | {f"{HARDWARE}/{name}": value for name, value in hardware.items()})
+
+    def close(self) -> None:
+        if self._gpus:
+            self._gpus.close()
+        if self._feed:
+            self._feed.close()
+
+
+def start_tracking(
+    logger: Logger,
+    run: Path,
+    config: str,
+    step: int,
+    records: Sequence[dict[str, Any]],
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    *,
+    on_gpu: bool,
+) -> Tracking:
+    """Open what is enabled, behind the run's back.
+
+    config: as config.yaml shows it. step: that the run goes on from; records: the lines of metrics.jsonl so far.
+    """
+    log_dir = run / "logs" if logger.log_dir is None else Path(logger.log_dir) / run.resolve().name
+    feed = gpus = None
+    if logger.enabled:
+        kept = [named(record) for record in records if record["step"] == step]
+        public = yaml.safe_load(without_password(config))
+        opening = Opening(str(run), str(log_dir), step, kept, logger.model_dump(), public)
+        try:
+            feed = Feed(logger.enabled, opening, say, warn)
+        except OSError as error:
+            warn(f"{', '.join(logger.enabled)} cannot be fed: {error}. The run goes on; metrics.jsonl has everything.")
+    if logger.monitor_gpus and on_gpu:
+        gpus = GpuMonitor(log_dir / "gpu.jsonl", logger.gpu_monitoring, warn)
+    return Tracking(feed, gpus)
+
+
+def named(record: dict[str, Any]) -> tuple[int, Metrics]:
+    """A line's step and its numbers, under `split/name`; how long things took under `timing/split/name`.
+
+    {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} -> 3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}
+    """
+    split = record["split"]
+    return record["step"], {
+        f"timing/{split}/{name}" if name in TIMING else f"{split}/{name}": value
+        for name, value in record.items()
+        if name not in ("step", "split", "data")
+    }

@@ -1,0 +1,241 @@
+"""Where caches live, and how a finished file or folder is published: written aside, synced, then renamed."""
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from tandem.errors import ConfigError, writing
+from tandem.failpoints import fail_point
+from tandem.storage.ownership import MARKER, create_temporary, remove_abandoned, temporary_folder
+
+# Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
+REMEMBERED_BYTES = 16 * 1024 * 1024
+OWN = "fingerprint_of_manifest"
+MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any has
+PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
+
+
+def cache_dir() -> Path:
+    """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
+    if given := os.environ.get("TANDEM_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
+
+
+def check_cache_dir() -> None:
+    """Refuse a cache directory that cannot be made or written, before any work is done; tidy one that can.
+
+    What is removed are the folders that killed processes of this machine were writing.
+    """
+    folder = cache_dir()
+    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    for kind in PUBLISHED_IN_CACHE:
+        remove_abandoned(folder / kind, ".+", is_held=False)
+
+
+def check_writable(folder: Path, what: str, instead: str) -> None:
+    """Refuse a directory that cannot be made or written. what: it is called in the message."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written ({error.strerror}). {instead}") from None
+
+
+def real_path(path: str | Path) -> Path:
+    """Without links. Unlike Path.resolve it raises nothing where links go in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def content_of(path: Path) -> str:
+    """SHA-256 of a file; of a large one remembered by its size, time and inode, so that it is hashed once."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_BYTES:
+        return sha256_of(path)
+    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if note.is_file() and len(known := note.read_text()) == 64:
+        return known
+    digest = sha256_of(path)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(note) as file:
+        file.write(digest)
+    return digest
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short name for content: SHA-256 over the parts as canonical JSON."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush every file below `folder`, and the folders themselves, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
+    with replacing(path, what) as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Yield a file open for writing; on success it replaces the one at `path` in one rename. A link there is replaced too.
+
+    `what` names its fail-point.
+    """
+    aside, descriptor = create_temporary(path)
+    try:
+        with (
+            writing(path),
+            os.fdopen(descriptor, "wb" if binary else "w", encoding=None if binary else "utf-8") as file,
+        ):
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if what is not None:
+            fail_point(f"{what}.rename")
+        aside.replace(path)
+        sync_file(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def published(folder: Path, what: str) -> Iterator[Path]:
+    """Yield an empty folder beside `folder`; on success it becomes `folder` in one rename.
+
+    Killed at any moment, `folder` is either absent or complete. Of two writers of the same content the first wins.
+    `what` names its fail-points.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(folder) as aside:
+        with writing(folder):
+            fail_point(f"{what}.begin")
+            yield aside
+            _follow_umask(aside)
+            fail_point(f"{what}.sync")
+            sync_folder(aside)
+        fail_point(f"{what}.rename")
+        try:
+            aside.rename(folder)
+            (folder / MARKER).unlink()
+        except OSError:
+            if not folder.is_dir():
+                raise
+        sync_file(folder.parent)
+        fail_point(f"{what}.done")
+
+
+def _follow_umask(folder: Path) -> None:
+    """safetensors writes weights for their owner alone: every file gets the mode of the marker, as the umask gives it."""
+    mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a run saved itself there, which makes it neither a run nor a model."""
+    return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is a run's directory, which holds a model but is not one."""
+    return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a run exported its model there, or its adapter."""
+    described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return described and any(folder.glob("*.safetensors"))
+
+
+def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own.
+
+    known: of files that are not worth reading again, by their names in the folder.
+    """
+    besides = ("manifest.json", MARKER)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in besides]
+    names = {str(path.relative_to(folder)): path for path in paths}
+    files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
+    manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read
+    text = json.dumps({**manifest, OWN: fingerprint(manifest)}, indent=1, sort_keys=True)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
+    """Read `manifest.json` and verify every file it names; ValueError says which one is wrong.
+
+    needed: files that will be read, so that the manifest must name them.
+    """
+    manifest = intact_manifest(folder)
+    for name in needed:
+        if name not in manifest["files"]:
+            raise ValueError(f"{folder}/manifest.json does not name {name}")
+    for name, digest in manifest["files"].items():
+        if not _is_inside(name):
+            raise ValueError(f"{folder}/manifest.json names {name!r}, which is not a file of its folder")
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if sha256_of(path) != digest:
+            raise ValueError(f"{path} does not match its SHA-256 in the manifest: it was changed or cut off")
+    return manifest
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; ValueError where it is not a file, not JSON or too large. A pipe is not read: it may never end."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a file")
+        if found.st_size > MANIFEST_BYTES:
+            raise ValueError(f"{found.st_size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def intact_manifest(folder: Path) -> dict[str, Any]:
+    """Read `manifest.json` alone; ValueError where it is missing or damaged."""
+    try:
+        manifest = read_json(folder / "manifest.json")
+        manifest["files"].items()
+        own = manifest.pop(OWN, None)  # manifests were written without it once
+        is_intact = own is None or own == fingerprint(manifest)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
+    if not is_intact:
+        raise ValueError(f"{folder}/manifest.json is missing or damaged (it does not match its own fingerprint)")
+    return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name in a manifest is one of a file below its folder: relative, without steps upwards."""
+    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")

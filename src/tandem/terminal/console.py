@@ -1,0 +1,55 @@
+"""The terminal as rich draws on it: its colours and bars are obeyed, and nothing that the text itself holds."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.file_proxy import FileProxy
+from rich.segment import Segment
+
+from tandem.terminal.printable import escaped
+
+
+class SafeConsole(Console):
+    """A console whose text is escaped as it is drawn. Only then may it write past the stream that escapes all else."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, **settings})
+
+    def _stream(self) -> IO[str]:
+        file = super().file
+        return getattr(file, "unescaped", file)
+
+    def _set_stream(self, file: IO[str]) -> None:
+        self._file = file
+
+    file = property(_stream, _set_stream)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+
+
+class EscapedProxy(FileProxy):
+    """What is printed while a bar is shown, above it. rich alone would take escape sequences in it for styles and links."""
+
+    def write(self, text: str) -> int:
+        super().write(escaped(text))
+        return len(text)
+
+
+@contextmanager
+def printing_above(console: Console) -> Iterator[None]:
+    """Within, while a bar is shown, print() and its like write above the bar, where they are for the terminal."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        cast(TextIO, EscapedProxy(console, stream)) if stream.isatty() else stream for stream in before
+    )
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before

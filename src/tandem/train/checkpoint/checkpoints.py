@@ -1,0 +1,344 @@
+"""The whole state of a run in; `checkpoints/step_N` out, verified by SHA-256 before it is read again."""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tandem.errors import CheckpointError, writing
+from tandem.failpoints import fail_point
+from tandem.model.distributed.process_group import Workers
+from tandem.model.policy import Policy
+from tandem.storage.cache import intact_manifest, published, read_json, read_manifest, sync_file, write_manifest
+from tandem.storage.ownership import MARKER, free_path, remove_folder, step_in, temporary_path
+from tandem.train.checkpoint.host_copy import HostCopier, HostCopy
+from tandem.train.checkpoint.parts import Part, fill_parts, names_in, part_of, write_parts
+from tandem.train.checkpoint.ranking import Ranking
+from tandem.train.checkpoint.saved_state import Progress, read_state
+
+FORMAT_VERSION = 5
+RANDOM = "random."
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of everything a run goes on from; the run may change its own meanwhile."""
+
+    parts: HostCopy
+    progress: Progress
+    fingerprints: dict[str, str]
+    config: str
+
+
+class Saver:
+    """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        workers: Workers,
+        copier: HostCopier,
+        *,
+        ranking: Ranking,
+        took: Callable[[float], None],
+    ):
+        """`took` is told the seconds of every checkpoint that was written."""
+        self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
+        self._workers, self._copier = workers.apart(), copier
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Any] | None = None
+
+    def reserve(self, tensors: dict[str, Any]) -> None:
+        """Get ready, behind the run's back, to save such tensors."""
+        self._copier.reserve(self._own_parts(tensors))
+
+    def start(
+        self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str, *, ranked: bool
+    ) -> None:
+        """Begin to write; the one before must be written, for its copy of the tensors is in the same memory.
+
+        ranked: whether it is known how good this one is. Until it is, none is removed.
+        """
+        assert self._writing is None
+        snapshot = Snapshot(self._copier.copy(self._own_parts(tensors)), progress, fingerprints, config)
+        self._writing = self._thread.submit(self._write, snapshot, ranked)
+
+    def check(self) -> None:
+        """Raise what went wrong behind the run's back, without waiting for what is still being written."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._copier.close()
+
+    def _own_parts(self, tensors: dict[str, Any]) -> dict[str, Part]:
+        """What this worker saves: its parts, and the first also what every worker holds whole."""
+        return {
+            name: part_of(tensor)
+            for name, tensor in tensors.items()
+            if self._workers.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
+        }
+
+    def _write(self, snapshot: Snapshot, ranked: bool) -> None:
+        started = time.perf_counter()
+        workers = self._workers
+        write_checkpoint(self.folder, snapshot, workers)
+        self._took(time.perf_counter() - started)
+        if ranked:
+            spared = snapshot.progress.spared
+            workers.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=workers.is_first)
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
+    """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
+    place = folder / f"step_{snapshot.progress.step}"
+    if workers.from_first(lambda: _is_saved(place)):  # by a run that stopped right there
+        workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
+        return
+    with ExitStack() as stack:
+        aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
+        name = f"tensors/worker_{workers.number}.safetensors"
+
+        def write() -> str:
+            with writing(place):
+                (aside / "tensors").mkdir(exist_ok=True)
+                digest = write_parts(aside / name, snapshot.parts.arrived())
+                sync_file(aside / name)  # on whose machine it was written
+                return digest
+
+        def complete() -> None:
+            fail_point("checkpoint.tensors")
+            facts = {"progress": asdict(snapshot.progress), "fingerprints": snapshot.fingerprints}
+            (aside / "state.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            (aside / "config.yaml").write_text(snapshot.config, encoding="utf-8")
+            write_manifest(aside, digests, format_version=FORMAT_VERSION)
+            stack.close()
+            point(folder / "latest", place)
+
+        digests = dict(workers.gather((name, workers.agreed(write, by=True) or "")))
+        workers.agreed(complete, by=workers.is_first)
+
+
+def load_checkpoint(
+    place: Path,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    fingerprints: dict[str, str],
+    workers: Workers,
+) -> Progress:
+    """Put a verified checkpoint back into policy, optimizer, scheduler and random state.
+
+    The scheduler is a function of the step alone: a new one is stepped to where it was.
+    """
+    version = intact_manifest(place).get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Go on with the tandem that wrote "
+            "it, or start anew with --fresh."
+        )
+    saved = read_state(place)
+    for name, then in saved.fingerprints.items():
+        if fingerprints.get(name) != then:
+            raise CheckpointError(
+                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
+                "Put it back as it was, or start anew with --fresh."
+            )
+    tensors = state_tensors(policy, optimizer, workers.number)
+    kept = names_in(place / "tensors")
+    # Among more workers than there were, some have no random state to go on from: theirs is new.
+    tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
+    missing = tensors.keys() - kept
+    if missing and all(name.startswith("optimizer.") for name in missing):
+        raise CheckpointError(
+            f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
+            "it exactly. Start anew with --fresh."
+        )
+    fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
+    _set_random_states(tensors, workers.number, place)
+    with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+        for _ in range(saved.progress.step):
+            scheduler.step()
+    return saved.progress
+
+
+def load_weights(place: Path, policy: Policy) -> None:
+    """Put back the trained weights of a checkpoint, and nothing else of it."""
+    weights = {f"policy.{name}": part_of(parameter) for name, parameter in policy.trained()}
+    fill_parts(place / "tensors", weights)
+
+
+def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
+    """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
+    tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors[f"{RANDOM}cuda.{worker}"] = torch.cuda.get_rng_state()
+    for name, parameter in policy.trained():
+        tensors[f"policy.{name}"] = parameter.detach()
+        for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _set_random_states(tensors: dict[str, Any], worker: int, place: Path) -> None:
+    for device, put_back in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if (state := tensors.get(f"{RANDOM}{device}.{worker}")) is None:
+            continue
+        try:
+            put_back(state)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{place}: not a random state in {RANDOM}{device}.{worker} ({error}), so no run can resume from this checkpoint. "
+                f"Move {place} elsewhere to resume from an earlier one, or start anew with --fresh."
+            ) from None
+
+
+def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose files all match their SHA-256, and what was wrong with newer ones."""
+    damaged = []
+    for place in sorted(checkpoints(folder), key=step_of, reverse=True):
+        try:
+            read_manifest(place, ["state.json"])
+            return place, damaged
+        except ValueError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError(
+            "no checkpoint of this run is whole:\n  " + "\n  ".join(damaged) + "\n"
+            "Restore one, or start anew with --fresh. Nothing was changed."
+        )
+    return None, []
+
+
+def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
+    """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first.
+
+    spared: those up to this step are kept as well.
+    """
+    places = sorted(checkpoints(folder), key=step_of, reverse=True)
+    ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
+    point(folder / "best", ranked[0])
+    for place in ranked[keep:]:
+        if place != places[0] and step_of(place) > spared and _holds_nothing_else(place):
+            remove_folder(place, renamed=lambda: fail_point("checkpoint.prune"))
+
+
+def set_newer_aside(place: Path) -> None:
+    """Rename checkpoints newer than the one gone on from, which are damaged: their steps are done and saved anew."""
+    for newer in checkpoints(place.parent):
+        if step_of(newer) > step_of(place) and not newer.is_symlink():
+            newer.rename(free_path(newer.parent, f"{newer.name}.damaged"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """What runs saved there, intact or damaged. A user's own folder is none of them, whatever its name."""
+    return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_own(path)]
+
+
+def step_of(place: Path) -> int:
+    step = step_in(place.name)
+    assert step is not None, place
+    return step
+
+
+def _is_own(place: Path) -> bool:
+    """Whether it holds the files of a checkpoint, or an intact manifest that names them, of the step in its name."""
+    names = {f"tensors/{path.name}" for path in place.glob("tensors/worker_*.safetensors")}
+    if (place / "state.json").is_file():
+        names.add("state.json")
+    names |= _listed(place)
+    is_one = "state.json" in names and any(name.startswith("tensors/") for name in names)
+    return is_one and _saved_step(place) in (step_in(place.name), None)
+
+
+def _listed(place: Path) -> set[str]:
+    """The files that an intact manifest names."""
+    try:
+        return set(intact_manifest(place)["files"])
+    except ValueError:
+        return set()
+
+
+def _saved_step(place: Path) -> int | None:
+    try:
+        step = read_json(place / "state.json")["progress"]["step"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return step if type(step) is int else None
+
+
+def _holds_nothing_else(place: Path) -> bool:
+    """Whether all in a checkpoint is what its manifest names: with a user's file inside it is never removed."""
+    listed = {"manifest.json", *_listed(place)} if not place.is_symlink() else set()
+    folders = {str(parent) for name in listed for parent in Path(name).parents}
+    for path in place.rglob("*"):
+        name = str(path.relative_to(place))
+        expected = name in folders if path.is_dir() else name in listed or name == MARKER
+        if path.is_symlink() or not expected:
+            return False
+    return len(listed) > 1
+
+
+def _is_saved(place: Path) -> bool:
+    """Whether the checkpoint is there already; what is there and is not one is in the way."""
+    if not os.path.lexists(place):
+        return False
+    if not _is_own(place):
+        raise CheckpointError(in_the_way(place))
+    if place.is_symlink():
+        try:
+            read_manifest(place)
+        except ValueError as error:
+            raise CheckpointError(f"{error}. {place} is a link to it, and in the way: remove the link.") from None
+    return True
+
+
+def refuse_in_the_way(folder: Path, num_steps: int) -> None:
+    """Refuse whatever has the name of what a run of so many steps is going to write there, before any weights load."""
+    for name in ("best", "latest"):
+        _refuse_other_than_pointer(folder / name)
+    newest = max(map(step_of, checkpoints(folder)), default=0)
+    for path in sorted(folder.glob("step_*")):
+        step = step_in(path.name)
+        if step is not None and newest < step <= num_steps:
+            raise CheckpointError(in_the_way(path))
+
+
+def in_the_way(path: Path) -> str:
+    return f"{path}: not a checkpoint of tandem's, and this run saves one under that name. Move it elsewhere."
+
+
+def _refuse_other_than_pointer(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_symlink():
+        what = "a directory" if path.is_dir() else "a file"
+        raise CheckpointError(f"{path}: {what}, where tandem keeps a link to a checkpoint. Move it elsewhere.")
+    target = str(path.readlink())
+    if step_in(target) is None:
+        raise CheckpointError(f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link.")
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` a symbolic link to its neighbour `target`, in one rename."""
+    fail_point(f"checkpoint.{link.name}")
+    _refuse_other_than_pointer(link)
+    aside = temporary_path(link)
+    aside.symlink_to(target.name)
+    aside.replace(link)

@@ -1,0 +1,71 @@
+"""Validations in; whether the run stops before its last step, and the best step's weights for the export, out.
+
+Everything follows from the lines of metrics.jsonl, as the ranking of checkpoints does: a resumed run decides as an
+uninterrupted one. The first rank, which alone keeps them, decides for all.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tandem.errors import CheckpointError
+from tandem.report.verdicts import Verdict
+from tandem.storage.cache import read_manifest
+from tandem.train.checkpoint.checkpoints import checkpoints, load_weights, step_of
+from tandem.train.start.build import Training
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """Which step is exported in place of the last one, and why."""
+
+    exported_step: int
+    verdict: Verdict
+    helped: bool  # whether the exported step is better than the model before training, as far as that was measured
+
+
+def is_exhausted(t: Training) -> bool:
+    """Whether as many validations in a row as `dpo.early_stopping_patience` did not improve the tracked metric."""
+    patience = t.setup.config.dpo.early_stopping_patience
+    return patience is not None and t.workers.from_first(lambda: t.ranking.num_since_best() >= patience)
+
+
+def must_be_kept(t: Training) -> bool:
+    """Whether the weights of this step are the best so far, and may be exported in the end."""
+    patience = t.setup.config.dpo.early_stopping_patience
+    return patience is not None and t.workers.from_first(lambda: t.ranking.best_step() == t.progress.step)
+
+
+def put_back_best(t: Training) -> EarlyStop | None:
+    """The weights of the best checkpoint, where patience is exhausted; None where the last step's stay."""
+    if not is_exhausted(t):
+        return None
+    place, text = t.workers.from_first(lambda: _best(t))
+    load_weights(place, t.policy)
+    assert t.setup.tracked is not None
+    t.progress = replace(t.progress, step=step_of(place))
+    helped = t.workers.from_first(lambda: t.ranking.better_start() is None)
+    return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text), helped)
+
+
+def _best(t: Training) -> tuple[Path, str]:
+    """The best checkpoint, verified, and why it is exported."""
+    place = min(checkpoints(t.saver.folder), key=lambda place: t.ranking.rank(step_of(place)), default=None)
+    try:
+        if place is None:
+            raise ValueError(f"{t.saver.folder} holds no checkpoint")
+        read_manifest(place)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{error}. The run stopped early, and its best checkpoint is what it exports. Restore it, or export the last step "
+            "with dpo.early_stopping_patience=null."
+        ) from None
+    assert t.setup.tracked is not None
+    since = t.ranking.num_since_best()
+    validations = "validation was" if since == 1 else f"{since} validations were"
+    text = (
+        f"stopped early at step {t.progress.step} of {t.setup.num_steps}: the last {validations} no better than that of step "
+        f"{t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step {step_of(place)} is exported."
+    )
+    if (start := t.ranking.better_start()) is not None:
+        text += f" No step was as good as the model before training ({start:.4f})."
+    return place, text

@@ -1,0 +1,136 @@
+"""A finished run that is asked for more steps in; refused, or ready to train on from its last checkpoint, out.
+
+A run with a folder `model` is finished. An extension first loads the last checkpoint, then renames that folder, then writes
+the new configuration: killed at any moment, the run is either still finished or an unfinished one that resumes as usual.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointError
+from tandem.storage.cache import read_json, replacing, sync_file, write_whole
+from tandem.storage.ownership import free_path
+from tandem.train.checkpoint.checkpoints import checkpoints, step_of
+from tandem.train.checkpoint.parts import names_in
+from tandem.train.checkpoint.ranking import Ranking, records_in
+from tandem.train.start.setup import Setup
+
+INSTEAD = "Choose another run.dir, or --fresh without --resume."
+
+
+def last_step(run: Path) -> int:
+    """The steps that a finished run trained."""
+    steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
+    if not steps:
+        raise CheckpointError(
+            f"{run} is finished, but the steps in its metrics.jsonl are gone, so it cannot be extended. {INSTEAD}"
+        )
+    return max(steps)
+
+
+def check_extension(run: Path, setup: Setup) -> int | None:
+    """The step from which a finished run is extended; None if it is asked for as many steps as it has."""
+    trained, asked = last_step(run), setup.num_steps
+    place = setup.checkpoint_dir(run) / f"step_{trained}"
+    if asked < trained:
+        raise CheckpointError(
+            f"{run} is finished, with {trained} steps; it cannot be shortened to {asked}. A longer one would extend it. {INSTEAD}"
+        )
+    if asked == trained:
+        return None
+    if not place.is_dir():
+        raise CheckpointError(
+            f"{run} is finished, but the checkpoint of its last step, {place}, is gone, so it cannot be extended from {trained} "
+            f"to {asked} steps. {INSTEAD}"
+        )
+    if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
+        raise CheckpointError(
+            f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so the run cannot be extended "
+            f"from {trained} to {asked} steps exactly. {INSTEAD}"
+        )
+    _refuse_to_stop_again(run, setup, place)
+    return trained
+
+
+def refuse_shortening(run: Path, setup: Setup) -> None:
+    """A run that is not finished, and was trained further already than it is asked for now."""
+    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.num_steps
+    if trained > asked:
+        raise CheckpointError(
+            f"{run} has trained {trained} steps already; it cannot be shortened to {asked}. With dpo.max_num_steps and "
+            f"dpo.max_num_epochs ask for {trained} or more, or choose another run.dir."
+        )
+
+
+def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
+    """The names of what the last checkpoint holds. One that is not even readable is refused before weights load."""
+    try:
+        found = names_in(place / "tensors")
+    except (OSError, CheckpointError):
+        found = set()
+    if not found:
+        raise CheckpointError(_damaged(run, trained))
+    return found
+
+
+def _damaged(run: Path, trained: int) -> str:
+    return f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. {INSTEAD}"
+
+
+def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
+    """A run that stopped early, and would do so again before its first step."""
+    patience = setup.config.dpo.early_stopping_patience
+    if patience is None:
+        return
+    ranking = Ranking(
+        setup.tracked,
+        higher_is_better=setup.config.checkpointing.higher_is_better,
+        records=_records(run / "metrics.jsonl", _saved_bytes(place)),
+    )
+    if (since := ranking.num_since_best()) >= patience:
+        raise CheckpointError(
+            f"{run} stopped early, {since} validations after its best at step {ranking.best_step()}, and under "
+            f"dpo.early_stopping_patience = {patience} it would stop again at once. To extend it, set "
+            f"dpo.early_stopping_patience to null or to more than {since}."
+        )
+
+
+def _saved_bytes(place: Path) -> int | None:
+    """How far metrics.jsonl reached when a checkpoint was saved; a damaged one is reported when it is loaded."""
+    try:
+        saved = read_json(place / "state.json")["progress"]["metrics_bytes"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return saved if type(saved) is int and saved >= 0 else None
+
+
+def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
+    """Give the old export a name of its own, `model.step_N`, which is returned, and the run the new configuration.
+
+    trained: the steps of the finished run. resumed: the step whose checkpoint was loaded.
+    """
+    if resumed != trained:
+        raise CheckpointError(_damaged(run, trained))
+    _copy(run / "metrics.jsonl", free_path(run, f"metrics.step_{trained}", ".jsonl"))
+    kept = (run / "model").rename(free_path(run, f"model.step_{_exported_step(run, trained)}"))
+    sync_file(run)
+    write_whole(run / "config.yaml", config, "config")
+    return kept
+
+
+def _exported_step(run: Path, trained: int) -> int:
+    """The last one, unless the run stopped early: then its export was validated, and its line has the step."""
+    exported = [one["step"] for one in _records(run / "metrics.jsonl") if one["split"].startswith("exported-")]
+    return exported[-1] if exported else trained
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as old, replacing(target, binary=True) as new:
+        shutil.copyfileobj(old, new)
+
+
+def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl up to a place in it, without damaged ones."""
+    content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
+    return [record for record in records_in(content) if record is not None]

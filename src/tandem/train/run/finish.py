@@ -1,0 +1,238 @@
+"""A trained policy in; validated, judged, saved and exported out, and the user told where everything is."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.config.load import LoadedConfig
+from tandem.config.schema import Config
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.section import EMBEDDED
+from tandem.data.store.opening import is_prepared
+from tandem.data.store.selection import Preferences
+from tandem.data.text.template import QUESTION, Template
+from tandem.export import export_adapter, export_model
+from tandem.model.files.source import find_model
+from tandem.model.lora.files import read_adapter
+from tandem.model.policy import Policy
+from tandem.report.per_pair import PerPairFile
+from tandem.report.verdicts import Verdict, judge
+from tandem.storage.cache import write_whole
+from tandem.terminal.commands import changed, key_of, override, python_command, tandem_command
+from tandem.train.memory import GIB
+from tandem.train.metrics import PairTable
+from tandem.train.run.early_stopping import EarlyStop, is_exhausted, put_back_best
+from tandem.train.start.build import Training
+from tandem.train.start.references import load_sharded
+from tandem.train.validation import ValidationReport, measure, validate
+
+REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
+PLACES = ("run.dir", "checkpointing.checkpoint_dir")  # which a run shares with no other
+OF_THE_MODEL = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
+BATCH = "policy.train_global_batch_size"
+
+
+def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
+    """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
+    _tell_memory(t)
+    after = _validated_and_saved(t)
+    verdicts = judge(t.metrics.records(), t.setup.config)
+    if (stop := put_back_best(t)) is not None:
+        verdicts = [stop.verdict, *_of_export(verdicts, t, stop.exported_step)]
+        after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
+    text = json.dumps([asdict(one) for one in verdicts], indent=2)
+    t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
+    if per_pair is not None:
+        write_per_pair(t, per_pair)
+    model = t.run / "model"
+    start = {(one.split, one.data, one.num_pairs) for one in before}
+    if after and all((one.split, one.data, one.num_pairs) in start for one in after):
+        t.reporter.change("\nValidation", ("before", f"step {stop.exported_step}" if stop else "after"), before, after)
+    else:
+        t.reporter.validations(
+            f"\nValidation of step {stop.exported_step}" if stop else "\nValidation after training", after
+        )
+    dtype = _export(t, model, after)
+    t.reporter.say("\nVerdict")
+    for verdict in verdicts:
+        t.reporter.say(f"  {verdict.split}: {verdict.text}")
+    _tell(t, model, dtype, per_pair, stop)
+    # A model that training made worse is not used, nor are its settings taken to another: the verdict says what to change.
+    if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
+        _tell_next(t, model, loaded)
+
+
+def _of_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
+    """Verdicts on what is exported, the model of an earlier step; that the run diverged after it is told as well."""
+    until = [record for record in t.metrics.records() if record["step"] <= step]
+    later = [verdict for verdict in of_run if verdict.name == "diverged"]
+    return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
+
+
+def _tell_memory(t: Training) -> None:
+    """What the steps used of the GPU, beside what was expected. Nothing if none was made."""
+    if t.expected is not None and torch.cuda.max_memory_allocated() > t.expected.weights + t.expected.gradients:
+        used = torch.cuda.max_memory_allocated()
+        t.reporter.say(
+            f"Memory: {used / GIB:.1f} GiB used at most, {t.expected.total / GIB:.1f} GiB expected "
+            f"({t.expected.total / used - 1:+.1%})"
+        )
+
+
+def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.dtype:
+    """Write the model, or the adapters alone; the dtype they are in."""
+    setup, export = t.setup, t.setup.config.export
+    alone = setup.lora is not None and not export.merge_lora
+    own = torch.float32 if alone else setup.source.dtype
+    dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
+    how: dict[str, Any] = {"dtype": dtype, "rounding": export.rounding}
+    how["measure"] = lambda written: _measure_export(t, written, dtype, after)
+    if alone:
+        assert setup.lora is not None
+        # A folder is named by its whole path, so that the adapter finds it from anywhere.
+        local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
+        base = str(setup.source.folder) if local else setup.source.name
+        export_adapter(
+            t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.workers, **how
+        )
+    else:
+        config, adapted = setup.source.config, setup.lora is not None
+        export_model(t.policy, config, setup.template, folder, t.workers, adapted=adapted, **how)
+    return dtype
+
+
+def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, stop: EarlyStop | None) -> None:
+    """Where everything is, and what could come next."""
+    config = t.setup.config
+    t.reporter.end(f"Done. Everything is in {t.run}")
+    alone = t.setup.lora is not None and not config.export.merge_lora
+    what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
+    best = (
+        "the best checkpoint"
+        if stop and stop.helped
+        else "the best checkpoint, but worse than the model before training"
+    )
+    of_step = f": step {stop.exported_step}, {best}" if stop else ""
+    t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
+    t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
+    if per_pair is not None:
+        t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
+    if config.checkpointing.enabled and (tracked := t.setup.tracked):
+        t.reporter.say(f"  {t.saver.folder}/best  the best checkpoint by {tracked.split} {tracked.metric}")
+    elif config.checkpointing.enabled:
+        t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
+
+
+def _tell_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
+    """A command to continue with: after a run of the embedded model the same with a real one, else the use of the model."""
+    if t.setup.config.policy.model_name != EMBEDDED:
+        t.reporter.say("\nNext: use it.")
+        t.reporter.command(using(model, t.setup.template))
+    elif any(is_prepared(Path(str(one.data_path))) for one in _sets(loaded)):
+        t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs are to be prepared again.")
+    else:
+        others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
+        t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
+        t.reporter.command(with_real_model(loaded, t.run))
+
+
+def using(model: Path, template: Template) -> str:
+    """The command that lets an exported model answer: a conversation where it has a chat template, else plain text."""
+    asked = json.dumps(template.example() or QUESTION, ensure_ascii=False)
+    name = json.dumps(str(model), ensure_ascii=False)
+    return python_command(
+        f'from transformers import pipeline; print(pipeline("text-generation", {name})({asked}, max_new_tokens=40))'
+    )
+
+
+def with_real_model(loaded: LoadedConfig, run: Path) -> str:
+    """The command of a run of the embedded model with a real one instead: the user's settings, another directory."""
+    config, own = loaded.config, _has_own_pairs(loaded)
+    is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
+    # A run's config.yaml spells out the embedded default, whose settings are for the embedded model alone.
+    file = None if is_resumed and not own else loaded.file
+    given = [one for one in loaded.overrides if key_of(one) not in (*PLACES, *OF_THE_MODEL)]
+    if file is not None:
+        given += [override(key, None) for key in (*PLACES, *OF_THE_MODEL) if _value(config, key) is not None]
+    given = changed(given, "policy.model_name", REAL_MODEL)
+    if not own:
+        given = changed(given, "data.train.data_path", EMBEDDED)
+    if not own and file is None and BATCH not in map(key_of, given):
+        given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
+    return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
+
+
+def _value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _has_own_pairs(loaded: LoadedConfig) -> bool:
+    return any(one.data_path != EMBEDDED for one in loaded.config.data.training_sets)
+
+
+def _sets(loaded: LoadedConfig) -> list[DatasetFields]:
+    return [*loaded.config.data.training_sets, *loaded.config.data.validation_sets.values()]
+
+
+def _validated_and_saved(t: Training) -> list[ValidationReport]:
+    """The last validation, and the last checkpoint, which is whole on disk when this returns."""
+    if is_exhausted(t):  # by the validation of this step
+        t.save()
+        t.saver.wait()
+        return []
+    # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
+    trained_bytes, owed = t.metrics.size(), t.progress.owes_validation
+    ranked = False
+    try:
+        reports = t.validate() if t.setup.config.dpo.val_at_end else []
+        ranked = True
+    finally:
+        t.progress = replace(t.progress, owes_validation=owed)
+        t.save(trained_bytes, ranked=ranked)
+        t.saver.wait()
+    return reports
+
+
+def write_per_pair(t: Training, path: Path) -> None:
+    """The policy as it is now, on every pair of the training set and of the validation sets."""
+    sides = {"train": t.side, **{validation.split: validation.side for validation in t.validation_sets}}
+    batch_size = t.setup.config.policy.train_global_batch_size
+
+    def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
+        for split, packer in t.setup.packers().items():
+            yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
+
+    if t.workers.is_first:
+        PerPairFile(path, t.setup.config.dpo).write(tables())
+    else:
+        for _ in tables():  # measured together, written by one
+            pass
+
+
+def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
+    """Validate the folder that was written, beside the model in memory: rounding must not have cost the learning."""
+    if not after:
+        return
+    exported = _reload(t, model)
+    reports = [validate(exported, validation) for validation in t.validation_sets]
+    for report in reports:
+        t.write(replace(report, split=report.split.replace("validation-", "exported-")))
+    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({_spelled(dtype)})"), after, reports)
+
+
+def _reload(t: Training, model: Path) -> Policy:
+    setup = t.setup
+    if setup.lora is not None and not setup.config.export.merge_lora:
+        lora = replace(setup.lora, start=read_adapter(str(model)))
+        return load_sharded(setup, setup.source, t.workers, lora)
+    config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
+    return load_sharded(t.setup, find_model(config), t.workers)
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

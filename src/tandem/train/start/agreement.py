@@ -1,0 +1,139 @@
+"""A Setup in; out, everything that each rank derived from it, compared over all ranks before anything is trained.
+
+Each rank derives rows, packs and batches alone. If two came to different ones, some pairs would be trained twice and others
+never, or the ranks would wait for each other forever.
+"""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tandem import __version__
+from tandem.errors import RanksDifferError
+from tandem.model.distributed.process_group import Workers
+from tandem.packing.batches import Batches
+from tandem.packing.packer import Packer
+from tandem.storage.cache import real_path
+from tandem.train.start.setup import Setup
+
+# Settings that may differ between machines: what they lead to is compared by its content.
+OF_THE_MACHINE = (
+    "run.name",
+    "run.dir",
+    "data.train",
+    "data.validation",
+    "data.val_data_paths",
+    "data.num_workers",
+    "policy.model_name",
+    "policy.tokenizer.name",
+    "reference.model",
+    "reference.cache_dir",
+    "checkpointing.checkpoint_dir",
+    "logger.log_dir",
+)
+COMPARED_BATCHES = 2  # of the first epoch, by their packs
+SHOWN = 3  # differences, the likeliest causes first
+
+
+def derived(setup: Setup, run: Path) -> dict[str, str]:
+    """Everything a rank derived before weights load that decides what is trained, by name; long values as a digest."""
+    facts: dict[str, Any] = {
+        "the version of tandem": __version__,
+        "the version of torch": torch.__version__,
+        "the version of transformers": transformers.__version__,
+        **{key: value for key, value in _flat(setup.config.model_dump(mode="json")).items() if _is_shared(key)},
+        "the kind of device": setup.device.type,
+        "the precision": setup.precision,
+        "compiled layers": setup.compiles,
+        "the directory of checkpoints": real_path(setup.checkpoint_dir(run)),
+        "the number of steps": setup.num_steps,
+        "the number of pairs": setup.num_pairs_trained,
+        "the batches": _digest_of_batches(setup.batches),
+        "the pairs packed together in validation": setup.validation_batch_size,
+    }
+    for split, packer in setup.packers().items():
+        facts |= _of_packer(split, packer)
+    for number, batch in enumerate(setup.batches.epoch(0)[:COMPARED_BATCHES], start=1):
+        rounds = setup.train.rounds(batch.preferences, batch.bounds)
+        facts[f"the number of rounds of batch {number}"] = len(rounds)
+        packs = [part for one in rounds for part in (np.array([one.length, len(one.packs)]), *one.packs)]
+        facts[f"the packs of batch {number}"] = _digest(*packs, np.array([len(part) for part in packs]))
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _of_packer(split: str, packer: Packer) -> dict[str, Any]:
+    return {
+        f"the data of {split}": packer.store.fingerprint,
+        f"the row lengths of {split}": ", ".join(map(str, packer.lengths)),
+        f"the arrangement of {split}": packer.arrangement,
+        f"the packing algorithm of {split}": packer.algorithm,
+        f"the packs per micro-batch of {split}": packer.packs_per_micro_batch,
+        f"the seed of packing {split}": packer.seed,
+        f"the tokens in rows of {split}": _digest(packer.sizes),
+        f"the costs of rows of {split}": "none" if packer.costs is None else _digest(packer.costs),
+    }
+
+
+def _is_shared(key: str) -> bool:
+    return not any(key == one or key.startswith(f"{one}.") for one in OF_THE_MACHINE)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.rstrip("."): tree}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+
+
+def _digest_of_batches(batches: Batches) -> str:
+    """Of the first epoch: the others follow from the same numbers."""
+    epoch = batches.epoch(0)
+    ends = np.cumsum([len(batch.preferences) for batch in epoch])
+    bounds = [batch.bounds for batch in epoch if batch.bounds is not None]
+    return _digest(ends, *(batch.preferences for batch in epoch), *bounds)
+
+
+def _digest(*parts: Any) -> str:
+    made = blake2b(digest_size=16)
+    for part in parts:
+        made.update(np.ascontiguousarray(part).tobytes())
+    return made.hexdigest()
+
+
+def refuse_different_ranks(workers: Workers, facts: Callable[[], dict[str, str]]) -> None:
+    """RanksDifferError names what is not the same on all ranks; the first of them says so for all."""
+    if workers.count == 1:
+        return
+    of_ranks = workers.gather(facts())
+
+    def compare() -> None:
+        if found := differences(of_ranks):
+            shown = "\n".join(f"  {one}" for one in found[:SHOWN])
+            more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise RanksDifferError(
+                f"the ranks would not train the same:\n{shown}{more}\nNothing was trained. Start every rank with the same "
+                "command, data, model and versions of tandem, torch and transformers."
+            )
+
+    workers.agreed(compare, by=workers.is_first)
+
+
+def differences(of_ranks: list[dict[str, str]]) -> list[str]:
+    """What is not the same on all ranks: "the precision: float32 on rank 0; bfloat16 on ranks 1, 2"."""
+    names = dict.fromkeys(name for facts in of_ranks for name in facts)
+    found = []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in enumerate(of_ranks):
+            ranks.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            each = (
+                f"{value} on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
+                for value, those in ranks.items()
+            )
+            found.append(f"{name}: {'; '.join(each)}")
+    return found

@@ -1,0 +1,347 @@
+"""A Setup in; a Training out: weights, reference, audit, optimizer, and the newest checkpoint put back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tandem.config.load import LoadedConfig
+from tandem.model.distributed.layers import frozen
+from tandem.model.distributed.process_group import Workers
+from tandem.model.files.source import weights_fingerprint
+from tandem.model.lora.layers import start_fingerprint
+from tandem.model.policy import Policy
+from tandem.model.reference import (
+    LiveReference,
+    Reference,
+)
+from tandem.packing.layout import join
+from tandem.report.reporter import MetricsFile, NoMetricsFile, Reporter
+from tandem.report.trackers.tracking import Tracking, start_tracking
+from tandem.storage.ownership import remove_abandoned
+from tandem.train.adamw import state_bytes
+from tandem.train.checkpoint.checkpoints import (
+    Progress,
+    Saver,
+    load_checkpoint,
+    newest_verified,
+    set_newer_aside,
+    state_tensors,
+)
+from tandem.train.checkpoint.host_copy import HostCopier
+from tandem.train.checkpoint.ranking import Ranking
+from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
+from tandem.train.optimizer import make_optimizer, make_scheduler
+from tandem.train.run.directory import is_finished, values_from_environment
+from tandem.train.run.extension import begin_extension
+from tandem.train.run.stopping import Stopping
+from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
+from tandem.train.start.references import audit_model, audit_start, load_sharded, make_references
+from tandem.train.start.setup import Setup
+from tandem.train.terms import Side
+from tandem.train.validation import ValidationReport, ValidationSet, validate
+
+
+@dataclass(slots=True)
+class Training:
+    """What the loop works on, and the two things it does beside steps: validate and save."""
+
+    setup: Setup
+    run: Path
+    policy: Policy
+    side: Side
+    validation_sets: list[ValidationSet]
+    optimizer: Any
+    scheduler: Any
+    fingerprints: dict[str, str]
+    config: str  # as YAML
+    reporter: Reporter
+    metrics: MetricsFile
+    ranking: Ranking
+    progress: Progress
+    saver: Saver
+    stopping: Stopping
+    tracking: Tracking
+    expected: Forecast | None  # of memory, on a GPU
+    samples: Samples | None
+
+    @property
+    def workers(self) -> Workers:
+        return self.side.workers
+
+    def validate(self) -> list[ValidationReport]:
+        """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
+        started = time.perf_counter()
+        reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
+        for report in reports:
+            self.write(report)
+        if reports:
+            each = {f"{report.split.removeprefix('validation-')}_seconds": report.seconds for report in reports}
+            total = {"seconds": time.perf_counter() - started}
+            self.record({"step": self.progress.step, "split": "timing/validation", **total, **each})
+        if self.samples is not None:
+            self.show_samples(self.samples)
+        self.progress = replace(self.progress, owes_validation=False)
+        return reports
+
+    def show_samples(self, samples: Samples) -> None:
+        """What policy and reference answer now, printed and kept in samples/step_N.jsonl."""
+        taken = samples.take(self.policy, self.workers.device)
+        step = self.progress.step
+        self.workers.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.workers.is_first)
+        self.reporter.samples(step, taken)
+
+    def write(self, report: ValidationReport) -> None:
+        """A validation's line in metrics.jsonl."""
+        measured = {"num_pairs": report.num_pairs, "data": report.data}
+        self.record({"step": self.progress.step, "split": report.split, **report.metrics, **measured})
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, told to whoever follows the run."""
+        self.metrics.write(record)
+        self.ranking.note(record)
+        self.tracking.log(record)
+        self.reporter.record(record)
+
+    def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
+        """Begin a checkpoint of this moment.
+
+        metrics_bytes: what of metrics.jsonl belongs to it; all without it.
+        ranked: whether its validation, if one is due, is done.
+        """
+        checkpointing = self.setup.config.checkpointing
+        if not checkpointing.enabled:
+            return
+        self.saver.wait()  # before the copy: there is never more than one
+        self.progress = replace(
+            self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
+        )
+        self.saver.start(self.saved_tensors(), self.progress, self.fingerprints, self.config, ranked=ranked)
+        self.reporter.detail(f"saving step {self.progress.step}")
+
+    def saved_tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
+        return state_tensors(self.policy, optimizer, self.workers.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The policy and its references, audited, before anything is trained."""
+
+    policy: Policy
+    weights: str  # the fingerprint of the start model
+    references: dict[str, Reference]  # by split
+    samples: Samples | None
+    expected: Forecast | None
+
+
+def build(
+    setup: Setup,
+    run: Path,
+    workers: Workers,
+    reporter: Reporter,
+    stopping: Stopping,
+    given: LoadedConfig,
+    extended_from: int | None,  # the last step of a finished run that is to be longer
+) -> Training:
+    """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
+    loaded = _load(setup, run, workers, reporter, stopping.check)
+    policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
+    optimizer = make_optimizer(
+        (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
+    )
+    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
+    fingerprints = _fingerprints(setup, workers, loaded.weights) | values_from_environment(given)
+    # Before it all workers draw alike (new weights must agree), from here on each its own.
+    torch.manual_seed(setup.config.run.seed + workers.number)
+    progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, workers, reporter)
+    if extended_from is not None:
+        _extend(run, extended_from, progress, config, workers, reporter)
+    metrics = _metrics_file(run, progress, workers, reporter)
+    if metrics.has_lost_lines:
+        progress = replace(progress, spared=progress.step)
+    ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
+    sides = {
+        split: Side(reference, setup.config.dpo, workers, setup.precision)
+        for split, reference in loaded.references.items()
+    }
+    training = Training(
+        setup=setup,
+        run=run,
+        policy=policy,
+        side=sides["train"],
+        validation_sets=_validation_sets(setup, sides),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        fingerprints=fingerprints,
+        config=config,
+        reporter=reporter,
+        metrics=metrics,
+        ranking=ranking,
+        progress=progress,
+        saver=_saver(setup, run, workers, optimizer, ranking, stopping),
+        stopping=stopping,
+        tracking=_tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
+        expected=loaded.expected,
+        samples=loaded.samples,
+    )
+    if checkpointing.enabled:
+        training.saver.reserve(training.saved_tensors())
+    return training
+
+
+def _load(setup: Setup, run: Path, workers: Workers, reporter: Reporter, check: Callable[[], None]) -> Loaded:
+    torch.manual_seed(setup.config.run.seed)
+    reporter.say("\nLoading the model")
+    policy = load_sharded(setup, setup.source, workers, setup.lora)
+    weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
+    found = audit_model(setup, policy, setup.source, workers, reporter)
+    references = make_references(setup, policy, run, workers, weights, reporter, check)
+    audit_start(setup, policy, found, references, workers, reporter)
+    samples = _samples(setup, policy, references, workers)
+    return Loaded(policy, weights, references, samples, expected=_rehearse(setup, policy, reporter, check))
+
+
+def _saver(setup: Setup, run: Path, workers: Workers, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
+    copier, took = HostCopier(workers.device, optimizer), partial(stopping.took, "save")
+    keep = setup.config.checkpointing.keep_top_k
+    return Saver(setup.checkpoint_dir(run), keep, workers, copier, ranking=ranking, took=took)
+
+
+def _extend(run: Path, trained: int, progress: Progress, config: str, workers: Workers, reporter: Reporter) -> None:
+    kept = workers.from_first(lambda: begin_extension(run, trained, progress.step, config))
+    reporter.say(f"The model that was exported is kept in {kept}")
+
+
+def _fingerprints(setup: Setup, workers: Workers, weights: str) -> dict[str, str]:
+    """What a run trains on and from, by content. weights: of the start model."""
+    found = {"training data": setup.train.store.fingerprint, "start model": weights}
+    if (other := setup.reference_source) is not None:
+        found["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
+    return found
+
+
+def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:
+    dpo = setup.config.dpo
+    return [
+        ValidationSet(
+            name,
+            packer,
+            sides[f"validation-{name}"],
+            setup.validation_batch_size,
+            dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
+        )
+        for name, packer in setup.validation.items()
+    ]
+
+
+def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Reporter) -> MetricsFile | NoMetricsFile:
+    """metrics.jsonl, cut back to where the run goes on from."""
+    if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
+        reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
+    kept = None if is_finished(run) else progress.metrics_bytes
+    metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
+    if metrics.has_lost_lines:
+        reporter.warn(
+            f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost, and "
+            "with them how good the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
+        )
+    return metrics
+
+
+def _tracking(
+    setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
+) -> Tracking:
+    if is_finished(run):  # nothing more will be recorded
+        return Tracking()
+    logger, on_gpu = setup.config.logger, setup.device.type == "cuda"
+    records = metrics.records()
+    return start_tracking(logger, run, config, progress.step, records, reporter.say, reporter.warn, on_gpu=on_gpu)
+
+
+def _put_back(
+    folder: Path,
+    policy: Policy,
+    optimizer: Any,
+    scheduler: Any,
+    fingerprints: dict[str, str],
+    workers: Workers,
+    reporter: Reporter,
+) -> Progress:
+    """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
+    place, damaged = workers.from_first(lambda: newest_verified(folder))
+    own = ("step_[0-9]+", "latest", "best")
+    workers.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=workers.is_first)
+    for problem in damaged:
+        reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
+    if place is None:
+        return Progress()
+    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, workers)
+    workers.agreed(lambda: set_newer_aside(place), by=workers.is_first)
+    reporter.say(f"Going on from {place}")
+    return progress
+
+
+def _has_steps(metrics: Path) -> bool:
+    return metrics.is_file() and '"split": "train"' in metrics.read_text(encoding="utf-8", errors="replace")
+
+
+def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
+    """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
+
+    On a GPU the first batch's longest rows follow, as long as they are before the last are packed anew, and twice: the second
+    time stands beside gradients, as in most of a step, and tells the memory that a run needs.
+    """
+    packer, on_gpu = setup.train, setup.device.type == "cuda"
+    smallest = int(np.argmin(packer.sizes))
+    lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
+    if lengths:
+        with reporter.progress("Compiling", len(lengths)) as done:
+            for length in lengths:
+                rows = [packer.row([smallest], length)] * packer.packs_per_micro_batch
+                with policy.computing():
+                    policy(policy.inputs(join(rows), setup.device)).sum().backward()
+                done()
+                check()
+    policy.zero_grad()
+    if not on_gpu:
+        return None
+    first = setup.batches.epoch(0)[0]
+    bins = packer.bins(first.preferences, first.bounds)
+    length = packer.longest_row(bins)
+    longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
+    kept = setup.config.policy.optimizer.state_dtype
+    torch.cuda.reset_peak_memory_stats()
+    with policy.computing():
+        for _ in range(2):
+            policy(policy.inputs(longest, setup.device)).sum().backward()
+    expected = forecast(
+        policy, torch.cuda.max_memory_allocated(), longest.token_ids.shape[1], state_bytes=state_bytes(kept)
+    )
+    policy.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    reporter.say(f"Memory: {expected}")
+    refuse_what_cannot_fit(expected, setup.device, setup.config.policy)
+    return expected
+
+
+def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers) -> Samples | None:
+    """The prompts to show answers to, and the reference's answers: before the first update they are the policy's own."""
+    count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
+    if not count:
+        return None
+    name = next(iter(setup.validation))
+    prompts = prompts_of(setup.validation[name].store, tokenizer, count)
+    if not setup.compares:
+        return Samples(tokenizer, prompts, None)
+    asked, other = references["train"], setup.reference_source
+    model = asked.policy if isinstance(asked, LiveReference) else policy
+    if other is not None and not isinstance(asked, LiveReference):
+        model = frozen(load_sharded(setup, other, workers))
+    return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))

@@ -1,0 +1,220 @@
+"""A Setup and its policy in; the reference of every set out, after the audits: nothing of a wrong model is cached."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import transformers
+
+from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_verdict
+from tandem.model.distributed.layers import compile_layers, frozen, recompute, shard
+from tandem.model.distributed.process_group import Workers
+from tandem.model.files.source import ModelSource, weights_fingerprint
+from tandem.model.load import attention_kind, load_policy
+from tandem.model.lora.layers import LoraPlan, is_rounded, load_adapted
+from tandem.model.policy import Policy
+from tandem.model.reference import (
+    CachedReference,
+    LiveReference,
+    NoReference,
+    Reference,
+    cached_reference,
+    is_reference_name,
+    is_sound,
+    reference_name,
+    tokens_prefix,
+)
+from tandem.packing.packer import Packer
+from tandem.report.reporter import Reporter
+from tandem.storage.cache import cache_dir, read_json, write_whole
+from tandem.storage.ownership import remove_abandoned
+from tandem.train.checkpoint.checkpoints import checkpoints
+from tandem.train.start.setup import Setup
+from tandem.train.validation import portions
+
+# Of a run: which folders of the cache hold the references it started with.
+REFERENCES = "references.json"
+
+
+def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:
+    policy = (
+        load_policy(source, setup.config.policy, workers.device, dtype=setup.weights_dtype)
+        if lora is None
+        else load_adapted(source, setup.config.policy, workers.device, lora)
+    )
+    if (how := setup.config.policy.activation_checkpointing) != "none":
+        recompute(policy, how)
+    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+    if setup.compiles:
+        compile_layers(policy)
+    return policy
+
+
+def make_references(
+    setup: Setup,
+    policy: Policy,
+    run: Path,
+    workers: Workers,
+    weights: str,
+    reporter: Reporter,
+    check: Callable[[], None],
+) -> dict[str, Reference]:
+    """The reference for the training set and every validation set, by split."""
+    packers = setup.packers()
+    if not setup.compares:
+        return dict.fromkeys(packers, NoReference())
+    other = setup.reference_source
+    source, lora = (setup.source, setup.lora) if other is None else (other, None)
+
+    @cache
+    def load() -> Policy:
+        """The reference as a model of its own; another model than the policy, which was audited, is audited too."""
+        loaded = frozen(load_sharded(setup, source, workers, lora))
+        if other is not None:
+            audit_model(setup, loaded, other, workers, reporter)
+        return loaded
+
+    if setup.config.reference.mode == "live":
+        return dict.fromkeys(packers, LiveReference(load()))
+    if other is not None:
+        weights = workers.one_then_all(lambda: weights_fingerprint(other))
+    folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
+    workers.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=workers.is_first_here)
+    places = _places_of_references(setup, run, folder, weights, workers, reporter)
+    references: dict[str, Reference] = {}
+    for name, packer in packers.items():
+        with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
+
+            def advance(count: int, done: Callable[..., None] = done) -> None:
+                done(count)
+                check()
+
+            references[name] = cached_reference(
+                # Before the first update the policy is the reference, unless that is another model.
+                load if other is not None else lambda: policy,
+                packer,
+                workers,
+                place=folder / places[name],
+                progress=advance,
+                # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
+                portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
+            )
+    workers.agreed(
+        lambda: write_whole(run / REFERENCES, json.dumps(places, indent=1), "references"), by=workers.is_first
+    )
+    return references
+
+
+def _places_of_references(
+    setup: Setup, run: Path, folder: Path, weights: str, workers: Workers, reporter: Reporter
+) -> dict[str, str]:
+    """The folder of each set's reference in the cache. A resumed run keeps those it started with, as long as they are there.
+
+    What may change on a resume (the version of transformers, attention, shared prompts) changes them by rounding, or more.
+    """
+    policy = setup.config.policy
+    rounded = setup.reference_source is None and is_rounded(setup.source, setup.lora)
+    computed = {
+        "transformers": transformers.__version__,
+        # Weights loaded in bfloat16 are rounded in another way than weights that are cast to it.
+        "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
+        "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
+    }
+    packers = setup.packers()
+    places = {
+        name: reference_name(weights, packer.store.fingerprint, arrangement=packer.arrangement, **computed)
+        for name, packer in packers.items()
+    }
+    started = workers.from_first(lambda: _started_with(run) if checkpoints(setup.checkpoint_dir(run)) else {})
+    for name, packer in packers.items():
+        before = started.get(name, places[name])
+        if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
+            continue
+        # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
+        num_values = int(packer.store.num_scored_tokens.sum())
+        whole = workers.agreed(
+            lambda place=folder / before, num=num_values: is_sound(place, num), by=workers.is_first_here
+        )
+        if not workers.highest(whole is False):  # on any machine
+            places[name] = before
+        else:
+            reporter.warn(
+                f"the reference that {run} started with ({name}) is no longer in {folder}: it is computed again, with "
+                f"transformers {transformers.__version__}, and may differ by rounding."
+            )
+    return places
+
+
+def _started_with(run: Path) -> dict[str, str]:
+    """The folders of the references that a run was started with, by set; none where that is not known."""
+    try:
+        found = read_json(run / REFERENCES)
+    except ValueError:
+        return {}
+    kept = found.items() if isinstance(found, dict) else ()
+    return {name: folder for name, folder in kept if isinstance(folder, str) and is_reference_name(folder)}
+
+
+def audit_model(setup: Setup, policy: Policy, source: ModelSource, workers: Workers, reporter: Reporter) -> Audit:
+    """Packed = plain, for the policy or for a reference that is another model."""
+    model = f"{source.key} = {source.name}"
+    with policy.computing():
+        found = audit(policy, setup.train, workers, precision=setup.precision, model=model)
+    rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"
+    reporter.say(
+        f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
+        f"{found.plain_difference:.1e} nats a token"
+    )
+    if found.num_longer:
+        reporter.say(
+            f"  not audited: {found.num_longer:,} longer preferences, whose eager forward may not fit in memory"
+        )
+    return found
+
+
+def audit_start(
+    setup: Setup,
+    policy: Policy,
+    found: Audit,
+    references: dict[str, Reference],
+    workers: Workers,
+    reporter: Reporter,
+) -> None:
+    """Policy = reference where the reference is the start model; and what the start model makes of the data."""
+    same = setup.compares and setup.reference_source is None
+    if same:
+        with policy.computing():
+            difference = audit_reference(policy, found, references["train"], workers)
+        reporter.say(f"  policy = reference to {difference:.1e} nats a token")
+    else:
+        reporter.say(f"  policy and reference are not compared: {_why_not(setup)}")
+    reporter.say("Start model on the chosen completions")
+    packers = setup.packers()
+    for split, reference in references.items():
+        # Read from the start's cache over the whole set; without it there is only what the audit looked at.
+        if same and isinstance(reference, CachedReference):
+            nats = _chosen_nats(packers[split], reference)
+        elif split == "train":
+            nats = found.chosen_nats
+        else:
+            continue
+        reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
+
+
+def _why_not(setup: Setup) -> str:
+    return "the reference is another model" if setup.compares else "the loss has no reference"
+
+
+def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
+    """Mean loss per token of the best completions under the start model."""
+    total = tokens = 0.0
+    for index in range(min(len(packer.store), 10_000)):
+        preference = packer.store[index]
+        best = preference.pairs[0][0]
+        start = sum(len(preference.scored(number)) for number in range(best))
+        part = reference.of_preference(index)[start : start + len(preference.scored(best))]
+        total -= float(np.sum(part, dtype=np.float64))
+        tokens += len(part)
+    return total / tokens
