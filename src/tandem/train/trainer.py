@@ -14,7 +14,7 @@ from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.store.sets import of_set
 from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
-from tandem.model.checks.trial import long_sequences
+from tandem.model.checks.positions import long_sequences
 from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share

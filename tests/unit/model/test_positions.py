@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.load import load_config
 from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError
-from tandem.model.checks.trial import check_positions, long_sequences, position_limit
+from tandem.model.checks.positions import check_positions, long_sequences, position_limit
 from tandem.model.files.source import ModelSource
 from tandem.model.files.tiny import tiny_model
 from tandem.train import trainer

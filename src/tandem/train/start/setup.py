@@ -16,7 +16,7 @@ from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
-from tandem.model.checks.trial import check_positions
+from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.model.load import attention_in_words, attention_kind, check_packable, dropouts

@@ -1,0 +1,79 @@
+"""A model and sets in; out, which sequences are longer than the positions the model has, or was trained with."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from tandem.data.store.sets import Sets
+from tandem.errors import ConfigError
+from tandem.model.files.source import ModelSource
+from tandem.model.load import empty_model
+
+# Types whose tables of positions are no embeddings and no buffers.
+TABLES_ELSEWHERE = ("ctrl", "mpt")
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens that a model was made for; None where its configuration names no number.
+
+    YaRN extends `original_max_position_embeddings` by a factor, and some configurations keep the shorter number in
+    `max_position_embeddings`. For every other kind of RoPE scaling that is the extended number already.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer, in some
+    extended = [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or limit))
+        for kind in kinds
+        if kind.get("rope_type") == "yarn" and kind.get("factor")  # without one, the limit is the extended number
+    ]
+    return max([limit, *extended])
+
+
+def check_positions(sets: Sets, *models: ModelSource | None) -> None:
+    """Refuse sequences longer than a model's table of positions: the forward would fail there."""
+    for source, limit, found in _longer(sets, models):
+        if _has_table(source):
+            raise ConfigError(
+                f"{found}, and the model has no positions beyond {limit:,}. Set policy.max_total_sequence_length={limit}."
+            )
+
+
+def long_sequences(sets: Sets, *models: ModelSource | None) -> list[str]:
+    """A warning for each set with sequences longer than a model was made for."""
+    return [
+        f"{found}, and the model was made for {limit:,} (max_position_embeddings): beyond that its log-probabilities mean "
+        f"little. policy.max_total_sequence_length={limit} leaves such preferences to data.overlong."
+        for _, limit, found in _longer(sets, models)
+    ]
+
+
+def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
+    """Each model and its limit, and the beginning of a sentence about each set with sequences beyond it."""
+    for source in models:
+        if source is None or (limit := position_limit(source.config)) is None:
+            continue
+        for name, store in sets.by_split().items():
+            if count := int((store.longest > limit).sum()):
+                yield (
+                    source,
+                    limit,
+                    f"{source.key} = {source.name}: {count:,} of {len(store):,} preferences in {name} are too long for it: the "
+                    f"longest has {int(store.longest.max()):,} tokens",
+                )
+
+
+def _has_table(source: ModelSource) -> bool:
+    """Whether positions are looked up, rather than computed."""
+    if source.config.get_text_config().model_type in TABLES_ELSEWHERE:
+        return True
+    model = empty_model(source)
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    # GPT-J and CodeGen keep sines and cosines of each position; XGLM's table, called weights, grows.
+    buffers = [name for name, buffer in model.named_buffers() if buffer.dim() > 1]
+    last = [name.rpartition(".")[2] for name in (*embeddings, *buffers)]
+    return any("pos" in name or name == "wpe" for name in last)
