@@ -14,7 +14,7 @@ from tandem.config.checkpointing import Checkpointing
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.data.sets import of_set
-from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
+from tandem.errors import AuditError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.positions import long_sequences
 from tandem.model.workers import Workers, compute_deterministically, start_workers
 from tandem.ownership import remove_abandoned
@@ -24,7 +24,7 @@ from tandem.packing.schedule import GlobalBatch
 from tandem.train.agreement import derived, refuse_different_ranks
 from tandem.train.build import Training, build
 from tandem.train.checkpoint import Progress, checkpoints, refuse_in_the_way, step_of
-from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_best
+from tandem.train.early_stopping import is_exhausted, must_be_kept, put_back_exported
 from tandem.train.extension import check_extension, refuse_shortening
 from tandem.train.finish import finish, write_per_pair
 from tandem.train.memory import out_of_memory
@@ -152,13 +152,8 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
     if not t.workers.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), loaded, per_pair)
-    elif t.progress.step < t.setup.num_steps and not is_exhausted(t):
-        raise CheckpointError(
-            f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "
-            "measure. Train again, with --fresh."
-        )
     elif per_pair is not None:
-        put_back_best(t)
+        put_back_exported(t, per_pair)
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
 
