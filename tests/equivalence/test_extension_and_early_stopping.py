@@ -1,6 +1,7 @@
 """A finished run that is extended = one that was that long from the start; a run that stops early exports its best step."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -309,6 +310,37 @@ def test_every_pair_of_a_run_that_stopped_early_is_of_the_exported_step(tmp_path
     short_run(tmp_path / "run", *data, *EARLY, per_pair=pairs[1])
     short_run(tmp_path / "two", *data, "dpo.val_period=1", "dpo.max_num_steps=2", per_pair=pairs[2])
     assert pairs[0].read_bytes() == pairs[1].read_bytes() == pairs[2].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # the last step was exported, and by what is set now an earlier one would have been
+        ("dpo.early_stopping_patience=null", "dpo.early_stopping_patience=1"),
+        # an earlier one was exported
+        ("dpo.early_stopping_patience=2", "dpo.early_stopping_patience=null"),
+        ("dpo.early_stopping_patience=2", "checkpointing.metric_name=val_sft_loss"),
+    ],
+)
+def test_every_pair_of_a_finished_run_is_of_the_exported_step_whatever_is_set_since(
+    tmp_path, data, measured, before, after
+):
+    four = [*data, *EARLY, "dpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.keep_top_k=9"]
+    pairs = [tmp_path / "while.jsonl", tmp_path / "after.jsonl"]
+    short_run(tmp_path / "run", *four, before, per_pair=pairs[0])
+    short_run(tmp_path / "run", *four, before, after, per_pair=pairs[1])
+    assert pairs[0].read_bytes() == pairs[1].read_bytes()
+
+
+def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_path, data, measured):
+    run = short_run(tmp_path / "run", *data, *EARLY)
+    shutil.rmtree(run / "checkpoints/step_2")
+    with pytest.raises(CheckpointError) as error:
+        short_run(run, *data, *EARLY, per_pair=tmp_path / "pairs")
+    assert str(error.value) == (
+        f"--per-pair {tmp_path}/pairs: {run} is finished, but the checkpoint of step 2, which it exported, is gone or damaged, "
+        "so there is nothing to measure. Train again, with --fresh."
+    )
 
 
 @pytest.mark.parametrize(

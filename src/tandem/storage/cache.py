@@ -61,11 +61,16 @@ def sha256_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """SHA-256 of a file; of a large one remembered by its size, time and inode, so that it is hashed once."""
+    """SHA-256 of a file; of a large one remembered by its size, times and inode, so that it is hashed once.
+
+    The time of modification alone may be that of another content: archives and copies put an old one back. That of the last
+    change (ctime) nobody can set.
+    """
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
         return sha256_of(path)
-    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    times = stat.st_mtime_ns, stat.st_ctime_ns
+    note = cache_dir() / "hashes" / fingerprint(str(path.resolve()), stat.st_size, *times, stat.st_ino)
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
     digest = sha256_of(path)

@@ -13,7 +13,7 @@ from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.store.sets import of_set
-from tandem.errors import AuditError, CheckpointError, DefectError, NonFiniteError, StoppedError, ToldError
+from tandem.errors import AuditError, DefectError, NonFiniteError, StoppedError, ToldError
 from tandem.model.checks.positions import long_sequences
 from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers
 from tandem.packing.batches import GlobalBatch, load_ahead
@@ -33,7 +33,7 @@ from tandem.train.run.directory import (
     is_finished,
     refuse_others_checkpoints,
 )
-from tandem.train.run.early_stopping import is_exhausted, must_be_kept, put_back_best
+from tandem.train.run.early_stopping import is_exhausted, must_be_kept, put_back_exported
 from tandem.train.run.extension import check_extension, refuse_shortening
 from tandem.train.run.finish import finish, write_per_pair
 from tandem.train.run.stopping import Stopping, stopped_by_signals
@@ -150,13 +150,8 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
     if not t.workers.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), loaded, per_pair)
-    elif t.progress.step < t.setup.num_steps and not is_exhausted(t):
-        raise CheckpointError(
-            f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of its last step is gone, so there is nothing to "
-            "measure. Train again, with --fresh."
-        )
     elif per_pair is not None:
-        put_back_best(t)
+        put_back_exported(t, per_pair)
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
 

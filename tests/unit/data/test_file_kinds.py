@@ -344,6 +344,15 @@ def test_a_csv_row_with_another_number_of_fields_is_refused_and_the_next_one_rea
     assert after.value == {"a": "1", "b": "2", "c": "3"}
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_the_header_of_a_joined_csv_file_is_refused_and_the_next_row_read(read, tmp_path, mark):
+    file = mark + b"prompt,chosen,rejected\n"
+    before, header, after = read("pairs.csv", file + b"Hi,yes,no\n" + file + b"prompt,yes,rejected\n")
+    assert str(header) == f"{tmp_path}/pairs.csv:3: the header again, as where files were joined. Remove this line."
+    assert header.reason == "repeated header"
+    assert [before.value["chosen"], after.value["chosen"]] == ["yes", "yes"]
+
+
 def test_a_csv_row_that_is_not_utf8_is_refused_and_the_next_one_read(read, tmp_path):
     first, over_lines, after = read("pairs.csv", b'a,b\n1,\xff\n2,"x\n\xe9"\n3,4\n')
     assert str(first) == f"{tmp_path}/pairs.csv:2: not UTF-8 at byte 2 of line 2. Save the file as UTF-8."

@@ -417,6 +417,25 @@ def test_the_same_content_in_the_same_place_is_tokenised_once(source, monkeypatc
     assert opened(source).folder == first.folder
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_nothing(source, cache, monkeypatch):
+    """Else its new rows would be kept under the name of the old ones, and taken for them once they are back."""
+    write_store = store_module.write_store
+
+    def changed_meanwhile(*given):
+        write(source, pair(chosen="never"))
+        return write_store(*given)
+
+    write(source, pair(chosen="yes"))
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(store_module, "write_store", changed_meanwhile)
+        assert refusal(source, LENIENT) == (
+            f"{source}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start again "
+            "when it is complete."
+        )
+    write(source, pair(chosen="yes"))
+    assert opened(source)[0].completions[0].tolist() == [*ids("yes"), EOS]
+
+
 def test_the_same_content_in_another_place_is_another_store_with_its_own_places(source, tmp_path):
     write(source, pair())
     copy = tmp_path / "copy.jsonl"

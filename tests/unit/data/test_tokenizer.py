@@ -11,7 +11,7 @@ from sentences import library, model
 from transformers import AutoConfig, AutoTokenizer
 
 from tandem.data.text.sentencepiece_model import SentencePiece
-from tandem.data.text.tokenizer import check_export, load_tokenizer
+from tandem.data.text.tokenizer import check_export, load_tokenizer, state_of
 from tandem.errors import ConfigError
 
 TEXTS = ["Hi", " how  far\n", "a</s>b", "<turn>x <extra_id_1>y", "é 東京 😀"]
@@ -173,3 +173,31 @@ def test_a_model_that_an_export_could_not_hold_is_refused():
 
 def test_a_tokenizer_of_transformers_own_needs_no_such_check():
     check_export(letter_tokenizer(), Path("letters"), None)
+
+
+def ctrl_folder(folder: Path, merges: list[str], **settings: object) -> Path:
+    """A tokenizer that transformers computes in Python, with the same vocabulary whatever its merges."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = ["<unk>", "<eos>", *(f"{letter}@@" for letter in letters), *letters, "th@@", "the", "he"]
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    named = {"tokenizer_class": "CTRLTokenizer", "unk_token": "<unk>", "eos_token": "<eos>", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def test_tokenizers_with_one_vocabulary_and_other_merges_or_settings_are_told_apart(tmp_path):
+    the, he = ["t h", "th e</w>"], ["h e</w>"]
+    one = load_tokenizer(ctrl_folder(tmp_path / "one", the))
+    other = load_tokenizer(ctrl_folder(tmp_path / "other", he))
+    lower = load_tokenizer(ctrl_folder(tmp_path / "lower", the, do_lower_case=True))
+    assert one.get_vocab() == other.get_vocab()
+    assert one("the")["input_ids"] != other("the")["input_ids"]
+    assert len({state_of(tokenizer) for tokenizer in (one, other, lower)}) == 3
+
+
+def test_a_tokenizer_computed_in_python_is_the_same_once_exported(tmp_path):
+    one = load_tokenizer(ctrl_folder(tmp_path / "one", ["t h"]))
+    one.save_pretrained(str(tmp_path / "exported"))
+    assert state_of(load_tokenizer(tmp_path / "exported")) == state_of(one)

@@ -255,6 +255,10 @@ def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any,
                 damaged.clear()
                 yield number, RowError(f"{path}:{number}", "not UTF-8", f"{message}. Save the file as UTF-8."), 0
                 continue
+            if [texts[0].removeprefix("\ufeff"), *texts[1:]] == names:
+                message = "the header again, as where files were joined. Remove this line."
+                yield number, RowError(f"{path}:{number}", "repeated header", message), 0
+                continue
             if len(texts) != len(names):
                 message = f"{len(texts)} fields where the header has {len(names)}."
                 yield number, RowError(f"{path}:{number}", "wrong number of fields", message), 0

@@ -162,8 +162,19 @@ def _make(
         chunks = _chunks(files, progress, data.max_expansion)
         rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
         facts = write_store(processes.prepared(recipe, chunks, _num_workers(data, files)), aside, rejects_bytes)
+        _refuse_changed(files, made_of)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
+
+
+def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
+    """A store is named after the content that its files had before they were read: it may hold nothing else."""
+    for file, (name, _, content) in zip(files, made_of["sources"], strict=True):
+        if not file.path.is_file() or content_of(file.path) != content:
+            raise DataError(
+                f"{name}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start again "
+                "when it is complete."
+            )
 
 
 def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:

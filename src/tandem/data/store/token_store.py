@@ -14,7 +14,7 @@ from tandem.data.store.writer import SCHEMA
 from tandem.data.text.tokens import TokenizedPreference
 
 # Raised whenever the same input would give other tokens or another layout.
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
 LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
 # Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
 PLAIN = "How far is the moon?"
+# Settings of a tokenizer that do not change how it encodes a text, or that are known elsewhere.
+NO_STATE = (
+    "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
+    "name_or_path", "padding_side", "processor_class", "tokenizer_class", "transformers_version", "truncation_side",
+)  # fmt: skip
 PROBES = (PLAIN, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
 
 
@@ -133,8 +138,28 @@ def state_of(tokenizer: Any) -> str:
     if isinstance(tokenizer, SentencePiece):
         return hashlib.sha256(tokenizer.model).hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    state = backend.to_str() if backend is not None else _state_in_python(tokenizer)
     return hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _state_in_python(tokenizer: Any) -> str:
+    """Of one that transformers computes in Python, with merges or pieces in files of its own, and with settings.
+
+    CTRL's vocabulary is a set of tokens; which letters become which of them is said by merges.txt.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress(NotImplementedError):  # has no files
+            tokenizer.save_vocabulary(folder)
+        files = {file.name: content_of(file) for file in sorted(Path(folder).iterdir())}
+    others = {*NO_STATE, *tokenizer.special_tokens_map}  # special tokens are among those added
+    settings = {
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if isinstance(value, str | int | float) and name not in others and not name.endswith("_file")
+    }
+    added = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    state = [type(tokenizer).__name__, tokenizer.get_vocab(), files, settings, added]
+    return json.dumps(state, sort_keys=True)
 
 
 def fast_backend(tokenizer: Any) -> Any | None:

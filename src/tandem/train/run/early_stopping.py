@@ -11,6 +11,7 @@ from tandem.errors import CheckpointError
 from tandem.report.verdicts import Verdict
 from tandem.storage.cache import read_manifest
 from tandem.train.checkpoint.checkpoints import checkpoints, load_weights, step_of
+from tandem.train.run.extension import exported_step
 from tandem.train.start.build import Training
 
 
@@ -45,6 +46,30 @@ def put_back_best(t: Training) -> EarlyStop | None:
     t.progress = replace(t.progress, step=step_of(place))
     helped = t.workers.from_first(lambda: t.ranking.better_start() is None)
     return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text), helped)
+
+
+def put_back_exported(t: Training, per_pair: Path) -> None:
+    """The weights that a finished run exported, whatever decides now which step is the best, for the file `per_pair`."""
+    place = t.workers.from_first(lambda: _exported(t, per_pair))
+    if step_of(place) != t.progress.step:
+        load_weights(place, t.policy)
+        t.progress = replace(t.progress, step=step_of(place))
+
+
+def _exported(t: Training, per_pair: Path) -> Path:
+    """The checkpoint of the exported step, verified unless it is the one that was loaded."""
+    place = t.saver.folder / f"step_{exported_step(t.run, t.setup.num_steps)}"
+    try:
+        if step_of(place) != t.progress.step:
+            read_manifest(place)
+    except ValueError:
+        is_last = step_of(place) == t.setup.num_steps
+        which = "its last step is gone" if is_last else f"step {step_of(place)}, which it exported, is gone or damaged"
+        raise CheckpointError(
+            f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of {which}, so there is nothing to measure. Train "
+            "again, with --fresh."
+        ) from None
+    return place
 
 
 def _best(t: Training) -> tuple[Path, str]:

@@ -113,16 +113,21 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
     if resumed != trained:
         raise CheckpointError(_damaged(run, trained))
     _copy(run / "metrics.jsonl", free_path(run, f"metrics.step_{trained}", ".jsonl"))
-    kept = (run / "model").rename(free_path(run, f"model.step_{_exported_step(run, trained)}"))
+    kept = (run / "model").rename(free_path(run, f"model.step_{exported_step(run, trained)}"))
     sync_file(run)
     write_whole(run / "config.yaml", config, "config")
     return kept
 
 
-def _exported_step(run: Path, trained: int) -> int:
-    """The last one, unless the run stopped early: then its export was validated, and its line has the step."""
-    exported = [one["step"] for one in _records(run / "metrics.jsonl") if one["split"].startswith("exported-")]
-    return exported[-1] if exported else trained
+def exported_step(run: Path, num_steps: int) -> int:
+    """The step whose weights a finished run exported: its export was validated, and that line has the step.
+
+    Where nothing is validated it is the last one trained. num_steps: that one, where metrics.jsonl is lost.
+    """
+    records = _records(run / "metrics.jsonl")
+    exported = [one["step"] for one in records if one["split"].startswith("exported-")]
+    trained = [one["step"] for one in records if one["split"] == "train"]
+    return (exported or trained or [num_steps])[-1]
 
 
 def _copy(source: Path, target: Path) -> None:
