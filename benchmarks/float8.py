@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tandem.config.load import load_config
 from tandem.errors import TandemError
 from tandem.model.distributed.layers import decoder_layers
-from tandem.model.distributed.process_group import Workers, start_workers, stop_workers
+from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import Setup, set_up
 
@@ -107,15 +107,15 @@ def _product(left: Tensor, right: Tensor, factor: Tensor, dtype: torch.dtype, *,
 # Two cuts of the same preferences
 
 
-def logps(setup: Setup, workers: Workers, cuts: list[Any], *, float8: bool) -> list[np.ndarray]:
+def logps(setup: Setup, ranks: Ranks, cuts: list[Any], *, float8: bool) -> list[np.ndarray]:
     """Of every completion, in the order of their preferences, each cut computed by itself."""
-    policy = load_sharded(setup, setup.source, workers)
+    policy = load_sharded(setup, setup.source, ranks)
     if float8:
         compute_in_float8(decoder_layers(policy))
     found: dict[int, list[np.ndarray]] = {}
     for chosen in cuts:
         for pack in setup.train.micro_batches(np.array(chosen)):
-            inputs = policy.inputs(pack, workers.device)
+            inputs = policy.inputs(pack, ranks.device)
             with torch.no_grad():
                 values = policy(inputs)[: inputs.num_scored].double().cpu().numpy()
             parts = iter(np.split(values, np.cumsum(pack.completion_lengths)[:-1]))
@@ -139,22 +139,22 @@ def main() -> None:
         "data.max_filtered_share=0.9",
         f"policy.train_global_batch_size={o.preferences}",
     ]
-    workers = start_workers()
+    ranks = join_process_group()
     try:
-        setup = set_up(load_config(None, given).config, workers.device)
+        setup = set_up(load_config(None, given).config, ranks.device)
     except TandemError as error:
         raise SystemExit(f"float8.py: {error}") from None
     together, alone = [range(o.preferences)], [[number] for number in range(o.preferences)]
     results = {}
     print(f"{'':<30} {'a token':>10} {'a completion':>14} {'a pair':>10}")
     for name, float8 in (("bfloat16", False), ("products in float8", True)):
-        one, other = (logps(setup, workers, cuts, float8=float8) for cuts in (together, alone))
+        one, other = (logps(setup, ranks, cuts, float8=float8) for cuts in (together, alone))
         tokens = np.mean([abs(a - b).mean() for a, b in zip(one, other, strict=True)])
         sums = np.array([(a - b).sum() for a, b in zip(one, other, strict=True)])
         pairs = sums[::2] - sums[1::2]
         results[name] = [float(tokens), float(np.sqrt((sums**2).mean())), float(np.sqrt((pairs**2).mean()))]
         print(f"{name:<30} {results[name][0]:>10.4f} {results[name][1]:>14.3f} {results[name][2]:>10.3f}", flush=True)
-    stop_workers()
+    leave_process_group()
     print(json.dumps({"benchmark": "float8", "preferences": o.preferences, "differences": results}))
 
 

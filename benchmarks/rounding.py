@@ -17,7 +17,7 @@ import torch
 from options import options_of
 
 from tandem.config.load import load_config
-from tandem.model.distributed.process_group import Workers, start_workers, stop_workers
+from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.model.policy import Policy
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import Setup, set_up
@@ -40,7 +40,7 @@ class Cut:
         return np.array([float(reduce(self.logps[i, 0]) - reduce(self.logps[i, 1])) for i in sorted(firsts)])
 
 
-def made(o: argparse.Namespace, precision: str, weights: str, length: int, workers: Workers) -> tuple[Setup, Policy]:
+def made(o: argparse.Namespace, precision: str, weights: str, length: int, ranks: Ranks) -> tuple[Setup, Policy]:
     overrides = [
         f"policy.model_name={o.model}",
         f"data.train.data_path={o.data}",
@@ -52,8 +52,8 @@ def made(o: argparse.Namespace, precision: str, weights: str, length: int, worke
         "policy.compile=false",
         "data.drop_last=false",
     ]
-    setup = set_up(load_config(None, overrides).config, workers.device)
-    return setup, load_sharded(setup, setup.source, workers)
+    setup = set_up(load_config(None, overrides).config, ranks.device)
+    return setup, load_sharded(setup, setup.source, ranks)
 
 
 @torch.no_grad()
@@ -136,14 +136,14 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt and completion together")
     parser.add_argument("--rows", type=int, nargs=2, default=[8192, 4096], help="row lengths of the two cuts")
     o = parser.parse_args()
-    workers = start_workers()
+    ranks = join_process_group()
     rng = np.random.default_rng(0)
-    setup, policy = made(o, "float32", "float32", o.rows[0], workers)
+    setup, policy = made(o, "float32", "float32", o.rows[0], ranks)
     order = np.arange(min(o.preferences, len(setup.train.store)))
     exact = computed(setup, policy, order)
-    setup, policy = made(o, "bfloat16", o.weights, o.rows[1], workers)
+    setup, policy = made(o, "bfloat16", o.weights, o.rows[1], ranks)
     other = computed(setup, policy, rng.permutation(order))
-    setup, policy = made(o, "bfloat16", o.weights, o.rows[0], workers)
+    setup, policy = made(o, "bfloat16", o.weights, o.rows[0], ranks)
     cut = computed(setup, policy, order)
     pairs = [(float(cut.logps[key].sum()), float(other.logps[key].sum())) for key in cut.logps]
     found = {
@@ -166,7 +166,7 @@ def main() -> None:
             {"benchmark": "rounding", **vars(o), "torch": torch.__version__, **found, "audit": seen, "gradients": sums}
         )
     )
-    stop_workers()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Simulation:
     """Pairs, the workers that compute them, and the settings they share."""
 
     pairs: Pairs
-    workers: int
+    ranks: int
     pairs_per_batch: int
     pack_length: int
     hidden_size: int
@@ -152,13 +152,13 @@ class Simulation:
         return [step(self.pairs[chosen]) for chosen in numbers]
 
     def auto_lengths(self) -> tuple[int, ...]:
-        per_worker = self.pairs_per_batch * self.pairs.sizes.mean() / self.workers
+        per_worker = self.pairs_per_batch * self.pairs.sizes.mean() / self.ranks
         return row_lengths(max(int(self.pairs.sizes.max()), min(self.pack_length, int(per_worker / ROWS_PER_BATCH))))
 
     def _shared_out(self, pairs: Pairs, lengths: tuple[int, ...]) -> Step:
         sizes, costs = pairs.sizes, pairs.costs(self.hidden_size)
         bins = first_fit_decreasing(sizes, lengths[-1])
-        rounds = share_out(bins, sizes, costs, lengths=lengths, num_workers=self.workers, tightly=True)
+        rounds = share_out(bins, sizes, costs, lengths=lengths, num_ranks=self.ranks, tightly=True)
         positions = np.array([[round.length * (len(pack) > 0) for pack in round.packs] for round in rounds])
         attention = np.array([[(costs - sizes)[pack].sum() for pack in round.packs] for round in rounds])
         return Step(positions, positions + attention, int(sizes.sum()), float(costs.sum()))
@@ -179,22 +179,22 @@ class Simulation:
         attention = np.array([(costs - sizes)[pack].sum() for pack in packs])
         positions = np.full(len(packs), self.pack_length)
         return Step(
-            dealt(positions, self.workers),
-            dealt(positions + attention, self.workers),
+            dealt(positions, self.ranks),
+            dealt(positions + attention, self.ranks),
             int(sizes.sum()),
             float(costs.sum()),
         )
 
     def _padded(self, pairs: Pairs) -> Step:
-        together = min(PAIRS_PER_MICRO_BATCH, -(-len(pairs) // self.workers))
+        together = min(PAIRS_PER_MICRO_BATCH, -(-len(pairs) // self.ranks))
         starts = np.arange(0, len(pairs), together)
         longest = np.maximum.reduceat(pairs.sequences.max(1), starts)
         rows = 2 * np.diff(np.append(starts, len(pairs)))
         none = np.zeros(0, np.int64)
         cost_of_row = row_cost(longest, none, np.zeros_like(longest), hidden_size=self.hidden_size)
         return Step(
-            dealt(rows * longest, self.workers),
-            dealt(rows * cost_of_row, self.workers),
+            dealt(rows * longest, self.ranks),
+            dealt(rows * cost_of_row, self.ranks),
             int(pairs.sequences.sum()),
             float(pairs.costs(self.hidden_size).sum()),
         )
@@ -204,9 +204,9 @@ def by_length(pairs: Pairs) -> np.ndarray:
     return np.argsort(-pairs.sequences.max(1), kind="stable")
 
 
-def dealt(values: np.ndarray, workers: int) -> np.ndarray:
+def dealt(values: np.ndarray, ranks: int) -> np.ndarray:
     """In turn, round by round, zeros where there is no more: 1 2 3 for two workers -> [[1, 2], [3, 0]]."""
-    return np.pad(values, (0, -len(values) % workers)).reshape(-1, workers)
+    return np.pad(values, (0, -len(values) % ranks)).reshape(-1, ranks)
 
 
 def in_order(sizes: np.ndarray, capacity: int) -> Bins:
@@ -221,7 +221,7 @@ def in_order(sizes: np.ndarray, capacity: int) -> Bins:
 
 
 def measures(steps: Sequence[Step]) -> dict[str, float]:
-    workers = steps[0].costs.shape[1]
+    ranks = steps[0].costs.shape[1]
     per_worker = np.array([step.costs.sum(0) for step in steps])  # [steps, workers]
     by_round = sum(float(step.costs.max(1).sum()) for step in steps)
     found = {
@@ -230,7 +230,7 @@ def measures(steps: Sequence[Step]) -> dict[str, float]:
         "imbalance": float((per_worker.max(1) / per_worker.mean(1)).mean()),
         "idle": 1 - float(per_worker.mean(1).sum() / per_worker.max(1).sum()),
         "by round": max(0.0, 1 - float(per_worker.mean(1).sum()) / by_round),  # one worker: rounding below zero
-        "useful": sum(step.least_cost for step in steps) / (workers * by_round),
+        "useful": sum(step.least_cost for step in steps) / (ranks * by_round),
     }
     return {name: round(value, 4) for name, value in found.items()}
 
@@ -243,10 +243,10 @@ def epochs(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[st
     order = np.random.default_rng(options.seed).permutation(len(pairs))
     num_steps = len(pairs) // PAIRS_PER_BATCH
     rows = []
-    for workers in (1, 8):
-        run = Simulation(pairs[order], workers, PAIRS_PER_BATCH, options.pack_length, options.hidden_size)
+    for ranks in (1, 8):
+        run = Simulation(pairs[order], ranks, PAIRS_PER_BATCH, options.pack_length, options.hidden_size)
         for method, length in (("batch", options.pack_length), ("batch, auto", run.auto_lengths()[-1])):
-            row = {"set": name, "workers": workers, "pairs": PAIRS_PER_BATCH, "method": method, "length": length}
+            row = {"set": name, "workers": ranks, "pairs": PAIRS_PER_BATCH, "method": method, "length": length}
             rows.append(row | measures(run.steps(method, num_steps)))
             show(rows[-1], name[:28])
     return rows
@@ -269,13 +269,13 @@ def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, An
     """Every method on every number of workers, for batches of 256 pairs and of 16 a worker."""
     rows = []
     for batch in ("fixed", "growing"):
-        for workers in options.workers:
-            per_batch = PAIRS_PER_BATCH if batch == "fixed" else PAIRS_PER_WORKER * workers
+        for ranks in options.ranks:
+            per_batch = PAIRS_PER_BATCH if batch == "fixed" else PAIRS_PER_WORKER * ranks
             num_steps = min(MAX_STEPS, len(pairs) // per_batch)
-            run = Simulation(pairs, workers, per_batch, options.pack_length, options.hidden_size)
+            run = Simulation(pairs, ranks, per_batch, options.pack_length, options.hidden_size)
             for method in METHODS:
                 length = {"batch, auto": run.auto_lengths()[-1]}.get(method, options.pack_length)
-                row = {"batch": batch, "workers": workers, "pairs": per_batch, "method": method, "length": length}
+                row = {"batch": batch, "workers": ranks, "pairs": per_batch, "method": method, "length": length}
                 rows.append(row | measures(run.steps(method, num_steps)))
                 show(rows[-1], f"{per_batch:,} pairs")
     return rows
@@ -308,7 +308,7 @@ PLOTTED = {"by round": "idle share, waiting by round", "fill": "fill", "useful":
 COLOURS = ["#0b5fa5", "#3fa7d6", "#2e7d32", "#8e5bb5", "#b3261e", "#d9822b", "#8a6d3b"]
 
 
-def plot(rows: list[dict[str, Any]], workers: list[int]) -> str:
+def plot(rows: list[dict[str, Any]], ranks: list[int]) -> str:
     """Two columns of panels."""
     parts: list[str] = []
     for column, batch in enumerate(("fixed", "growing")):
@@ -317,17 +317,17 @@ def plot(rows: list[dict[str, Any]], workers: list[int]) -> str:
         x = 60 + column * (PANEL_WIDTH + 60)
         parts.append(text(x + PANEL_WIDTH / 2, 24, title, anchor="middle", weight="bold"))
         for number, (metric, name) in enumerate(PLOTTED.items()):
-            parts += panel(of_batch, workers, metric, name, x, 50 + number * (PANEL_HEIGHT + 66))
+            parts += panel(of_batch, ranks, metric, name, x, 50 + number * (PANEL_HEIGHT + 66))
     for number, method in enumerate(METHODS):
         x, y = 60 + number % 4 * 200, 756 + number // 4 * 24
         parts += key(x, y, method, COLOURS[number], dash(method))
     return svg(WIDTH, HEIGHT, parts)
 
 
-def panel(rows: list[dict[str, Any]], workers: list[int], metric: str, name: str, left: float, top: float) -> list[str]:
+def panel(rows: list[dict[str, Any]], ranks: list[int], metric: str, name: str, left: float, top: float) -> list[str]:
     def x(count: int) -> float:
-        span = np.log2(workers[-1] / workers[0]) or 1
-        return left + PANEL_WIDTH * float(np.log2(count / workers[0]) / span)
+        span = np.log2(ranks[-1] / ranks[0]) or 1
+        return left + PANEL_WIDTH * float(np.log2(count / ranks[0]) / span)
 
     def y(share: float) -> float:
         return top + PANEL_HEIGHT * (1 - share)
@@ -336,7 +336,7 @@ def panel(rows: list[dict[str, Any]], workers: list[int], metric: str, name: str
     for share in (0, 0.25, 0.5, 0.75, 1):
         parts.append(rule(left, y(share), PANEL_WIDTH))
         parts.append(text(left - 8, y(share) + 4, f"{share:.0%}", anchor="end"))
-    parts += [text(x(count), top + PANEL_HEIGHT + 18, f"{count:,}", anchor="middle") for count in workers]
+    parts += [text(x(count), top + PANEL_HEIGHT + 18, f"{count:,}", anchor="middle") for count in ranks]
     parts.append(text(left + PANEL_WIDTH / 2, top + PANEL_HEIGHT + 36, "workers", anchor="middle"))
     for method, colour in zip(METHODS, COLOURS, strict=True):
         points = [(x(row["workers"]), y(row[metric])) for row in rows if row["method"] == method]
@@ -373,7 +373,7 @@ def main() -> None:
     heading("a batch of")
     rows = many_workers(pool, options)
     if options.plot:
-        Path(options.plot).write_text(plot(rows, options.workers), encoding="utf-8")
+        Path(options.plot).write_text(plot(rows, options.ranks), encoding="utf-8")
     missed = missed_targets(of_sets, sets, options.pack_length)
     for target in missed:
         print(f"missed: {target}")

@@ -31,7 +31,12 @@ from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.model.attention.pack_attention import IMPLEMENTATION
 from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute, shard
-from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers, stop_workers
+from tandem.model.distributed.process_group import (
+    Ranks,
+    compute_deterministically,
+    join_process_group,
+    leave_process_group,
+)
 from tandem.model.lora.joined import join_adapters
 from tandem.model.policy import Policy, auto_head_chunk
 from tandem.model.reference import NoReference, compute_reference
@@ -40,7 +45,7 @@ from tandem.packing.layout import Arrangement, join, lay_out
 from tandem.packing.packer import Packer, row_lengths
 from tandem.train.optimizer import make_optimizer
 from tandem.train.step import PendingStep, StepReport, train_step
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 
 PROFILED = 2  # steps
 # What a kernel is for, by a part of its name; the first that fits.
@@ -147,7 +152,7 @@ class Bench:
     """A model, its optimizer and its packer; everything is compiled before the clock starts."""
 
     options: argparse.Namespace
-    workers: Workers
+    ranks: Ranks
     policy: Policy
     packer: Packer
     store: PairsInMemory
@@ -157,7 +162,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        return self.workers.device
+        return self.ranks.device
 
     def batches(self) -> list[GlobalBatch]:
         return Batches(self.store.num_pairs, self.options.pairs).epoch(0)
@@ -177,7 +182,7 @@ class Bench:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
         # Reference numbers cost nothing while training (they are read from a cache): zeros replace them.
-        side = Side(NoReference(), self.config.dpo, self.workers, precision)
+        side = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
         batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
@@ -200,7 +205,7 @@ class Bench:
 
         def seconds() -> float:
             started = time.perf_counter()
-            compute_reference(self.policy, self.packer, self.workers, None, lambda done: None)
+            compute_reference(self.policy, self.packer, self.ranks, None, lambda done: None)
             return time.perf_counter() - started
 
         seconds()  # the first pass without gradients compiles the layers again
@@ -208,7 +213,7 @@ class Bench:
 
 
 def prepared(o: argparse.Namespace) -> Bench:
-    workers = start_workers()
+    ranks = join_process_group()
     optimizer = {"state_dtype": o.state_dtype}
     config = Config.model_validate({"policy": {"weights": o.weights, "optimizer": optimizer}})
     num_pairs = o.completions * (o.completions - 1) // 2
@@ -233,18 +238,18 @@ def prepared(o: argparse.Namespace) -> Bench:
     arrangement: Arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
     packer = Packer(store.as_store(), sizes, lengths, arrangement, o.packs, "first_fit_decreasing")
     tell("making the model")
-    policy = made_policy(o, workers.device)
+    policy = made_policy(o, ranks.device)
     num_trunk = sum(
         p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)
-    shard(policy, workers, bfloat16=workers.device.type == "cuda")
-    if workers.device.type == "cuda" and not o.no_compile:
+    shard(policy, ranks, bfloat16=ranks.device.type == "cuda")
+    if ranks.device.type == "cuda" and not o.no_compile:
         compile_layers(policy)
     trained = (parameter for _, parameter in policy.trained())
     made = make_optimizer(trained, config.policy, seed=0)
-    return Bench(o, workers, policy, packer, store, config, made, num_trunk)
+    return Bench(o, ranks, policy, packer, store, config, made, num_trunk)
 
 
 def where_time_goes(bench: Bench) -> dict[str, float]:
@@ -377,7 +382,7 @@ def main() -> None:
     }
     if options.profile and cuda:
         result["where_time_goes"] = where_time_goes(bench)
-    stop_workers()
+    leave_process_group()
     for name, value in result.items():
         print(f"{name:>26}  {value}")
     print(json.dumps(result))

@@ -11,7 +11,7 @@ from pathlib import Path
 from bfloat16_products import with_bfloat16_products
 
 from tandem.config.load import load_config
-from tandem.model.distributed.process_group import stop_workers
+from tandem.model.distributed.process_group import leave_process_group
 from tandem.report.reporter import Reporter
 from tandem.train.trainer import train
 
@@ -35,9 +35,9 @@ def start(count: int, command: list[str], folder: Path) -> list[subprocess.Popen
 
 def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
     """Train several runs, given by their overrides, one after another; what each worker printed."""
-    workers = start(count, [sys.executable, __file__, json.dumps(runs)], folder)
-    said = [worker.communicate(timeout=600) for worker in workers]
-    for worker, (out, err) in zip(workers, said, strict=True):
+    ranks = start(count, [sys.executable, __file__, json.dumps(runs)], folder)
+    said = [worker.communicate(timeout=600) for worker in ranks]
+    for worker, (out, err) in zip(ranks, said, strict=True):
         assert worker.returncode == 0, out + err
     return [out for out, _ in said]
 
@@ -46,4 +46,4 @@ if __name__ == "__main__":
     for overrides in json.loads(sys.argv[1]):
         with with_bfloat16_products() if "policy.precision=bfloat16" in overrides else nullcontext():
             train(load_config(None, overrides), Reporter())
-    stop_workers()
+    leave_process_group()

@@ -102,7 +102,7 @@ class DefectError(TandemError):
     exit_code = 1
 
 
-class ToldError(TandemError):
+class AlreadyReportedError(TandemError):
     """Another worker could not go on and says why: this one ends with it, in silence."""
 
     def __init__(self, exit_code: int):

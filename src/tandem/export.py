@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantised, merged
 from tandem.model.policy import Policy
@@ -26,7 +26,7 @@ from tandem.storage.cache import published
 AT_ONCE = 1 << 26
 
 
-def rounded_by_chance(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
+def rounded_stochastically(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
     """Each number rounded to one of its two neighbours, the nearer one with the greater probability: right on average.
 
     Weights that training cast by chance to bfloat16 become what it computed with.
@@ -59,7 +59,7 @@ def export_model(
     config: Any,
     template: Template,
     folder: Path,
-    workers: Workers,
+    ranks: Ranks,
     *,
     dtype: torch.dtype,
     rounding: str,
@@ -81,7 +81,7 @@ def export_model(
         _save(policy.model, config, state, aside, dtype)
         _save_tokenizer(template, aside)
 
-    _publish(folder, write, measure, workers)
+    _publish(folder, write, measure, ranks)
 
 
 def export_adapter(
@@ -91,7 +91,7 @@ def export_adapter(
     revision: str | None,
     template: Template,
     folder: Path,
-    workers: Workers,
+    ranks: Ranks,
     *,
     dtype: torch.dtype,
     rounding: str,
@@ -106,17 +106,17 @@ def export_adapter(
         write_adapter(aside, lora.peft_config(base, revision), tensors)
         _save_tokenizer(template, aside)
 
-    _publish(folder, write, measure, workers)
+    _publish(folder, write, measure, ranks)
 
 
-def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], workers: Workers) -> None:
+def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], ranks: Ranks) -> None:
     """The first worker writes, all measure what it wrote, and then it gets its name."""
     with ExitStack() as stack:
-        aside = workers.from_first(lambda: stack.enter_context(published(folder, "model")))
+        aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        workers.agreed(lambda: write(aside), by=workers.is_first)
+        ranks.agreed(lambda: write(aside), by=ranks.is_first)
         measure(aside)
-        workers.agreed(stack.close, by=workers.is_first)
+        ranks.agreed(stack.close, by=ranks.is_first)
 
 
 def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
@@ -124,7 +124,7 @@ def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tens
         if not tensor.is_floating_point():
             return tensor
         by_chance = rounding == "stochastic"
-        return rounded_by_chance(tensor, dtype, salt_of(name)) if by_chance else tensor.to(dtype)
+        return rounded_stochastically(tensor, dtype, salt_of(name)) if by_chance else tensor.to(dtype)
 
     return round_one
 

@@ -7,9 +7,9 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tandem.config.load import load_config
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.precision import working_copy
-from tandem.model.precision.rounding import cast_by_chance, salt_of
+from tandem.model.precision.rounding import cast_stochastically, salt_of
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import set_up
 from tandem.train.step import grad_norm
@@ -78,13 +78,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, start)
 
 def test_what_is_computed_with_is_right_on_average():
     """Also of weights between the numbers of bfloat16: a model published in float16 stands on eighths of its steps."""
-    workers = start_workers()
+    ranks = join_process_group()
     linear = torch.nn.Linear(300, 1000, bias=False)
     published = (torch.rand(1000, 300) + 1).half()
     with torch.no_grad():
         linear.weight.copy_(published)
-    fully_shard(linear, mesh=workers.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    cast_by_chance(linear.weight, salt_of("weight"))
+    fully_shard(linear, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    cast_stochastically(linear.weight, salt_of("weight"))
     change = 2**-12  # a thirty-second of a step
     computed = []
     for _ in range(2):
@@ -104,11 +104,11 @@ def test_what_is_computed_with_is_right_on_average():
 
 def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is():
     """One cached reference serves both."""
-    workers = start_workers()
+    ranks = join_process_group()
 
     def computed(*overrides):
-        setup = set_up(load_config(None, [BFLOAT16, *overrides]).config, workers.device)
-        policy = load_sharded(setup, setup.source, workers, setup.lora)
+        setup = set_up(load_config(None, [BFLOAT16, *overrides]).config, ranks.device)
+        policy = load_sharded(setup, setup.source, ranks, setup.lora)
         with policy.computing():
             return {
                 name.replace(".base_layer.", "."): parameter.detach().clone()
@@ -134,15 +134,15 @@ def test_a_reference_cached_by_bfloat16_weights_is_not_that_of_float32_weights(t
 
 def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
     """Added up in bfloat16, 16 packs are 0.5 % off; the norm of the gradient would be rounded too."""
-    workers = start_workers()
+    ranks = join_process_group()
     overrides = [BFLOAT16, "policy.weights=bfloat16_stochastic", "policy.train_global_batch_size=32"]
-    setup = set_up(load_config(None, [*overrides, "policy.packing.pack_length=384"]).config, workers.device)
-    policy = load_sharded(setup, setup.source, workers)
+    setup = set_up(load_config(None, [*overrides, "policy.packing.pack_length=384"]).config, ranks.device)
+    policy = load_sharded(setup, setup.source, ranks)
     packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))[:10]
     assert len(packs) == 10
 
     def backward(pack):
-        policy(policy.inputs(pack, workers.device)).sum().backward()
+        policy(policy.inputs(pack, ranks.device)).sum().backward()
 
     each = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in policy.trained()}
     for pack in packs:

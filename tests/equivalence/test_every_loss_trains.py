@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
-from tandem.loss.pairs import Sides
+from tandem.loss.pairs import ChosenRejected
 from tandem.train.start.setup import set_up
 
 BETA, EPS, SCALE, GAMMA, LAMBDA, ALPHA = 0.2, 0.1, 1.5, 0.4, 0.7, 0.6
@@ -170,7 +170,7 @@ def first_loss(name, file, num_pairs, pairing="best_worst"):
 def declared_loss(name, batch, dpo):
     """A loss by its own function, whose formula tests/unit/loss checks, over the plain forward."""
     sums, lengths, scores = (
-        Sides(*torch.tensor([[of(side) for side in pair] for pair in batch], dtype=torch.float64).unbind(1))
+        ChosenRejected(*torch.tensor([[of(side) for side in pair] for pair in batch], dtype=torch.float64).unbind(1))
         for of in (lambda side: side[0].sum(), lambda side: len(side[0]), lambda side: side[1])
     )
     reference = sums if LOSSES[name].needs_reference else sums.map(torch.zeros_like)

@@ -96,7 +96,7 @@ def test_killed_in_the_extension_it_resumes_to_the_same_end(finished, whole, dat
         ("before the metrics are copied", "_copy", True),
         ("before the rename", "free_path", True),
         ("after the rename", "sync_file", False),
-        ("before the configuration is written", "write_whole", False),
+        ("before the configuration is written", "write_atomically", False),
     ],
 )
 def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, whole, data, dies_in, name, is_finished):
@@ -120,7 +120,7 @@ def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, wh
 def test_the_old_command_after_a_kill_in_the_extension_exports_the_old_model_again(finished, whole, data):
     """And extended again, neither of the two exports is overwritten."""
     old = weights_of(finished)
-    with mock.patch.object(extension, "write_whole", side_effect=Killed), pytest.raises(Killed):
+    with mock.patch.object(extension, "write_atomically", side_effect=Killed), pytest.raises(Killed):
         short_run(finished, *data, EIGHT)
     short_run(finished, *data, FOUR)
     assert largest_difference(weights_of(finished), old) == 0.0

@@ -20,7 +20,7 @@ from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.distributed.layers import decoder_layers, shard
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.lora.layers import load_adapted
 from tandem.model.reference import CachedReference
@@ -121,12 +121,12 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone_with_adapters(arch
 def test_new_adapters_change_nothing(dropout, tolerance):
     """Not a bit beside their layer; inside its product, whose sums may run in another order, no more than rounding."""
     overrides = [*LORA, f"policy.lora.dropout={dropout}"]
-    setup, workers = set_up_with(*overrides), start_workers()
+    setup, ranks = set_up_with(*overrides), join_process_group()
     base = as_policy(plain_model(MODEL), head_chunk=8192)
     adapted = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
     adapted.head_chunk = 8192
     pack = next(setup.train.micro_batches(np.arange(4)))
-    shard(adapted, workers, bfloat16=False)
+    shard(adapted, ranks, bfloat16=False)
     with torch.no_grad():
         ours, plain = adapted(adapted.inputs(pack, CPU)), base(base.inputs(pack, CPU))
     torch.testing.assert_close(ours, plain, rtol=0, atol=tolerance)
@@ -137,7 +137,9 @@ def test_layers_with_adapters_compile_whole(dropout):
     """No break in the graph, in bfloat16 over frozen weights; the same numbers without gradients."""
     torch._dynamo.reset()
     setup = set_up_with(*LORA, f"policy.lora.dropout={dropout}", "policy.precision=bfloat16")
-    policy = shard(load_adapted(setup.source, setup.config.policy, CPU, setup.lora), start_workers(), bfloat16=True)
+    policy = shard(
+        load_adapted(setup.source, setup.config.policy, CPU, setup.lora), join_process_group(), bfloat16=True
+    )
     inputs = policy.inputs(next(setup.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():
         want = policy(inputs)

@@ -13,12 +13,12 @@ from models import as_policy, plain_token_logps, random_preference, tiny_model
 
 from tandem.config.sections.dpo import Dpo
 from tandem.errors import NonFiniteError
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.reference import LiveReference, NoReference
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import Packer
 from tandem.train.step import train_step
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationSet, validate
 
 BETA, EPS, ALPHA = 0.1, 0.1, 0.25
@@ -167,7 +167,7 @@ def hands():
 
 
 def side_of(dpo):
-    return Side(LiveReference(as_policy(tiny_model("llama", seed=1))), dpo, start_workers(), "float32")
+    return StepContext(LiveReference(as_policy(tiny_model("llama", seed=1))), dpo, join_process_group(), "float32")
 
 
 # length of a row, rows at once, how many micro-batches the batch then makes
@@ -257,7 +257,7 @@ def test_validation_of_some_batches_is_over_those_alone():
 
 def spoiled():
     store, model = preferences(), tiny_model("llama", seed=0)
-    side = Side(NoReference(), Dpo(preference_loss="aot"), start_workers(), "float32")
+    side = StepContext(NoReference(), Dpo(preference_loss="aot"), join_process_group(), "float32")
     batch = GlobalBatch(0, np.arange(len(store)), NUM_PAIRS)
     packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
     policy = as_policy(model)

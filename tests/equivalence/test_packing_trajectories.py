@@ -19,7 +19,7 @@ from tandem.config.load import load_config
 from tandem.config.sections.policy import Packing
 from tandem.errors import ConfigError, TandemError
 from tandem.model.distributed.layers import shard
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.model.reference import LiveReference
 from tandem.packing import packs as packs_module
@@ -30,7 +30,7 @@ from tandem.train.memory import ON_A_CPU
 from tandem.train.optimizer import make_optimizer
 from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationSet, validate
 
 RELATIVE, ABSOLUTE, WEIGHTS = 2e-6, 1e-5, 2e-6
@@ -307,12 +307,12 @@ def test_batches_of_whole_packs_train_like_the_same_preferences_packed_anew(sett
 
 def by_hand(setup, batches):
     """Lines and weights of the same preferences, without any bounds among them, through another packer."""
-    workers = start_workers()
+    ranks = join_process_group()
 
     def load():
-        return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+        return shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
 
-    policy, side = load(), Side(LiveReference(load()), setup.config.dpo, workers, "float32")
+    policy, side = load(), StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     lines = []
     for number, batch in enumerate(batches, start=1):
@@ -389,7 +389,7 @@ def validated(models, mixed, held_out):
     def measure(settings, batch_size=12):
         setup = setup_of(mixed, f"data.validation.data_path={held_out}", *packing(**settings))
         policy, frozen = models[settings["mode"] != "none"]
-        side = Side(LiveReference(frozen), setup.config.dpo, start_workers(), "float32")
+        side = StepContext(LiveReference(frozen), setup.config.dpo, join_process_group(), "float32")
         packer = setup.validation["default"]
         reports = [validate(policy, ValidationSet("default", packer, side, batch_size, most)) for most in (None, 2)]
         return [{**report.metrics, "num_pairs": report.num_pairs} for report in reports]

@@ -154,7 +154,7 @@ def test_several_workers_answer_as_one(together, folder, cases):
 
 def test_one_worker_speaks_for_all(together):
     _, said = together
-    assert "Workers: " in said[0]
+    assert "Ranks: " in said[0]
     assert not any(said[1:])
 
 

@@ -13,16 +13,16 @@ TANDEM = [sys.executable, "-m", "tandem", "train"]
 LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=run"]
 
 
-def ends(workers):
+def ends(ranks):
     """What each worker said at its end on stderr, and its exit code."""
-    return [(worker.communicate(timeout=300)[1], worker.returncode) for worker in workers]
+    return [(worker.communicate(timeout=300)[1], worker.returncode) for worker in ranks]
 
 
-def wait_for(path, workers):
+def wait_for(path, ranks):
     until = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < until, f"{path} never came"
-        assert all(worker.poll() is None for worker in workers)
+        assert all(worker.poll() is None for worker in ranks)
         time.sleep(0.05)
 
 
@@ -42,21 +42,21 @@ def test_bad_data_is_told_once(tmp_path):
 
 
 def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_others(tmp_path):
-    workers = start(2, [*TANDEM, *LONG], tmp_path)
-    wait_for(tmp_path / "run/checkpoints/step_2", workers)
+    ranks = start(2, [*TANDEM, *LONG], tmp_path)
+    wait_for(tmp_path / "run/checkpoints/step_2", ranks)
     if sys.platform == "linux":  # of no other machine's business: what they tell each other is taken as it comes
-        assert [listening(worker.pid) for worker in workers] == [{"127.0.0.1"}] * 2
-    workers[1].send_signal(signal.SIGTERM)
-    first, second = ends(workers)
+        assert [listening(worker.pid) for worker in ranks] == [{"127.0.0.1"}] * 2
+    ranks[1].send_signal(signal.SIGTERM)
+    first, second = ends(ranks)
     assert first[0].endswith("tandem: stopped by SIGTERM\n")
     assert "Traceback" not in first[0] + second[0]
     assert first[1] == second[1] == 143
     kept = (tmp_path / "run/checkpoints/latest").resolve().name
 
-    workers = start(2, [*TANDEM, *LONG], tmp_path)
-    wait_for(tmp_path / f"run/checkpoints/step_{int(kept[5:]) // 2 * 2 + 2}", workers)
-    workers[1].kill()
-    first, second = ends(workers)
+    ranks = start(2, [*TANDEM, *LONG], tmp_path)
+    wait_for(tmp_path / f"run/checkpoints/step_{int(kept[5:]) // 2 * 2 + 2}", ranks)
+    ranks[1].kill()
+    first, second = ends(ranks)
     assert second[1] == -signal.SIGKILL
     assert first == (
         "tandem: error: another worker ended, so this one cannot go on. Checkpoints already there are whole; the same "
@@ -116,7 +116,7 @@ def test_rows_fit_the_smallest_card(tmp_path):
         "run.dir=run",
         "policy.train_global_batch_size=64",
     ]
-    workers = start(2, [*command, "dpo.max_num_steps=2"], tmp_path)
-    said = [worker.communicate(timeout=300) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    ranks = start(2, [*command, "dpo.max_num_steps=2"], tmp_path)
+    said = [worker.communicate(timeout=300) for worker in ranks]
+    assert [worker.returncode for worker in ranks] == [0, 0], said
     assert "Rows: 1,024 tokens (auto: fits in 60 GiB)" in said[0][0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import CheckpointError
-from tandem.storage.cache import check_cache_dir, published, replacing, write_whole
+from tandem.storage.cache import check_cache_dir, published, replacing, write_atomically
 from tandem.storage.ownership import (
     MARKER,
     free_path,
@@ -228,7 +228,7 @@ def test_a_link_with_the_name_of_a_temporary_file_is_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("victim")
     (tmp_path / f".config.yaml.{os.getpid()}").symlink_to(victim)
-    write_whole(tmp_path / "config.yaml", "new", "config")
+    write_atomically(tmp_path / "config.yaml", "new", "config")
     assert (tmp_path / "config.yaml").read_text() == "new"
     assert victim.read_text() == "victim"
     assert names(tmp_path) == ["config.yaml", "victim"]

@@ -6,7 +6,7 @@ import sys
 # Importing a command registers it with the application.
 from tandem.cli import config, fail_points, inspect, prepare, train  # noqa: F401
 from tandem.cli.app import Interrupted, among_several, app
-from tandem.errors import DiskError, StoppedError, TandemError, Terminated, ToldError, full_disk
+from tandem.errors import AlreadyReportedError, DiskError, StoppedError, TandemError, Terminated, full_disk
 from tandem.isolation import isolated
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
 
@@ -29,7 +29,7 @@ def _run_command() -> None:
     except StoppedError as error:
         print(f"tandem: {error}", file=sys.stderr)
         _leave(error.exit_code)
-    except ToldError as error:
+    except AlreadyReportedError as error:
         _leave(error.exit_code)
     except TandemError as error:
         _fail(error)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.app import LOADING, AllowEnv, ConfigFile, Overrides, among_several, app, in_home_folder
-from tandem.errors import ConfigError, TandemError, ToldError
+from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
 
@@ -54,12 +54,12 @@ def train(
         require_training_set(loaded.config)
         check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except TandemError as error:  # which all workers meet alike: one of each machine says so
-        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else ToldError(error.exit_code) from None
+        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else AlreadyReportedError(error.exit_code) from None
     silent = quiet or (as_json and not verbose)
     if not silent and os.environ.get("RANK", "0") == "0":
         print(LOADING, flush=True, file=sys.stderr if as_json else sys.stdout)
 
-    from tandem.model.distributed.process_group import stop_workers
+    from tandem.model.distributed.process_group import leave_process_group
     from tandem.report.reporter import Reporter
     from tandem.train.trainer import train as run_training
 
@@ -68,6 +68,6 @@ def train(
         run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
     except BaseException:
         if not among_several():  # which might wait for one that is gone
-            stop_workers()
+            leave_process_group()
         raise
-    stop_workers()
+    leave_process_group()

@@ -9,7 +9,7 @@ from tandem.completions import CompletionLogps
 from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.pairs import Pairing, Pairs, Sides, diverged, divergence_slope
+from tandem.loss.pairs import ChosenRejected, Pairing, Pairs, diverged, divergence_slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,18 @@ class PairLoss:
     sft: Tensor  # [preferences], of the best completion
     rewards_chosen: Tensor  # [pairs]
     rewards_rejected: Tensor  # [pairs]
-    reward_slopes: Sides  # how much the rewards change per nat of a completion's log-probability
+    reward_slopes: ChosenRejected  # how much the rewards change per nat of a completion's log-probability
     logps_chosen: Tensor  # [pairs]
     logps_rejected: Tensor  # [pairs]
 
 
-def compare(policy: Sides, reference: Sides, num_tokens: Sides, dpo: Dpo, scores: Sides | None = None) -> Pairs:
+def compare(
+    policy: ChosenRejected,
+    reference: ChosenRejected,
+    num_tokens: ChosenRejected,
+    dpo: Dpo,
+    scores: ChosenRejected | None = None,
+) -> Pairs:
     """What the losses read, from summed log-probabilities: averaged first where asked for, then the divergence."""
     ratios = policy - reference
     if dpo.preference_average_log_probs:
@@ -54,7 +60,7 @@ def sft(logps: Tensor, num_tokens: Tensor, *, average: bool) -> Tensor:
     return -(logps / num_tokens) if average else -logps
 
 
-def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
+def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
     """beta times the ratios, or times log pi for losses without a reference; per token where the losses are."""
     values = pairs.ratios if needs_reference(dpo.preference_loss) else pairs.policy
     if averages(dpo.preference_loss):
@@ -62,7 +68,7 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> Sides:
     return values.map(lambda value: dpo.reference_policy_kl_penalty * value.detach())
 
 
-def reward_slopes(pairs: Pairs, dpo: Dpo) -> Sides:
+def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
     """The derivative of each implicit reward with respect to its completion's summed log-probability.
 
     Rounding of the sums appears in the rewards times this factor: beta, divided by the length where rewards are per token,

@@ -18,7 +18,7 @@ LARGEST_EXPONENT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class ChosenRejected:
     """One number for each completion of each pair."""
 
     chosen: Tensor  # [pairs]
@@ -28,14 +28,14 @@ class Sides:
     def margin(self) -> Tensor:
         return self.chosen - self.rejected
 
-    def __sub__(self, other: "Sides") -> "Sides":
-        return Sides(self.chosen - other.chosen, self.rejected - other.rejected)
+    def __sub__(self, other: "ChosenRejected") -> "ChosenRejected":
+        return ChosenRejected(self.chosen - other.chosen, self.rejected - other.rejected)
 
-    def __truediv__(self, other: "Sides") -> "Sides":
-        return Sides(self.chosen / other.chosen, self.rejected / other.rejected)
+    def __truediv__(self, other: "ChosenRejected") -> "ChosenRejected":
+        return ChosenRejected(self.chosen / other.chosen, self.rejected / other.rejected)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Sides":
-        return Sides(function(self.chosen), function(self.rejected))
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ChosenRejected":
+        return ChosenRejected(function(self.chosen), function(self.rejected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Pairing:
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
 
-    def sides(self, values: Tensor) -> Sides:
+    def sides(self, values: Tensor) -> ChosenRejected:
         """A number per completion, seen from the pairs."""
-        return Sides(values[self.winners], values[self.losers])
+        return ChosenRejected(values[self.winners], values[self.losers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Pairs:
     Log-probabilities are sums over tokens, or means where averaging is on, tokens weighted as LD-DPO asks.
     """
 
-    policy: Sides  # log pi
-    reference: Sides  # log ref; zeros without a reference
-    ratios: Sides  # r = log pi - log ref, or what the f-divergence makes of it
-    num_tokens: Sides  # completion lengths
-    scores: Sides  # given in the data; NaN where there are none
+    policy: ChosenRejected  # log pi
+    reference: ChosenRejected  # log ref; zeros without a reference
+    ratios: ChosenRejected  # r = log pi - log ref, or what the f-divergence makes of it
+    num_tokens: ChosenRejected  # completion lengths
+    scores: ChosenRejected  # given in the data; NaN where there are none
 
 
-def pair_sums(tokens: Tensor, sums: CompletionLogps, pairing: Pairing, ld_alpha: float | None) -> Sides:
+def pair_sums(tokens: Tensor, sums: CompletionLogps, pairing: Pairing, ld_alpha: float | None) -> ChosenRejected:
     """The log-probability of both completions of each pair; `sums` are those of `tokens`.
 
     With LD-DPO (arXiv:2409.06411) tokens beyond the length of the pair's shorter completion count `ld_alpha`.
@@ -76,13 +76,13 @@ def pair_sums(tokens: Tensor, sums: CompletionLogps, pairing: Pairing, ld_alpha:
         return plain
     shared = torch.minimum(sums.num_tokens[pairing.winners], sums.num_tokens[pairing.losers])
     heads = _heads(tokens, sums.num_tokens, pairing, shared)
-    return Sides(
+    return ChosenRejected(
         ld_alpha * plain.chosen + (1 - ld_alpha) * heads.chosen,
         ld_alpha * plain.rejected + (1 - ld_alpha) * heads.rejected,
     )
 
 
-def _heads(tokens: Tensor, lengths: Tensor, pairing: Pairing, shared: Tensor) -> Sides:
+def _heads(tokens: Tensor, lengths: Tensor, pairing: Pairing, shared: Tensor) -> ChosenRejected:
     """The sum of the first `shared` tokens of both completions of each pair, as differences of running sums."""
     # A token that is not finite shall spoil its own completion, by the plain sum, and not all that stand behind it.
     finite = torch.where(torch.isfinite(tokens), tokens, 0.0)

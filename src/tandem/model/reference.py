@@ -16,9 +16,9 @@ from tandem.data.store.selection import Preferences
 from tandem.errors import DefectError, NonFiniteError
 from tandem.failpoints import fail_point
 from tandem.model.attention.pack_attention import PackMask
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import PackInputs, Policy
-from tandem.model.transfer import OnItsWay, to_device, to_host
+from tandem.model.transfer import PendingHostCopy, to_device, to_host
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 from tandem.storage.cache import fingerprint, published, read_manifest, write_manifest
@@ -98,7 +98,7 @@ def tokens_prefix(tokens: str) -> str:
 def cached_reference(
     policy: Callable[[], Policy],
     packer: Packer,
-    workers: Workers,
+    ranks: Ranks,
     *,
     place: Path,
     progress: Callable[[int], None],
@@ -114,19 +114,19 @@ def cached_reference(
     store = packer.store
     # One rank of each machine keeps what all of them compute.
     num_values = int(store.num_scored_tokens.sum())
-    missing = workers.agreed(lambda: not is_sound(place, num_values), by=workers.is_first_here) or False
-    if workers.highest(missing):
+    missing = ranks.agreed(lambda: not is_sound(place, num_values), by=ranks.is_first_here) or False
+    if ranks.highest(missing):
         with ExitStack() as stack:
             model = policy()
-            aside = workers.agreed(lambda: stack.enter_context(published(place, "reference")), by=missing)
-            compute_reference(model, packer, workers, aside / "logps.f32" if aside else None, progress, portions)
+            aside = ranks.agreed(lambda: stack.enter_context(published(place, "reference")), by=missing)
+            compute_reference(model, packer, ranks, aside / "logps.f32" if aside else None, progress, portions)
 
             def complete() -> None:
                 assert aside is not None
                 write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint)
                 stack.close()
 
-            workers.agreed(complete, by=missing)
+            ranks.agreed(complete, by=missing)
     values = np.memmap(place / "logps.f32", np.float32, mode="r")
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
@@ -158,7 +158,7 @@ def _check_values(file: Path, num_values: int) -> None:
 def compute_reference(
     policy: Policy,
     packer: Packer,
-    workers: Workers,
+    ranks: Ranks,
     path: Path | None,
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
@@ -167,7 +167,7 @@ def compute_reference(
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     if portions is None:
-        at_once = PREFERENCES_AT_ONCE * workers.count
+        at_once = PREFERENCES_AT_ONCE * ranks.count
         portions = [np.arange(start, min(start + at_once, len(store))) for start in range(0, len(store), at_once)]
     # Not by a memory map: on a full disk that ends the process without a word.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():
@@ -176,7 +176,7 @@ def compute_reference(
             first, last = asked.indices[0], asked.indices[-1]
             before = int(ends[first - 1]) if first else 0
             values = np.zeros(int(ends[last]) - before, np.float32)
-            computed = [one for of_rank in workers.gather(asked.read(store)) for one in of_rank]
+            computed = [one for of_rank in ranks.gather(asked.read(store)) for one in of_rank]
             if sorted(index for index, _ in computed) != asked.indices.tolist():
                 raise DefectError(
                     f"the reference of {len(asked.indices)} preferences was to be computed, and that of {len(computed)} was. "
@@ -193,7 +193,7 @@ def compute_reference(
         # Some are read only when the next are asked for, so that the device never waits for the host.
         unread: _Asked | None = None
         for indices in portions:
-            asked = _ask(policy, packer, workers.device, indices, lambda: progress(0))
+            asked = _ask(policy, packer, ranks.device, indices, lambda: progress(0))
             if unread is not None:
                 keep(unread)
             unread = asked
@@ -217,7 +217,7 @@ class _Asked:
 
     indices: NDArray[np.int64]
     packs: list[Pack]
-    logps: OnItsWay  # of every scored token, pack by pack
+    logps: PendingHostCopy  # of every scored token, pack by pack
 
     def read(self, store: Preferences) -> list[tuple[int, NDArray[np.float32]]]:
         """Each preference of this worker with its numbers."""

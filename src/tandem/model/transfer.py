@@ -16,7 +16,7 @@ def to_device(given: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnItsWay:
+class PendingHostCopy:
     """A tensor of the device, on its way to the host."""
 
     values: Tensor
@@ -29,8 +29,8 @@ class OnItsWay:
         return self.values.numpy()
 
 
-def to_host(tensor: Tensor) -> OnItsWay:
-    on_its_way = OnItsWay(tensor.to("cpu", non_blocking=True), torch.cuda.Event() if tensor.is_cuda else None)
+def to_host(tensor: Tensor) -> PendingHostCopy:
+    on_its_way = PendingHostCopy(tensor.to("cpu", non_blocking=True), torch.cuda.Event() if tensor.is_cuda else None)
     if on_its_way.arrival is not None:
         on_its_way.arrival.record()
     return on_its_way

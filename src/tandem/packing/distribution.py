@@ -59,7 +59,7 @@ def share_out(
     costs: FloatArray,
     *,
     lengths: Sequence[int],
-    num_workers: int,
+    num_ranks: int,
     tightly: bool = False,
 ) -> list[Round]:
     """Every preference to one worker, in as many rounds as it takes when each has one pack for every worker.
@@ -74,28 +74,28 @@ def share_out(
     """
     packs = list(bins)
     falling = sorted(range(len(packs)), key=lambda number: -costs[packs[number]].sum())
-    groups = [falling[start : start + num_workers] for start in range(0, len(packs), num_workers)]
+    groups = [falling[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
     rounds = [
-        _round([packs[number] for number in group], sizes, lengths, num_workers) for group in sorted(groups, key=min)
+        _round([packs[number] for number in group], sizes, lengths, num_ranks) for group in sorted(groups, key=min)
     ]
     rounds.sort(key=lambda round: -round.length)
     if tightly:
-        rounds = _tightened(rounds, sizes, lengths, num_workers)
-    return _balanced(rounds, costs, num_workers)
+        rounds = _tightened(rounds, sizes, lengths, num_ranks)
+    return _balanced(rounds, costs, num_ranks)
 
 
-def _round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_workers: int) -> Round:
+def _round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> Round:
     """The packs as they are, or spread anew where some worker would have none or rows can be shorter for it.
 
     One of 7 tokens, as 4 + 3, for two workers: 4 | 3. Two of 8 (5 + 3) and 2 tokens: 5 | 3 + 2, if rows of 5 exist.
     """
     nothing = np.zeros(0, np.int64)
-    as_packed = packs + [nothing] * (num_workers - len(packs))
+    as_packed = packs + [nothing] * (num_ranks - len(packs))
     length = _shortest(as_packed, sizes, lengths)
     assert length is not None, "a pack of several preferences is longer than a row"
-    spread = _spread(np.concatenate(packs), sizes, num_workers)
+    spread = _spread(np.concatenate(packs), sizes, num_ranks)
     spread_length = _shortest(spread, sizes, lengths)
-    if spread_length is not None and (len(packs) < num_workers or spread_length < length):
+    if spread_length is not None and (len(packs) < num_ranks or spread_length < length):
         return Round(spread_length, tuple(spread))
     return Round(length, tuple(as_packed))
 
@@ -109,10 +109,10 @@ def _shortest(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int]) ->
     return next(length for length in lengths if length >= min(max(totals), longest))
 
 
-def _spread(preferences: IntArray, sizes: IntArray, num_workers: int) -> list[IntArray]:
+def _spread(preferences: IntArray, sizes: IntArray, num_ranks: int) -> list[IntArray]:
     """Largest first, each to the worker with the fewest tokens: sizes 5 4 3 3 for two workers -> 5 3 | 4 3."""
-    given: list[list[int]] = [[] for _ in range(num_workers)]
-    loads = [(0, worker) for worker in range(num_workers)]
+    given: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, worker) for worker in range(num_ranks)]
     for preference in preferences[np.argsort(-sizes[preferences], kind="stable")].tolist():
         load, worker = loads[0]
         given[worker].append(preference)
@@ -120,7 +120,7 @@ def _spread(preferences: IntArray, sizes: IntArray, num_workers: int) -> list[In
     return [np.array(chosen, np.int64) for chosen in given]
 
 
-def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_workers: int) -> list[Round]:
+def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> list[Round]:
     """The last rounds in rows of the least sum that is found to hold them; of like sums, that of more equal rows.
 
     Rows may be 4 9 13 15 16. One worker's rounds of 15 + 1 and 3 tokens take 16 + 4; of 15 and 3 + 1 they take 15 + 4.
@@ -133,13 +133,13 @@ def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num
     choices = [
         choice
         for choice in combinations_with_replacement(reversed(lengths), len(last))
-        if tokens <= num_workers * sum(choice) < num_workers * so_far
+        if tokens <= num_ranks * sum(choice) < num_ranks * so_far
     ]
     for choice in sorted(choices, key=lambda choice: (sum(choice), -min(choice)))[:NUM_TRIES]:
-        rooms = np.repeat(choice, num_workers)
+        rooms = np.repeat(choice, num_ranks)
         if packs := _best_fit(preferences, sizes, rooms.tolist()):
-            made = [packs[start : start + num_workers] for start in range(0, len(packs), num_workers)]
-            anew = [_round(round, sizes, lengths, num_workers) for round in made if any(map(len, round))]
+            made = [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
+            anew = [_round(round, sizes, lengths, num_ranks) for round in made if any(map(len, round))]
             return sorted(kept + anew, key=lambda round: -round.length)
     return rounds
 
@@ -159,16 +159,16 @@ def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[
     return [np.array(chosen, np.int64) for chosen in given]
 
 
-def _balanced(rounds: list[Round], costs: FloatArray, num_workers: int) -> list[Round]:
+def _balanced(rounds: list[Round], costs: FloatArray, num_ranks: int) -> list[Round]:
     """The packs of each round in another order: the costliest to the worker with the least so far.
 
     Costs 5 3 and 4 1 for two workers: 5 | 3, then 1 | 4
     """
-    totals = np.zeros(num_workers)
+    totals = np.zeros(num_ranks)
     balanced: list[Round] = []
     for round in rounds:
         cost = np.array([costs[pack].sum() for pack in round.packs])
-        order = np.zeros(num_workers, np.int64)
+        order = np.zeros(num_ranks, np.int64)
         order[np.argsort(totals, kind="stable")] = np.argsort(-cost, kind="stable")
         totals += cost[order]
         balanced.append(Round(round.length, tuple(round.packs[number] for number in order)))

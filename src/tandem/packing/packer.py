@@ -34,7 +34,7 @@ class Share:
     """Whose part of every batch: the worker's number, and of how many."""
 
     worker: int = 0
-    num_workers: int = 1
+    num_ranks: int = 1
 
 
 ALONE = Share()
@@ -75,10 +75,10 @@ class Packer:
     def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:
         """The packs of all workers, one for each in every round."""
         costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
-        bins, num_workers = self.bins(preferences, bounds), self.share.num_workers
+        bins, num_ranks = self.bins(preferences, bounds), self.share.num_ranks
         # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
         free = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
-        return share_out(bins, self.sizes, costs, lengths=self.lengths, num_workers=num_workers, tightly=free)
+        return share_out(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, tightly=free)
 
     def alone(self) -> "Packer":
         """The same for one worker that computes everything itself."""
@@ -174,7 +174,7 @@ def make_packer(
         if pairs_per_batch is not None:
             per_batch = tokens_of_pairs(pairs_per_batch, sizes, store)
             # Packed as a whole, a set is cut into batches by its packs: their length may not follow from the workers.
-            rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_workers)
+            rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_ranks)
             whole = per_batch * ROWS_PER_BATCH / rows  # what a worker has of it
             wanted = min(usual_auto, int(max(per_batch / rows, min(whole, shortest_auto))))
         length = max(int(sizes.max()), wanted)

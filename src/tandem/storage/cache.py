@@ -101,7 +101,7 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str, what: str) -> None:
+def write_atomically(path: Path, text: str, what: str) -> None:
     """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
     with replacing(path, what) as file:
         file.write(text)

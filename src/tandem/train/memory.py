@@ -67,13 +67,13 @@ def expected_need(
     policy: PolicyConfig,
     lora: LoraPlan | None,
     precision: str,
-    num_workers: int,
+    num_ranks: int,
     device: torch.device,
 ) -> Need:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     head = LOGITS if device.type == "cuda" else 0  # a CPU's chunks are small
-    return Need(num, _fixed_bytes(num, policy, lora, precision, num_workers), per_token, head)
+    return Need(num, _fixed_bytes(num, policy, lora, precision, num_ranks), per_token, head)
 
 
 def usual_row(need: Need, policy: PolicyConfig, device: torch.device, memory: int | None = None) -> RowLength:
@@ -108,7 +108,7 @@ def refuse_what_is_too_large(
     room, whose = memory or device_memory(device), "a GPU" if device.type == "cuda" else "a machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
-    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_workers))
+    together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
     passing = need.passing(length * together)
     if need.fixed + SURELY * passing > room:
         raise OutOfMemoryError(
@@ -160,11 +160,11 @@ def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
 def much_filler(packer: Packer, policy: PolicyConfig) -> str | None:
     """Told where a length was given that a batch does not fill by half, even in the shortest rows beside it."""
     shortest = packer.lengths[0]
-    pairs = policy.train_global_batch_size / packer.share.num_workers
+    pairs = policy.train_global_batch_size / packer.share.num_ranks
     tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
     if policy.packing.mode != "batch" or policy.packing.pack_length == "auto" or 2 * tokens > shortest:
         return None
-    whose = "a batch" if packer.share.num_workers == 1 else "a worker's part of a batch"
+    whose = "a batch" if packer.share.num_ranks == 1 else "a worker's part of a batch"
     return (
         f"policy.packing.pack_length = {policy.packing.pack_length}: {whose} has about {tokens:,} tokens, and the shortest rows "
         f"beside that length {shortest:,}: {1 - tokens / shortest:.0%} of what is computed is filler. auto takes shorter ones."
@@ -199,17 +199,17 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_workers: int) -> float:
-    """Of so many weights. Workers share them all, but for quantised ones, which each holds whole."""
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_ranks: int) -> float:
+    """Of so many weights. Ranks share them all, but for quantised ones, which each holds whole."""
     states = 2 * state_bytes(policy.optimizer.state_dtype)
     # Several workers gather a layer at a time, and keep no copy of them all.
-    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_workers == 1 else 0
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_ranks == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
         trained = lora.num_trained * (8 + copy + states)
-        return frozen + trained / num_workers if lora.quantization else (frozen + trained) / num_workers
+        return frozen + trained / num_ranks if lora.quantization else (frozen + trained) / num_ranks
     weights = (4 if policy.weights == "float32" else 2) + 4  # gradients add up in float32
-    return num * (weights + copy + states) / num_workers
+    return num * (weights + copy + states) / num_ranks
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:

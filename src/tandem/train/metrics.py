@@ -16,8 +16,8 @@ from tandem.config.losses import needs_reference
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences, by_source
 from tandem.errors import DefectError
-from tandem.model.distributed.process_group import Workers
-from tandem.model.transfer import OnItsWay, to_host
+from tandem.model.distributed.process_group import Ranks
+from tandem.model.transfer import PendingHostCopy, to_host
 from tandem.packing.layout import IntArray, Pack
 from tandem.train.terms import PackOutcome
 
@@ -100,20 +100,20 @@ class PairLedger:
         flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
         self._sent = _Sent(to_host(flat), numbers.shape, len(sft))
 
-    def read(self, workers: Workers) -> tuple[PairTable, list[float]]:
+    def read(self, ranks: Ranks) -> tuple[PairTable, list[float]]:
         """The pairs of all workers, and the further numbers that were sent. Waits for the transfer."""
         if self._sent is None:
             raise RuntimeError("nothing was sent")
         columns, sft, also = self._sent.parts()
         places = (np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True))
-        return _joined(workers.gather(PairTable(sft, *places, *columns))), also.tolist()
+        return _joined(ranks.gather(PairTable(sft, *places, *columns))), also.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     """Numbers on their way to the host."""
 
-    flat: OnItsWay
+    flat: PendingHostCopy
     shape: torch.Size  # of the columns
     num_sft: int
 

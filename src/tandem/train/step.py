@@ -21,7 +21,7 @@ from tandem.model.policy import Policy
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import Pack
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
-from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
+from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_outcome, pack_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class StepClock:
 class PendingStep:
     """A step that may not have ended. Reading its numbers waits for it, not for what was asked of the device after it."""
 
-    def __init__(self, batch: GlobalBatch, side: Side, lr: float):
+    def __init__(self, batch: GlobalBatch, side: StepContext, lr: float):
         self.batch, self.side, self.lr = batch, side, lr
         self.ledger = PairLedger()
         self.num_tokens = self.num_positions = 0
-        self.clock = StepClock(side.workers.device)
+        self.clock = StepClock(side.ranks.device)
 
     def add(self, outcome: PackOutcome) -> None:
         self.ledger.add(outcome)
@@ -83,12 +83,12 @@ class PendingStep:
 
         DefectError if the pairs of all ranks are not those of the batch.
         """
-        table, (norm,) = self.ledger.read(self.side.workers)
+        table, (norm,) = self.ledger.read(self.side.ranks)
         check_pairs(table, self.batch.preferences, store)
         if not (np.isfinite(table.loss).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._blame(table, norm, store))
         metrics = summarise(table, self.side.dpo, self.side.precision, store)
-        of_workers = self.side.workers.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
+        of_workers = self.side.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
         num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
         return StepReport(
             {**metrics, "grad_norm": norm},
@@ -129,7 +129,12 @@ def _places(preferences: list[int], store: Preferences) -> str:
 
 
 def train_step(
-    policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch, optimizer: Any, max_grad_norm: float | None
+    policy: Policy,
+    side: StepContext,
+    packs: Iterable[Pack],
+    batch: GlobalBatch,
+    optimizer: Any,
+    max_grad_norm: float | None,
 ) -> PendingStep:
     """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
     step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
@@ -151,7 +156,7 @@ def _is_of_pairs(dpo: Dpo) -> bool:
     return scope_of(dpo.preference_loss) == "pair"
 
 
-def _pair_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
+def _pair_scope(policy: Policy, side: StepContext, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
     """Backward of every pack as it comes."""
     dpo = side.dpo
     for pack in packs:
@@ -163,13 +168,13 @@ def _pair_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: Global
         yield outcome
 
 
-def _batch_scope(policy: Policy, side: Side, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
+def _batch_scope(policy: Policy, side: StepContext, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
     """All packs without gradient; the loss over the whole batch and its derivative by each log-probability; then every
     pack again, its backward fed with those numbers."""
     dpo, packs = side.dpo, list(packs)
     with torch.no_grad():
         terms = [pack_terms(policy, side, pack) for pack in packs]
-    joined = joined_pairs(terms, dpo, side.workers)
+    joined = joined_pairs(terms, dpo, side.ranks)
     losses = combined_losses(joined.pairs, dpo)
     leaves = joined.policy.chosen, joined.policy.rejected
     by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
@@ -199,7 +204,7 @@ def grad_norm(policy: Policy) -> Tensor:
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
     """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
-    finite = step.side.workers.everywhere(torch.isfinite(norm) & step.ledger.is_finite())
+    finite = step.side.ranks.everywhere(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
     optimizer.grad_scale = scale.to(torch.float32)

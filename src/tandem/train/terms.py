@@ -8,20 +8,20 @@ import torch
 from tandem.completions import CompletionLogps, sum_completions
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import Pairing, Pairs, Sides, pair_sums, wpo_weights
-from tandem.model.distributed.process_group import Workers
+from tandem.loss.pairs import ChosenRejected, Pairing, Pairs, pair_sums, wpo_weights
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
 from tandem.packing.layout import Pack
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class StepContext:
     """What a step needs besides the policy: the reference, the loss's settings, the workers and the precision."""
 
     reference: Reference
     dpo: Dpo
-    workers: Workers
+    ranks: Ranks
     precision: str
 
 
@@ -30,12 +30,12 @@ class PackTerms:
     """What one micro-batch gives the loss: sums per completion, and per pair what it compares."""
 
     own: CompletionLogps
-    policy: Sides  # log pi of each pair, tokens weighted as LD-DPO asks
-    reference: Sides
-    plain_reference: Sides  # tokens unweighted
-    drift: Sides  # half the squared log-ratio of each token, summed: an estimate of the KL, never below 0
-    num_tokens: Sides
-    scores: Sides
+    policy: ChosenRejected  # log pi of each pair, tokens weighted as LD-DPO asks
+    reference: ChosenRejected
+    plain_reference: ChosenRejected  # tokens unweighted
+    drift: ChosenRejected  # half the squared log-ratio of each token, summed: an estimate of the KL, never below 0
+    num_tokens: ChosenRejected
+    scores: ChosenRejected
     pairing: Pairing
     weights: torch.Tensor | None  # WPO's
 
@@ -52,10 +52,10 @@ class PackOutcome:
     loss: PairLoss
 
 
-def pack_terms(policy: Policy, side: Side, pack: Pack) -> PackTerms:
+def pack_terms(policy: Policy, side: StepContext, pack: Pack) -> PackTerms:
     """Forward of one micro-batch: policy and reference log-probabilities, summed."""
     dpo = side.dpo
-    inputs = policy.inputs(pack, side.workers.device)
+    inputs = policy.inputs(pack, side.ranks.device)
     segments = inputs.completion_lengths, inputs.completion
     pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
     tokens, squares = policy(inputs, squares=True) if dpo.wpo else (policy(inputs), None)
@@ -77,7 +77,7 @@ def pack_terms(policy: Policy, side: Side, pack: Pack) -> PackTerms:
     )
 
 
-def pack_outcome(policy: Policy, side: Side, pack: Pack) -> PackOutcome:
+def pack_outcome(policy: Policy, side: StepContext, pack: Pack) -> PackOutcome:
     """The losses of a micro-batch, where a pair's depends on no other pair."""
     terms = pack_terms(policy, side, pack)
     loss = pair_loss(terms.own, terms.compared(side.dpo), terms.pairing, side.dpo, terms.weights)
@@ -89,11 +89,11 @@ class JoinedPairs:
     """The pairs of several micro-batches of all workers as one."""
 
     pairs: Pairs
-    policy: Sides  # the policy's numbers in them, by which a loss can be derived
+    policy: ChosenRejected  # the policy's numbers in them, by which a loss can be derived
     own: slice  # this worker's
 
 
-def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, workers: Workers) -> JoinedPairs:
+def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
     """What a loss that compares over the batch sees."""
 
     def columns(terms: PackTerms) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, workers: Workers) -> Jo
         return [values.detach().double() for side in sides for values in (side.chosen, side.rejected)]
 
     rows = torch.cat([torch.stack(columns(terms), dim=1) for terms in several])
-    joined, own = workers.concatenated(rows)
-    policy, reference, num_tokens, scores = (Sides(*joined[:, i : i + 2].unbind(1)) for i in range(0, 8, 2))
+    joined, own = ranks.concatenated(rows)
+    policy, reference, num_tokens, scores = (ChosenRejected(*joined[:, i : i + 2].unbind(1)) for i in range(0, 8, 2))
     policy = policy.map(lambda values: values.requires_grad_())
     return JoinedPairs(compare(policy, reference, num_tokens, dpo, scores), policy, own)

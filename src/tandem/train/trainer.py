@@ -13,14 +13,14 @@ from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.store.sets import of_set
-from tandem.errors import AuditError, DefectError, NonFiniteError, StoppedError, ToldError
+from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.model.checks.positions import long_sequences
-from tandem.model.distributed.process_group import Workers, compute_deterministically, start_workers
+from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
-from tandem.storage.cache import replacing, write_whole
+from tandem.storage.cache import replacing, write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_in_the_way, step_of
 from tandem.train.memory import device_memory, much_filler, out_of_memory
@@ -51,30 +51,30 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
-    workers = start_workers()
-    if not workers.is_first:
+    ranks = join_process_group()
+    if not ranks.is_first:
         reporter = Reporter("silent")
     try:
-        return _train(loaded, reporter, workers, fresh=fresh, per_pair=per_pair)
+        return _train(loaded, reporter, ranks, fresh=fresh, per_pair=per_pair)
     except (AuditError, DefectError, NonFiniteError, StoppedError) as error:
         # All workers meet these alike: one of them says so.
-        raise error if workers.is_first else ToldError(error.exit_code) from None
+        raise error if ranks.is_first else AlreadyReportedError(error.exit_code) from None
 
 
-def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh: bool, per_pair: Path | None) -> Path:
-    run, finished, more = workers.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
+def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: bool, per_pair: Path | None) -> Path:
+    run, finished, more = ranks.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
     if finished and not more:
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
             reporter.result(run)
             return run
-    stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, workers.highest)
-    share = Share(workers.number, workers.count)
+    stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
+    share = Share(ranks.number, ranks.count)
     # Before set_up, which ranks run one after another: rows must be as long on every rank.
-    memory = workers.lowest(device_memory(workers.device))
-    setup = workers.one_then_all(lambda: set_up(loaded.config, workers.device, reporter.progress, share, memory))
-    refuse_different_ranks(workers, lambda: derived(setup, run))
-    extended_from = workers.from_first(lambda: check_extension(run, setup) if finished and more else None)
+    memory = ranks.lowest(device_memory(ranks.device))
+    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, share, memory))
+    refuse_different_ranks(ranks, lambda: derived(setup, run))
+    extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
         _warn_of_epochs(setup, reporter)
@@ -83,12 +83,12 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
             return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
-        workers.agreed(lambda: _take(stack, run, setup, loaded), by=workers.is_first)
+        ranks.agreed(lambda: _take(stack, run, setup, loaded), by=ranks.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
         if extended_from is not None:
             reporter.say(f"Extended from {extended_from} to {setup.num_steps} steps")
-        if workers.count > 1:
-            reporter.say(f"Workers: {workers.count}")
+        if ranks.count > 1:
+            reporter.say(f"Ranks: {ranks.count}")
         reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
         reporter.choices(setup.choices())
         reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
@@ -103,11 +103,11 @@ def _train(loaded: LoadedConfig, reporter: Reporter, workers: Workers, *, fresh:
         _warn_of_short_run(setup, reporter)
         _warn_of_settings(setup, reporter)
         saves = loaded.config.checkpointing.enabled
-        with stopped_by_signals(stopping, alone=workers.count == 1, says=workers.is_first, saves=saves):
+        with stopped_by_signals(stopping, alone=ranks.count == 1, says=ranks.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
-                    training = build(setup, run, workers, reporter, stopping, loaded, extended_from)
-                refuse_different_ranks(workers, lambda: _resumed_from(training))
+                    training = build(setup, run, ranks, reporter, stopping, loaded, extended_from)
+                refuse_different_ranks(ranks, lambda: _resumed_from(training))
                 _warn_of_other_pairs(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
@@ -143,12 +143,12 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
     refuse_shortening(run, setup)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
-        write_whole(run / "config.yaml", loaded.as_yaml(), "config")
+        write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
     _gather_rejects(setup, run)
 
 
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
-    if not t.workers.from_first(lambda: is_finished(t.run)):
+    if not t.ranks.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), loaded, per_pair)
     elif per_pair is not None:
         put_back_exported(t, per_pair)
@@ -337,7 +337,7 @@ def _remaining(t: Training) -> Iterator[GlobalBatch]:
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
     """Whether a step has ended on every worker: they read it together."""
-    return not t.workers.highest(not pending.is_done())
+    return not t.ranks.highest(not pending.is_done())
 
 
 def _due(step: int, period: int) -> bool:

@@ -15,7 +15,7 @@ from tandem.packing.batches import Batches
 from tandem.packing.layout import IntArray, Pack
 from tandem.packing.packer import Packer
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
-from tandem.train.terms import PackOutcome, Side, joined_pairs, pack_outcome, pack_terms
+from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_outcome, pack_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ValidationSet:
 
     name: str
     packer: Packer
-    side: Side
+    side: StepContext
     batch_size: int
     max_batches: int | None
 
@@ -66,7 +66,7 @@ def portions(packer: Packer, batch_size: int) -> list[IntArray]:
 @torch.no_grad()
 def measure(
     policy: Policy,
-    side: Side,
+    side: StepContext,
     packer: Packer,
     batch_size: int,
     max_batches: int | None = None,
@@ -82,12 +82,12 @@ def measure(
             fail_point("validation.pack")
             check()
     ledger.send()
-    table, _ = ledger.read(side.workers)
+    table, _ = ledger.read(side.ranks)
     check_pairs(table, np.concatenate(measured), packer.store)
     return table
 
 
-def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[PackOutcome]:
+def _outcomes(policy: Policy, side: StepContext, packs: Iterable[Pack]) -> Iterator[PackOutcome]:
     """Of every pack; a loss that compares over the batch sees the whole set, so that no batch size changes it."""
     dpo = side.dpo
     if scope_of(dpo.preference_loss) == "pair":
@@ -95,7 +95,7 @@ def _outcomes(policy: Policy, side: Side, packs: Iterable[Pack]) -> Iterator[Pac
         return
     packs = list(packs)
     terms = [pack_terms(policy, side, pack) for pack in packs]
-    joined = joined_pairs(terms, dpo, side.workers)
+    joined = joined_pairs(terms, dpo, side.ranks)
     parts = combined_losses(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
     for pack, one, part in zip(packs, terms, parts, strict=True):
         yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, batch_losses=part))

@@ -17,7 +17,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.loss.declare import Loss, loss
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
-from tandem.loss.pairs import Pairs, Sides
+from tandem.loss.pairs import ChosenRejected, Pairs
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 
@@ -25,11 +25,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 SETTINGS = {"robust": {"label_smoothing": 0.1}}
 
 
-def sides(chosen, rejected, **kwargs) -> Sides:
-    return Sides(torch.tensor(chosen, **kwargs), torch.tensor(rejected, **kwargs))
+def sides(chosen, rejected, **kwargs) -> ChosenRejected:
+    return ChosenRejected(torch.tensor(chosen, **kwargs), torch.tensor(rejected, **kwargs))
 
 
-def make_pairs(policy: Sides, reference: Sides, num_tokens: Sides | None = None, scores: Sides | None = None) -> Pairs:
+def make_pairs(
+    policy: ChosenRejected,
+    reference: ChosenRejected,
+    num_tokens: ChosenRejected | None = None,
+    scores: ChosenRejected | None = None,
+) -> Pairs:
     pairs = len(policy.chosen)
     num_tokens = num_tokens or sides([2] * pairs, [4] * pairs)
     scores = scores or sides([1.0] * pairs, [0.0] * pairs, dtype=policy.chosen.dtype)
@@ -175,7 +180,8 @@ def test_the_order_of_the_batch_does_not_matter_to_aot(name):
     values = [torch.randn(8, generator=generator) for _ in range(4)]
     order = torch.randperm(8, generator=generator)
     pairs, shuffled = (
-        make_pairs(Sides(a, b), Sides(c, d)) for a, b, c, d in (values, [value[order] for value in values])
+        make_pairs(ChosenRejected(a, b), ChosenRejected(c, d))
+        for a, b, c, d in (values, [value[order] for value in values])
     )
     assert torch.equal(loss_of(name, pairs), loss_of(name, shuffled))
 
@@ -226,10 +232,10 @@ def test_the_gradient_matches_finite_differences(name):
     def logps() -> torch.Tensor:
         return (-1 - 6 * torch.rand(5, generator=generator, dtype=torch.float64)).requires_grad_()
 
-    policy, reference = [logps(), logps()], Sides(logps().detach(), logps().detach())
+    policy, reference = [logps(), logps()], ChosenRejected(logps().detach(), logps().detach())
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        return loss_of(name, make_pairs(Sides(chosen, rejected), reference), beta=0.7)
+        return loss_of(name, make_pairs(ChosenRejected(chosen, rejected), reference), beta=0.7)
 
     assert torch.autograd.gradcheck(loss, policy)
 
@@ -238,7 +244,7 @@ def test_the_gradient_matches_finite_differences(name):
 @pytest.mark.parametrize(("chosen", "rejected"), [(-1.0, -1e4), (-1e4, -1.0), (0.0, 0.0), (-1e4, -1e4), (-1e-9, -2.0)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_stay_finite_at_huge_margins(name, chosen, rejected, dtype):
-    policy = Sides(*(torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)))
+    policy = ChosenRejected(*(torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)))
     reference = sides([-5e3], [-5e3], dtype=dtype)
     for beta in (0.1, 10.0):
         loss = loss_of(name, make_pairs(policy, reference, sides([1], [1])), beta=beta)

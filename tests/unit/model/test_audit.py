@@ -17,7 +17,7 @@ from tandem.model import policy, reference
 from tandem.model.attention import pack_attention as attention
 from tandem.model.checks import audit
 from tandem.model.checks.audit import start_loss_verdict
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as tiny_folder
 from tandem.packing.layout import lay_out
 from tandem.report.reporter import Reporter
@@ -152,12 +152,12 @@ def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
         if len(told) == 2:
             raise Ended
 
-    told, workers = [], start_workers()
-    setup = set_up(load_config(None, SHORT).config, workers.device)
-    frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+    told, ranks = [], join_process_group()
+    setup = set_up(load_config(None, SHORT).config, ranks.device)
+    frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     given = {"place": tmp_path / "reference", "progress": end_behind_the_second}
     with pytest.raises(Ended):
-        reference.cached_reference(lambda: frozen, setup.train, workers, **given)
+        reference.cached_reference(lambda: frozen, setup.train, ranks, **given)
     assert told == [0, 0]
     assert not list(tmp_path.iterdir())
 
@@ -167,19 +167,19 @@ def test_cached_reference_equals_the_live_one(tmp_path):
     from tandem.model.distributed.layers import shard
     from tandem.model.load import load_policy
 
-    workers = start_workers()
-    setup = set_up(load_config(None, SHORT).config, workers.device)
-    frozen = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+    ranks = join_process_group()
+    setup = set_up(load_config(None, SHORT).config, ranks.device)
+    frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     cached = reference.cached_reference(
         lambda: frozen,
         setup.train,
-        workers,
+        ranks,
         place=tmp_path / "reference",
         progress=lambda n: None,
     )
     live = reference.LiveReference(frozen)
     for pack in setup.train.micro_batches(np.array([5, 2, 300, 17])):  # other neighbours than in the cached pass
-        inputs = frozen.inputs(pack, workers.device)
+        inputs = frozen.inputs(pack, ranks.device)
         torch.testing.assert_close(
             cached.token_logps(pack, inputs)[: inputs.num_scored],
             live.token_logps(pack, inputs)[: inputs.num_scored],
@@ -248,7 +248,9 @@ def test_a_model_that_rounds_more_is_allowed_more_up_to_a_ceiling(monkeypatch, p
         packed = True
 
     def found():
-        return audit.audit(Packed(), OnePack(), start_workers(), precision="bfloat16", model="policy.model_name = it")
+        return audit.audit(
+            Packed(), OnePack(), join_process_group(), precision="bfloat16", model="policy.model_name = it"
+        )
 
     if tolerance is None:
         audited = found()

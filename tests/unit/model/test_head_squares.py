@@ -8,13 +8,13 @@ from models import as_policy, random_preference, tiny_model
 
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Selection
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.head import HeadRule, chunked_logps
 from tandem.model.reference import LiveReference
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import lay_out
 from tandem.train.step import train_step
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 
 CPU = torch.device("cpu")
 BETA = 0.1
@@ -170,10 +170,10 @@ def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture
     want = gradients(by_hand, weighed + share * sft)
 
     model = tiny_model(architecture)
-    side = Side(
+    side = StepContext(
         LiveReference(as_policy(tiny_model(architecture, seed=1))),
         dpo.model_copy(update={"sft_loss_weight": share}),
-        start_workers(),
+        join_process_group(),
         "float32",
     )
     packs = [pack_of(several)] if num_packs == 1 else [lay_out([i], [p], length=128) for i, p in enumerate(several)]

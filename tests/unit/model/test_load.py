@@ -18,7 +18,7 @@ from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
 from tandem.export import _save
 from tandem.model.attention.pack_attention import windows_of
-from tandem.model.distributed.process_group import stop_workers
+from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
@@ -334,6 +334,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path
 
 
 def test_stopping_workers_twice_is_harmless():
-    stop_workers()
-    stop_workers()
+    leave_process_group()
+    leave_process_group()
     assert not torch.distributed.is_initialized()

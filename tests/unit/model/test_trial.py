@@ -205,10 +205,10 @@ def test_a_model_s_own_mask_is_not_ignored():
         ({}, 2, "2 workers: {} Train it with one."),
     ],
 )
-def test_a_multimodal_model_s_layers_are_refused_where_they_are_needed(settings, workers, message):
+def test_a_multimodal_model_s_layers_are_refused_where_they_are_needed(settings, ranks, message):
     why = "needs the list of a model's layers, which it (model type gemma3) does not have where other models have it."
     source = ModelSource("it", None, tiny_config("gemma3"))  # type: ignore[arg-type]
-    assert refusal(check_layers, source, policy(**settings), workers) == message.format(why)
+    assert refusal(check_layers, source, policy(**settings), ranks) == message.format(why)
 
 
 def test_layers_are_looked_for_before_weights_load(tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.load import load_config
 from tandem.model.distributed.layers import frozen, shard
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.model.precision import working_copy
 from tandem.model.precision.working_copy import WorkingCopy
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.bfloat16
 
 
 @pytest.fixture(scope="module")
-def workers():
-    return start_workers()
+def ranks():
+    return join_process_group()
 
 
 @pytest.fixture(scope="module")
-def setup(workers):
-    return set_up(load_config(None, SHORT).config, workers.device)
+def setup(ranks):
+    return set_up(load_config(None, SHORT).config, ranks.device)
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def packs(setup):
 
 
 @pytest.fixture
-def policy(setup, workers):
-    return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=True)
+def policy(setup, ranks):
+    return shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=True)
 
 
 def run(policy, packs, device):
@@ -56,14 +56,14 @@ def run(policy, packs, device):
 
 
 @pytest.mark.parametrize("at_once", [1, 20_000, working_copy.AT_ONCE])
-def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers, packs, policy, monkeypatch, at_once):
+def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, ranks, packs, policy, monkeypatch, at_once):
     monkeypatch.setattr(working_copy, "AT_ONCE", at_once)
     # on a mesh of one, so that there is nothing to add up
-    several = SimpleNamespace(count=2, mesh=workers.mesh, device=workers.device)
-    other = load_policy(setup.source, setup.config.policy, workers.device)
+    several = SimpleNamespace(count=2, mesh=ranks.mesh, device=ranks.device)
+    other = load_policy(setup.source, setup.config.policy, ranks.device)
     other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
     assert all(isinstance(parameter, DTensor) for parameter in other.parameters())
-    (own, own_gradients), (logps, gradients) = (run(one, packs, workers.device) for one in (policy, other))
+    (own, own_gradients), (logps, gradients) = (run(one, packs, ranks.device) for one in (policy, other))
     assert all(map(torch.equal, own, logps))
     assert len(own_gradients) == len(gradients)
     for one, two in zip(own_gradients, gradients, strict=True):
@@ -71,8 +71,8 @@ def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, workers
         assert torch.equal(one, two)
 
 
-def test_copies_follow_the_weights(policy, packs, workers):
-    inputs = policy.inputs(packs[0], workers.device)
+def test_copies_follow_the_weights(policy, packs, ranks):
+    inputs = policy.inputs(packs[0], ranks.device)
     with torch.no_grad():
         before, again = policy(inputs), policy(inputs)
         for parameter in policy.parameters():
@@ -82,12 +82,12 @@ def test_copies_follow_the_weights(policy, packs, workers):
     assert not torch.allclose(before, after)
 
 
-def test_held_in_held_is_held_once(policy, packs, workers):
+def test_held_in_held_is_held_once(policy, packs, ranks):
     with torch.no_grad(), policy.computing():
         outer = [parameter.data_ptr() for parameter in policy.parameters()]
         policy.plain_logps(torch.tensor([5, 6]), torch.tensor([7]))
         with policy.computing():
-            policy(policy.inputs(packs[0], workers.device))
+            policy(policy.inputs(packs[0], ranks.device))
         assert [parameter.data_ptr() for parameter in policy.parameters()] == outer
         assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters())
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
@@ -99,13 +99,13 @@ def test_weights_are_back_where_computing_fails(policy):
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
 
 
-def test_a_forward_with_gradients_alone_is_refused(policy, packs, workers):
+def test_a_forward_with_gradients_alone_is_refused(policy, packs, ranks):
     with pytest.raises(RuntimeError, match="both belong under `computing`"):
-        policy(policy.inputs(packs[0], workers.device))
+        policy(policy.inputs(packs[0], ranks.device))
 
 
-def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, workers):
-    inputs = policy.inputs(packs[0], workers.device)
+def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, ranks):
+    inputs = policy.inputs(packs[0], ranks.device)
     with torch.no_grad():
         before = policy(inputs)
     weights = [weakref.ref(parameter) for parameter in policy.parameters()]
@@ -117,10 +117,10 @@ def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, workers):
     assert torch.equal(kept(inputs), before)
 
 
-def test_no_copies_where_nothing_is_cast(setup, workers):
+def test_no_copies_where_nothing_is_cast(setup, ranks):
     for dtype, bfloat16 in ((torch.float32, False), (torch.bfloat16, True)):
-        loaded = load_policy(setup.source, setup.config.policy, workers.device, dtype=dtype)
-        assert shard(loaded, workers, bfloat16=bfloat16).working_copy is None
+        loaded = load_policy(setup.source, setup.config.policy, ranks.device, dtype=dtype)
+        assert shard(loaded, ranks, bfloat16=bfloat16).working_copy is None
 
 
 def test_tied_weights_have_one_copy_and_add_their_gradients():

@@ -52,14 +52,14 @@ def store(*sizes: tuple[int, int, int]) -> Store:
     )
 
 
-def packer(of: Store, *, usual_auto=1, shortest_auto=0, pairs_per_batch=None, num_workers=1, **packing):
+def packer(of: Store, *, usual_auto=1, shortest_auto=0, pairs_per_batch=None, num_ranks=1, **packing):
     return make_packer(
         of,  # type: ignore[arg-type]
         Packing(**packing),
         usual_auto=usual_auto,
         shortest_auto=shortest_auto,
         pairs_per_batch=pairs_per_batch,
-        share=Share(0, num_workers),
+        share=Share(0, num_ranks),
     )
 
 
@@ -106,7 +106,7 @@ def test_an_auto_length_is_shorter_where_a_batch_would_not_fill_four_rows():
 def test_a_small_batch_stands_in_one_row_rather_than_in_several_that_are_too_short_for_a_gpu():
     of, gpu = store(*[(10, 5, 5)] * 8), {"usual_auto": 8192, "shortest_auto": 4096}
     assert packer(of, pairs_per_batch=64, **gpu).length == 1280
-    assert packer(of, pairs_per_batch=64, num_workers=2, **gpu).length == 640
+    assert packer(of, pairs_per_batch=64, num_ranks=2, **gpu).length == 640
     # 10,000 tokens in three rows, 20,000 in four
     assert packer(of, pairs_per_batch=500, **gpu).length == 4096
     assert packer(of, pairs_per_batch=1000, **gpu).length == 5120

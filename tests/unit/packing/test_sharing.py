@@ -20,10 +20,10 @@ def bins(*members: list[int]) -> Bins:
 
 
 def shared(
-    of: Bins, sizes: Sequence[int], workers: int, *, lengths=(2, 4, 6, 8), costs=None, tightly=False
+    of: Bins, sizes: Sequence[int], ranks: int, *, lengths=(2, 4, 6, 8), costs=None, tightly=False
 ) -> list[Round]:
     cost = np.array(sizes if costs is None else costs, np.float64)
-    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_workers=workers, tightly=tightly)
+    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_ranks=ranks, tightly=tightly)
 
 
 def plain(rounds: list[Round]) -> list[tuple[int, list[list[int]]]]:
@@ -41,8 +41,8 @@ def batches(draw) -> tuple[Packer, np.ndarray, int]:
     return packer, chosen, draw(st.integers(1, 40))
 
 
-def rounds_of(packer: Packer, chosen: np.ndarray, workers: int, *, tightly: bool = False) -> list[Round]:
-    costs, rows = packer.sizes + packer.sizes**2 / 1000, {"lengths": packer.lengths, "num_workers": workers}
+def rounds_of(packer: Packer, chosen: np.ndarray, ranks: int, *, tightly: bool = False) -> list[Round]:
+    costs, rows = packer.sizes + packer.sizes**2 / 1000, {"lengths": packer.lengths, "num_ranks": ranks}
     return share_out(packer.bins(chosen), packer.sizes, costs, **rows, tightly=tightly)
 
 
@@ -163,20 +163,20 @@ def test_a_preference_longer_than_a_row_is_never_packed_with_others():
 @settings(deadline=None)
 @given(batches(), st.booleans())
 def test_every_preference_goes_to_one_worker_once(batch, tightly):
-    packer, chosen, workers = batch
-    packs = [pack for round in rounds_of(packer, chosen, workers, tightly=tightly) for pack in round.packs]
+    packer, chosen, ranks = batch
+    packs = [pack for round in rounds_of(packer, chosen, ranks, tightly=tightly) for pack in round.packs]
     assert sorted(np.concatenate(packs).tolist()) == chosen.tolist()
 
 
 @settings(deadline=None)
 @given(batches())
 def test_rows_packed_tightly_hold_their_preferences_and_are_never_more_or_longer_in_sum(batch):
-    packer, chosen, workers = batch
-    loosely, tightly = (rounds_of(packer, chosen, workers, tightly=how) for how in (False, True))
+    packer, chosen, ranks = batch
+    loosely, tightly = (rounds_of(packer, chosen, ranks, tightly=how) for how in (False, True))
     assert len(tightly) <= len(loosely)
     assert sum(round.length for round in tightly) <= sum(round.length for round in loosely)
     for round in tightly:
-        assert len(round.packs) == workers and any(map(len, round.packs))
+        assert len(round.packs) == ranks and any(map(len, round.packs))
         assert round.length == max(packer.row_length(pack) for pack in round.packs)
         longest = round.length == packer.length
         assert all(packer.sizes[pack].sum() <= round.length or (len(pack) == 1 and longest) for pack in round.packs)
@@ -186,11 +186,11 @@ def test_rows_packed_tightly_hold_their_preferences_and_are_never_more_or_longer
 @settings(deadline=None)
 @given(batches())
 def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_all(batch):
-    packer, chosen, workers = batch
-    found = rounds_of(packer, chosen, workers)
-    assert len(found) == -(-len(packer.bins(chosen)) // workers)
+    packer, chosen, ranks = batch
+    found = rounds_of(packer, chosen, ranks)
+    assert len(found) == -(-len(packer.bins(chosen)) // ranks)
     for round in found:
-        assert len(round.packs) == workers
+        assert len(round.packs) == ranks
         assert round.length == max(packer.row_length(pack) for pack in round.packs)
         assert all(packer.sizes[pack].sum() <= round.length or len(pack) == 1 for pack in round.packs)
     assert [round.length for round in found] == sorted((round.length for round in found), reverse=True)
@@ -199,19 +199,19 @@ def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_a
 @settings(deadline=None)
 @given(batches())
 def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
-    packer, chosen, workers = batch
+    packer, chosen, ranks = batch
     costs = packer.sizes + packer.sizes**2 / 1000
-    table = np.array([[costs[p].sum() for p in round.packs] for round in rounds_of(packer, chosen, workers)])
+    table = np.array([[costs[p].sum() for p in round.packs] for round in rounds_of(packer, chosen, ranks)])
     assert np.ptp(table.sum(0)) <= np.ptp(table, axis=1).max() + 1e-6
 
 
 @settings(deadline=None)
 @given(batches())
 def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_they_fill_the_longest_rows(batch):
-    packer, chosen, workers = batch
-    for round in rounds_of(packer, chosen, workers):
+    packer, chosen, ranks = batch
+    for round in rounds_of(packer, chosen, ranks):
         if any(len(pack) == 0 for pack in round.packs):
-            assert sum(map(len, round.packs)) < workers or round.length == packer.length
+            assert sum(map(len, round.packs)) < ranks or round.length == packer.length
 
 
 @settings(deadline=None)

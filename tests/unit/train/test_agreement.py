@@ -10,13 +10,13 @@ from running import SHORT
 
 from tandem.config.load import load_config
 from tandem.errors import DefectError, RanksDifferError
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.packing.packer import Packer, Share, row_lengths
 from tandem.train import validation
 from tandem.train.metrics import PairTable, check_pairs, places_of_pairs
 from tandem.train.start.agreement import derived, differences, refuse_different_ranks
 from tandem.train.start.setup import set_up
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 
 
 def set_up_with(*overrides, share=None):
@@ -93,7 +93,7 @@ def test_a_preference_twice_in_a_batch_has_its_pairs_twice(tmp_path):
 def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
     whole = Packer.micro_batches
     monkeypatch.setattr(Packer, "micro_batches", lambda self, these, bounds=None: whole(self, these[1:], bounds))
-    monkeypatch.setattr(validation.PairLedger, "read", lambda self, workers: (self.table, []))
+    monkeypatch.setattr(validation.PairLedger, "read", lambda self, ranks: (self.table, []))
     monkeypatch.setattr(validation.PairLedger, "send", lambda self: None)
     packer = setup.validation["default"].alone()
     part = validation.portions(packer, 8)[0]
@@ -104,7 +104,7 @@ def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
         def computing(self):
             return torch.no_grad()
 
-    side = Side(None, setup.config.dpo, start_workers(), "float32")  # type: ignore[arg-type]
+    side = StepContext(None, setup.config.dpo, join_process_group(), "float32")  # type: ignore[arg-type]
     with pytest.raises(DefectError, match="of the 8 pairs of this batch 1 were not computed, and 0 "):
         validation.measure(NoPolicy(), side, packer, 8, 1)  # type: ignore[arg-type]
 

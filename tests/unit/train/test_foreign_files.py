@@ -16,7 +16,7 @@ from tandem.config.load import load_config
 from tandem.errors import CheckpointError
 from tandem.paths import check_resumed
 from tandem.report.reporter import MetricsFile
-from tandem.storage.cache import cache_dir, check_cache_dir, published, write_manifest, write_whole
+from tandem.storage.cache import cache_dir, check_cache_dir, published, write_atomically, write_manifest
 from tandem.storage.ownership import MARKER, remove_abandoned
 from tandem.train.checkpoint.checkpoints import (
     checkpoints,
@@ -384,7 +384,7 @@ def go_through_a_run(run: Path, kept: Path) -> None:
         refuse_links(run)
         refuse_in_the_way(kept, 6)
         remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
-        write_whole(run / "config.yaml", "new", "config")
+        write_atomically(run / "config.yaml", "new", "config")
         remove_abandoned(kept, "step_[0-9]+", "latest", "best", is_held=True)
         place, _ = newest_verified(kept)
         assert place is not None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tandem.config.sections.dpo import Dpo
 from tandem.config.tracked import METRICS
 from tandem.data.store.selection import Selection
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.train.metrics import PairTable, summarise
 
 NOWHERE = Selection({}, np.arange(0))
@@ -178,9 +178,9 @@ def test_accuracy_by_source():
 def _gather(rank, path, answers):
     store = dist.FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    workers = Workers(init_device_mesh("cpu", (2,)), torch.device("cpu"))
+    ranks = Ranks(init_device_mesh("cpu", (2,)), torch.device("cpu"))
     mine = table(rank + 1, loss=[float(rank)] * (rank + 1))
-    answers.put((rank, [one.loss.tolist() for one in workers.gather(mine)]))
+    answers.put((rank, [one.loss.tolist() for one in ranks.gather(mine)]))
     dist.destroy_process_group()
 
 

@@ -13,12 +13,12 @@ from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Selection
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.model.distributed.layers import shard
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.packing.layout import lay_out
 from tandem.train.metrics import PairLedger, PairTable, places_of_pairs, summarise
 from tandem.train.start.setup import set_up
-from tandem.train.terms import Side, pack_outcome
+from tandem.train.terms import StepContext, pack_outcome
 
 ALPHA, BETA = 0.25, 0.1
 
@@ -32,9 +32,9 @@ class Uniform:
 
 @pytest.fixture(scope="module")
 def started():
-    workers = start_workers()
-    setup = set_up(load_config(None, SHORT).config, workers.device)
-    policy = shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+    ranks = join_process_group()
+    setup = set_up(load_config(None, SHORT).config, ranks.device)
+    policy = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     plain = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
     batch = setup.batches.epoch(0)[0].preferences[:6]
     packs = list(setup.train.micro_batches(batch))
@@ -42,11 +42,11 @@ def started():
     tokens = [plain_token_logps(plain, setup.train.store[index])[:2] for index in order]
 
     def pair_table(dpo: Dpo) -> PairTable:
-        side, ledger = Side(Uniform(), dpo, workers, "float32"), PairLedger()
+        side, ledger = StepContext(Uniform(), dpo, ranks, "float32"), PairLedger()
         for pack in packs:
             ledger.add(pack_outcome(policy, side, pack))
         ledger.send(torch.tensor(7.0))
-        table, also = ledger.read(workers)
+        table, also = ledger.read(ranks)
         assert also == [7.0]
         return table
 

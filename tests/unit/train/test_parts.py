@@ -13,10 +13,10 @@ def numbers(*shape, dtype=torch.float32):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).to(dtype)
 
 
-def shards(tensor, workers):
+def shards(tensor, ranks):
     """A tensor's rows over workers as FSDP lays them: the last have fewer, or none."""
-    each = -(-len(tensor) // workers)
-    starts = [min(len(tensor), each * worker) for worker in range(workers)]
+    each = -(-len(tensor) // ranks)
+    starts = [min(len(tensor), each * worker) for worker in range(ranks)]
     return [Part(tensor[start : start + each].clone(), start) for start in starts]
 
 

@@ -34,14 +34,12 @@ SHAPES = {
 FEW_BITS = {"weights": "bfloat16_stochastic", "optimizer": Optimizer(state_dtype="bfloat16")}
 
 
-def need_of(shape, policy, num_workers=1, lora=None, device="cuda"):
+def need_of(shape, policy, num_ranks=1, lora=None, device="cuda"):
     family, sizes, vocabulary, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
-    return expected_need(
-        ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_workers, torch.device(device)
-    )
+    return expected_need(ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_ranks, torch.device(device))
 
 
 def test_a_size_per_layer_counts_as_their_mean():
@@ -62,9 +60,9 @@ def with_card(gib, monkeypatch):
     return torch.device("cuda")
 
 
-def row(shape, monkeypatch, *, card=139, num_workers=1, **settings):
+def row(shape, monkeypatch, *, card=139, num_ranks=1, **settings):
     policy = Policy(**settings)
-    return usual_row(need_of(shape, policy, num_workers), policy, with_card(card, monkeypatch))
+    return usual_row(need_of(shape, policy, num_ranks), policy, with_card(card, monkeypatch))
 
 
 @pytest.mark.parametrize(
@@ -204,16 +202,16 @@ def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, 
 
 
 def test_workers_share_what_does_not_pass(monkeypatch):
-    assert row("8B", monkeypatch, num_workers=8).tokens == 16384
+    assert row("8B", monkeypatch, num_ranks=8).tokens == 16384
     policy, num = Policy(), need_of("8B", Policy()).num_weights
     assert need_of("8B", policy).fixed == 18 * num  # with the copy that is computed with
-    assert need_of("8B", policy, num_workers=2).fixed == 8 * num
+    assert need_of("8B", policy, num_ranks=2).fixed == 8 * num
 
 
 @pytest.mark.parametrize(("quantization", "shared"), [(None, 2.0), ("nf4", 0.0)])
 def test_quantised_weights_are_whole_on_every_worker(quantization, shared):
     lora = SimpleNamespace(num_frozen=10**9, num_trained=10**6, quantization=quantization, dtype=torch.bfloat16)
-    one, two = (need_of("1.5B", Policy(), num_workers, lora).fixed for num_workers in (1, 2))
+    one, two = (need_of("1.5B", Policy(), num_ranks, lora).fixed for num_ranks in (1, 2))
     adapters = 10**6 * (18 - 16 / 2)  # of two workers each keeps half, and no copy
     assert one - two == pytest.approx(10**9 * shared / 2 + adapters)
 
@@ -224,7 +222,7 @@ def of_rows(length, num=1, together=1):
         bins=lambda preferences, bounds: range(num),
         longest_row=lambda bins: length,
         packs_per_micro_batch=together,
-        share=SimpleNamespace(num_workers=1),
+        share=SimpleNamespace(num_ranks=1),
     )
     return packer, SimpleNamespace(preferences=None, bounds=None)
 
@@ -258,7 +256,7 @@ def test_what_may_fit_is_left_to_the_rehearsal(monkeypatch):
     card, few, full = with_card(139.8, monkeypatch), Policy(**FEW_BITS), Policy(activation_checkpointing="full")
     refuse_what_is_too_large(need_of("8B", few), *of_rows(8192), few, card)
     refuse_what_is_too_large(need_of("8B", full), *of_rows(2048), full, card)  # 138 of 140 are expected
-    refuse_what_is_too_large(need_of("8B", Policy(), num_workers=2), *of_rows(8192), Policy(), card)
+    refuse_what_is_too_large(need_of("8B", Policy(), num_ranks=2), *of_rows(8192), Policy(), card)
 
 
 def test_a_machine_without_a_gpu_is_asked_too(monkeypatch):

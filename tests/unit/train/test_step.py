@@ -12,26 +12,26 @@ from tandem.config.sections.dpo import Dpo
 from tandem.config.sections.policy import Optimizer, OptimizerKwargs
 from tandem.errors import DefectError, NonFiniteError
 from tandem.model.distributed.layers import shard
-from tandem.model.distributed.process_group import start_workers
+from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.model.reference import LiveReference
 from tandem.train import step as step_module
 from tandem.train.optimizer import make_optimizer
 from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 
 pytestmark = pytest.mark.bfloat16
 
 
 def start(*overrides):
-    workers = start_workers()
-    setup = set_up(load_config(None, [*SHORT, *overrides]).config, workers.device)
+    ranks = join_process_group()
+    setup = set_up(load_config(None, [*SHORT, *overrides]).config, ranks.device)
 
     def load():
-        return shard(load_policy(setup.source, setup.config.policy, workers.device), workers, bfloat16=False)
+        return shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
 
-    side = Side(LiveReference(load()), setup.config.dpo, workers, "float32")
+    side = StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
     return setup, side, load()
 
 
@@ -50,8 +50,8 @@ def whole(policy):
 
 def in_bfloat16(setup, side, weights=torch.float32):
     """The policy computing in bfloat16 over weights of this dtype."""
-    policy = load_policy(setup.source, setup.config.policy, side.workers.device, dtype=weights)
-    return shard(policy, side.workers, bfloat16=True)
+    policy = load_policy(setup.source, setup.config.policy, side.ranks.device, dtype=weights)
+    return shard(policy, side.ranks, bfloat16=True)
 
 
 def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
@@ -114,7 +114,7 @@ def test_weights_are_float32_after_a_forward_without_backward(started):
     before = list(policy.parameters())
     for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
         with torch.no_grad():
-            policy(policy.inputs(pack, side.workers.device))
+            policy(policy.inputs(pack, side.ranks.device))
     assert all(
         now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True)
     )
@@ -155,7 +155,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(starte
     policy.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
     with policy.computing():
-        logps = policy(policy.inputs(pack, side.workers.device))
+        logps = policy(policy.inputs(pack, side.ranks.device))
         logps.sum().backward()
     assert seen == [torch.bfloat16]
     assert logps.dtype == torch.float32
@@ -170,7 +170,7 @@ def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
     chosen = [plain_token_logps(plain, setup.train.store[int(i)])[0].sum() for i in batch.preferences]
     (-torch.stack(chosen).mean()).backward()
     want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    sft_alone = Side(side.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), side.workers, "float32")
+    sft_alone = StepContext(side.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), side.ranks, "float32")
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     step = train_step(policy, sft_alone, packs_of(setup, batch), batch, optimizer, max_grad_norm=None)
     assert step.read(setup.train.store).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)

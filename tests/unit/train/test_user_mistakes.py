@@ -77,7 +77,7 @@ def test_weights_that_are_cut_off_are_told_by_their_name(tmp_path):
 
 def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
     loaded = load_config(None, ["dpo.max_num_steps=3", f"run.dir={tmp_path}/run"])
-    setup = trainer.set_up(loaded.config, trainer.start_workers().device)
+    setup = trainer.set_up(loaded.config, trainer.join_process_group().device)
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert " ".join(capsys.readouterr().out.split()) == (
         "warning: in 3 steps the learning rate never rises above 0.00019 of 0.001. "
@@ -86,7 +86,7 @@ def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
 
 
 def test_a_run_as_long_as_its_warm_up_is_not(tmp_path, capsys):
-    setup = trainer.set_up(load_config(None, []).config, trainer.start_workers().device)
+    setup = trainer.set_up(load_config(None, []).config, trainer.join_process_group().device)
     assert setup.highest_rate == 1e-3
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert capsys.readouterr().out == ""

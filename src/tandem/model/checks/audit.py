@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.data.store.selection import Preferences
 from tandem.errors import AuditError
 from tandem.model.attention.pack_attention import counted_calls
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
 from tandem.packing.layout import Pack
@@ -75,27 +75,27 @@ class Audit:
         best = torch.cat([one.packed for one in self.completions if one.is_best])
         return -float(best.double().mean())
 
-    def tolerance(self, differences: list[float], workers: Workers) -> float:
+    def tolerance(self, differences: list[float], ranks: Ranks) -> float:
         """What rounding explains of a difference. It is measured only if some difference is above the least tolerance."""
         least = LEAST_TOLERANCE[self.precision]
         # Forwards are computed by all ranks or by none, even where one finds what another just does not.
-        if self._tolerance is None and workers.highest(not all(one <= least for one in differences)):
+        if self._tolerance is None and ranks.highest(not all(one <= least for one in differences)):
             rounding = TIMES_ROUNDING * float(np.mean([one.rounding() for one in self.completions]))
             self._tolerance = min(max(least, rounding), MOST_TOLERANCE[self.precision])
         return least if self._tolerance is None else self._tolerance
 
 
-def audit(policy: Policy, packer: Packer, workers: Workers, *, precision: str, model: str) -> Audit:
+def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model: str) -> Audit:
     """Compare packed log-probabilities with the plain eager forward; AuditError if they differ.
 
     `model`: its key and name in the configuration.
     """
     packer = packer.alone()  # every rank looks at the same, so that all find the same
-    longest = -workers.highest(-_longest_that_fits(policy, workers.device))
+    longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))
-    _check_calls(policy, packs[0], workers.device, model)
-    completions = [one for pack in packs for one in _compare(policy, packer.store, pack, workers.device)]
+    _check_calls(policy, packs[0], ranks.device, model)
+    completions = [one for pack in packs for one in _compare(policy, packer.store, pack, ranks.device)]
     lengths = packer.store.longest
     found = Audit(
         packs,
@@ -104,24 +104,24 @@ def audit(policy: Policy, packer: Packer, workers: Workers, *, precision: str, m
         num_longer=int((lengths > max(longest, lengths[sample].max())).sum()),
         longest=int(lengths[sample].max()),
     )
-    tolerance = found.tolerance([one.plain_difference for one in completions], workers)
+    tolerance = found.tolerance([one.plain_difference for one in completions], ranks)
     for one in completions:
         _check_plain(one, tolerance, model, packed=policy.packed)
     if policy.packed:
-        _check_last_columns(policy, packer, found, workers, model)
+        _check_last_columns(policy, packer, found, ranks, model)
     return found
 
 
-def audit_reference(policy: Policy, found: Audit, reference: Reference, workers: Workers) -> float:
+def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: Ranks) -> float:
     """Compare a policy, as it was audited, with the reference made of it; the largest mean difference per token."""
     against: list[Tensor] = []
     for pack in found.packs:
-        inputs = policy.inputs(pack, workers.device)
+        inputs = policy.inputs(pack, ranks.device)
         values = reference.token_logps(pack, inputs)[: inputs.num_scored]
         against += values.split(pack.completion_lengths.tolist())
     pairs = list(zip(found.completions, against, strict=True))
     differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
-    tolerance = found.tolerance(differences, workers)
+    tolerance = found.tolerance(differences, ranks)
     for (one, _), difference in zip(pairs, differences, strict=True):
         if not difference <= tolerance:
             raise AuditError(
@@ -155,7 +155,7 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
         )
 
 
-def _check_last_columns(policy: Policy, packer: Packer, found: Audit, workers: Workers, model: str) -> None:
+def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, model: str) -> None:
     """AuditError if a preference at the end of the longest row is not what it was near the beginning of its row.
 
     The sample fills only the first columns. A model that computes something from columns, not from position ids, may do so only
@@ -166,13 +166,13 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, workers: W
     if packer.sizes[index] > packer.length:  # has several rows
         return
     pack = _at_the_end(packer.row([index], packer.length))
-    inputs = policy.inputs(pack, workers.device)
+    inputs = policy.inputs(pack, ranks.device)
     with torch.no_grad():
         last = policy(inputs)[: inputs.num_scored].split(pack.completion_lengths.tolist())
     owners = np.concatenate([pack.preferences[pack.owner] for pack in found.packs])
     first = [one for one, owner in zip(found.completions, owners, strict=True) if owner == index]
     differences = [_mean_difference(one.packed, other) for one, other in zip(first, last, strict=True)]
-    tolerance = found.tolerance(differences, workers)
+    tolerance = found.tolerance(differences, ranks)
     for one, difference in zip(first, differences, strict=True):
         if not difference <= tolerance:
             raise AuditError(

@@ -13,21 +13,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.attention.pack_attention import allow_many_graphs, block_size
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 from tandem.model.policy import Policy, trunk_of
-from tandem.model.precision.rounding import cast_by_chance, salt_in_policy
+from tandem.model.precision.rounding import cast_stochastically, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
-def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
+def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
     """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
 
     One worker has all of them. It keeps copies to compute with instead, where it computes in another dtype.
     """
-    policy.block = block_size(policy, workers.device, bfloat16=bfloat16)
-    if workers.count == 1:
+    policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
+    if ranks.count == 1:
         if bfloat16 and any(parameter.dtype == torch.float32 for parameter in policy.parameters()):
             policy.working_copy = WorkingCopy(policy)
         _sum_gradients_in_float32(policy)
@@ -40,10 +40,10 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
     # Quantised weights, which are integers, are frozen: every worker holds them whole.
     whole = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=workers.mesh, mp_policy=precision, ignored_params=whole)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, ignored_params=whole)
     # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
     # a forward without one (validation, reference) `parameters()` would not be what the optimizer updates.
-    fully_shard(policy, mesh=workers.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the pairs of the whole global batch: workers add up, nothing more.
@@ -53,7 +53,7 @@ def shard(policy: Policy, workers: Workers, *, bfloat16: bool) -> Policy:
         register_fsdp_forward_method(policy, method)
     for name, parameter in policy.named_parameters():
         if bfloat16 and parameter.dtype == torch.float32:
-            cast_by_chance(parameter, salt_in_policy(name))
+            cast_stochastically(parameter, salt_in_policy(name))
     _sum_gradients_in_float32(policy)
     return policy
 
@@ -76,7 +76,7 @@ def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
     return list(trunk_of(policy.model).layers)
 
 
-def check_layers(source: ModelSource, policy: PolicyConfig, num_workers: int) -> bool:
+def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> bool:
     """Whether `decoder_layers` finds the layers of a model. Refused where they are needed, before any weights load."""
     if isinstance(getattr(trunk_of(empty_model(source)), "layers", None), torch.nn.ModuleList):
         return True
@@ -84,7 +84,7 @@ def check_layers(source: ModelSource, policy: PolicyConfig, num_workers: int) ->
     needed = {
         f"policy.activation_checkpointing = {again}": (again != "none", "Leave it out."),
         "policy.compile = true": (policy.compile is True, "Use policy.compile=auto."),
-        f"{num_workers} workers": (num_workers > 1, "Train it with one."),
+        f"{num_ranks} workers": (num_ranks > 1, "Train it with one."),
     }
     for what, (is_needed, way_out) in needed.items():
         if is_needed:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tandem.errors import ConfigError, MachineError, TandemError, ToldError
+from tandem.errors import AlreadyReportedError, ConfigError, MachineError, TandemError
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class Ranks:
     """The processes that train together, this one's device and its number among them.
 
     What is said on the host goes by the CPU's own channel: it never waits for a GPU.
@@ -100,7 +100,7 @@ class Workers:
         if failure is not None and failed[0][0] == self.number:
             raise failure
         if failed:
-            raise ToldError(failed[0][1])
+            raise AlreadyReportedError(failed[0][1])
         return done
 
     def from_first(self, do: Callable[[], T]) -> T:
@@ -114,7 +114,7 @@ class Workers:
         late = self.agreed(do, by=not self.is_first_here)
         return early if self.is_first_here else late  # type: ignore[return-value]
 
-    def apart(self) -> "Workers":
+    def apart(self) -> "Ranks":
         """The same workers with a channel of their own, for a thread that talks beside the run."""
         if self.count == 1:
             return self
@@ -127,7 +127,7 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def start_workers() -> Workers:
+def join_process_group() -> Ranks:
     """This process alone, or among those that torchrun started with it."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
@@ -150,7 +150,7 @@ def start_workers() -> Workers:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    return Workers(mesh, device, dist.get_rank(), is_first_here=local == 0)
+    return Ranks(mesh, device, dist.get_rank(), is_first_here=local == 0)
 
 
 def stay_on_loopback() -> None:
@@ -207,7 +207,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def stop_workers() -> None:
+def leave_process_group() -> None:
     """Leave the group; a process that ends without it is warned about."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -68,7 +68,7 @@ def first_place(parameter: nn.Parameter) -> int:
     return rows * (parameter.numel() // parameter.shape[0])
 
 
-def cast_by_chance(parameter: nn.Parameter, salt: int) -> None:
+def cast_stochastically(parameter: nn.Parameter, salt: int) -> None:
     """Let fully_shard, which computes in bfloat16 over a float32 parameter, round it so instead of to the nearest."""
     part: Any = parameter._local_tensor  # type: ignore[attr-defined]
     cast = _Cast(weakref.ref(part), start_of(first_place(parameter), salt))

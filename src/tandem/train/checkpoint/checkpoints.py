@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.errors import CheckpointError, writing
 from tandem.failpoints import fail_point
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.storage.cache import intact_manifest, published, read_json, read_manifest, sync_file, write_manifest
 from tandem.storage.ownership import MARKER, free_path, remove_folder, step_in, temporary_path
@@ -46,7 +46,7 @@ class Saver:
         self,
         folder: Path,
         keep: int,
-        workers: Workers,
+        ranks: Ranks,
         copier: HostCopier,
         *,
         ranking: Ranking,
@@ -54,7 +54,7 @@ class Saver:
     ):
         """`took` is told the seconds of every checkpoint that was written."""
         self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
-        self._workers, self._copier = workers.apart(), copier
+        self._workers, self._copier = ranks.apart(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
 
@@ -97,23 +97,23 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, ranked: bool) -> None:
         started = time.perf_counter()
-        workers = self._workers
-        write_checkpoint(self.folder, snapshot, workers)
+        ranks = self._workers
+        write_checkpoint(self.folder, snapshot, ranks)
         self._took(time.perf_counter() - started)
         if ranked:
             spared = snapshot.progress.spared
-            workers.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=workers.is_first)
+            ranks.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=ranks.is_first)
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None:
+def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
     place = folder / f"step_{snapshot.progress.step}"
-    if workers.from_first(lambda: _is_saved(place)):  # by a run that stopped right there
-        workers.agreed(lambda: point(folder / "latest", place), by=workers.is_first)
+    if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped right there
+        ranks.agreed(lambda: point(folder / "latest", place), by=ranks.is_first)
         return
     with ExitStack() as stack:
-        aside = workers.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
-        name = f"tensors/worker_{workers.number}.safetensors"
+        aside = ranks.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
+        name = f"tensors/worker_{ranks.number}.safetensors"
 
         def write() -> str:
             with writing(place):
@@ -131,8 +131,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, workers: Workers) -> None
             stack.close()
             point(folder / "latest", place)
 
-        digests = dict(workers.gather((name, workers.agreed(write, by=True) or "")))
-        workers.agreed(complete, by=workers.is_first)
+        digests = dict(ranks.gather((name, ranks.agreed(write, by=True) or "")))
+        ranks.agreed(complete, by=ranks.is_first)
 
 
 def load_checkpoint(
@@ -141,7 +141,7 @@ def load_checkpoint(
     optimizer: Any,
     scheduler: Any,
     fingerprints: dict[str, str],
-    workers: Workers,
+    ranks: Ranks,
 ) -> Progress:
     """Put a verified checkpoint back into policy, optimizer, scheduler and random state.
 
@@ -160,7 +160,7 @@ def load_checkpoint(
                 f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
                 "Put it back as it was, or start anew with --fresh."
             )
-    tensors = state_tensors(policy, optimizer, workers.number)
+    tensors = state_tensors(policy, optimizer, ranks.number)
     kept = names_in(place / "tensors")
     # Among more workers than there were, some have no random state to go on from: theirs is new.
     tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
@@ -171,7 +171,7 @@ def load_checkpoint(
             "it exactly. Start anew with --fresh."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
-    _set_random_states(tensors, workers.number, place)
+    _set_random_states(tensors, ranks.number, place)
     with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
         for _ in range(saved.progress.step):
             scheduler.step()

@@ -27,30 +27,30 @@ class EarlyStop:
 def is_exhausted(t: Training) -> bool:
     """Whether as many validations in a row as `dpo.early_stopping_patience` did not improve the tracked metric."""
     patience = t.setup.config.dpo.early_stopping_patience
-    return patience is not None and t.workers.from_first(lambda: t.ranking.num_since_best() >= patience)
+    return patience is not None and t.ranks.from_first(lambda: t.ranking.num_since_best() >= patience)
 
 
 def must_be_kept(t: Training) -> bool:
     """Whether the weights of this step are the best so far, and may be exported in the end."""
     patience = t.setup.config.dpo.early_stopping_patience
-    return patience is not None and t.workers.from_first(lambda: t.ranking.best_step() == t.progress.step)
+    return patience is not None and t.ranks.from_first(lambda: t.ranking.best_step() == t.progress.step)
 
 
 def put_back_best(t: Training) -> EarlyStop | None:
     """The weights of the best checkpoint, where patience is exhausted; None where the last step's stay."""
     if not is_exhausted(t):
         return None
-    place, text = t.workers.from_first(lambda: _best(t))
+    place, text = t.ranks.from_first(lambda: _best(t))
     load_weights(place, t.policy)
     assert t.setup.tracked is not None
     t.progress = replace(t.progress, step=step_of(place))
-    helped = t.workers.from_first(lambda: t.ranking.better_start() is None)
+    helped = t.ranks.from_first(lambda: t.ranking.better_start() is None)
     return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text), helped)
 
 
 def put_back_exported(t: Training, per_pair: Path) -> None:
     """The weights that a finished run exported, whatever decides now which step is the best, for the file `per_pair`."""
-    place = t.workers.from_first(lambda: _exported(t, per_pair))
+    place = t.ranks.from_first(lambda: _exported(t, per_pair))
     if step_of(place) != t.progress.step:
         load_weights(place, t.policy)
         t.progress = replace(t.progress, step=step_of(place))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointError
-from tandem.storage.cache import read_json, replacing, sync_file, write_whole
+from tandem.storage.cache import read_json, replacing, sync_file, write_atomically
 from tandem.storage.ownership import free_path
 from tandem.train.checkpoint.checkpoints import checkpoints, step_of
 from tandem.train.checkpoint.parts import names_in
@@ -115,7 +115,7 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
     _copy(run / "metrics.jsonl", free_path(run, f"metrics.step_{trained}", ".jsonl"))
     kept = (run / "model").rename(free_path(run, f"model.step_{exported_step(run, trained)}"))
     sync_file(run)
-    write_whole(run / "config.yaml", config, "config")
+    write_atomically(run / "config.yaml", config, "config")
     return kept
 
 

@@ -22,7 +22,7 @@ from tandem.model.lora.files import read_adapter
 from tandem.model.policy import Policy
 from tandem.report.per_pair import PerPairFile
 from tandem.report.verdicts import Verdict, judge
-from tandem.storage.cache import write_whole
+from tandem.storage.cache import write_atomically
 from tandem.terminal.commands import changed, key_of, override, python_command, tandem_command
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
@@ -46,7 +46,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         verdicts = [stop.verdict, *_of_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
-    t.workers.agreed(lambda: write_whole(t.run / "verdicts.json", text, "verdicts"), by=t.workers.is_first)
+    t.ranks.agreed(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), by=t.ranks.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
@@ -97,12 +97,10 @@ def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.d
         # A folder is named by its whole path, so that the adapter finds it from anywhere.
         local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
         base = str(setup.source.folder) if local else setup.source.name
-        export_adapter(
-            t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.workers, **how
-        )
+        export_adapter(t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.ranks, **how)
     else:
         config, adapted = setup.source.config, setup.lora is not None
-        export_model(t.policy, config, setup.template, folder, t.workers, adapted=adapted, **how)
+        export_model(t.policy, config, setup.template, folder, t.ranks, adapted=adapted, **how)
     return dtype
 
 
@@ -207,7 +205,7 @@ def write_per_pair(t: Training, path: Path) -> None:
         for split, packer in t.setup.packers().items():
             yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
 
-    if t.workers.is_first:
+    if t.ranks.is_first:
         PerPairFile(path, t.setup.config.dpo).write(tables())
     else:
         for _ in tables():  # measured together, written by one
@@ -229,9 +227,9 @@ def _reload(t: Training, model: Path) -> Policy:
     setup = t.setup
     if setup.lora is not None and not setup.config.export.merge_lora:
         lora = replace(setup.lora, start=read_adapter(str(model)))
-        return load_sharded(setup, setup.source, t.workers, lora)
+        return load_sharded(setup, setup.source, t.ranks, lora)
     config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
-    return load_sharded(t.setup, find_model(config), t.workers)
+    return load_sharded(t.setup, find_model(config), t.ranks)
 
 
 def _spelled(dtype: torch.dtype) -> str:

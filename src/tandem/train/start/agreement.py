@@ -15,7 +15,7 @@ import transformers
 
 from tandem import __version__
 from tandem.errors import RanksDifferError
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.packing.batches import Batches
 from tandem.packing.packer import Packer
 from tandem.storage.cache import real_path
@@ -104,11 +104,11 @@ def _digest(*parts: Any) -> str:
     return made.hexdigest()
 
 
-def refuse_different_ranks(workers: Workers, facts: Callable[[], dict[str, str]]) -> None:
+def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) -> None:
     """RanksDifferError names what is not the same on all ranks; the first of them says so for all."""
-    if workers.count == 1:
+    if ranks.count == 1:
         return
-    of_ranks = workers.gather(facts())
+    of_ranks = ranks.gather(facts())
 
     def compare() -> None:
         if found := differences(of_ranks):
@@ -119,7 +119,7 @@ def refuse_different_ranks(workers: Workers, facts: Callable[[], dict[str, str]]
                 "command, data, model and versions of tandem, torch and transformers."
             )
 
-    workers.agreed(compare, by=workers.is_first)
+    ranks.agreed(compare, by=ranks.is_first)
 
 
 def differences(of_ranks: list[dict[str, str]]) -> list[str]:

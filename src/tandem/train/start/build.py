@@ -12,7 +12,7 @@ import torch
 
 from tandem.config.load import LoadedConfig
 from tandem.model.distributed.layers import frozen
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
 from tandem.model.lora.layers import start_fingerprint
 from tandem.model.policy import Policy
@@ -43,7 +43,7 @@ from tandem.train.run.stopping import Stopping
 from tandem.train.samples import Samples, answers_of, prompts_of, write_samples
 from tandem.train.start.references import audit_model, audit_start, load_sharded, make_references
 from tandem.train.start.setup import Setup
-from tandem.train.terms import Side
+from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 
@@ -54,7 +54,7 @@ class Training:
     setup: Setup
     run: Path
     policy: Policy
-    side: Side
+    side: StepContext
     validation_sets: list[ValidationSet]
     optimizer: Any
     scheduler: Any
@@ -71,8 +71,8 @@ class Training:
     samples: Samples | None
 
     @property
-    def workers(self) -> Workers:
-        return self.side.workers
+    def ranks(self) -> Ranks:
+        return self.side.ranks
 
     def validate(self) -> list[ValidationReport]:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
@@ -91,9 +91,9 @@ class Training:
 
     def show_samples(self, samples: Samples) -> None:
         """What policy and reference answer now, printed and kept in samples/step_N.jsonl."""
-        taken = samples.take(self.policy, self.workers.device)
+        taken = samples.take(self.policy, self.ranks.device)
         step = self.progress.step
-        self.workers.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.workers.is_first)
+        self.ranks.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.ranks.is_first)
         self.reporter.samples(step, taken)
 
     def write(self, report: ValidationReport) -> None:
@@ -127,7 +127,7 @@ class Training:
     def saved_tensors(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
-        return state_tensors(self.policy, optimizer, self.workers.number)
+        return state_tensors(self.policy, optimizer, self.ranks.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +144,31 @@ class Loaded:
 def build(
     setup: Setup,
     run: Path,
-    workers: Workers,
+    ranks: Ranks,
     reporter: Reporter,
     stopping: Stopping,
     given: LoadedConfig,
     extended_from: int | None,  # the last step of a finished run that is to be longer
 ) -> Training:
     """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
-    loaded = _load(setup, run, workers, reporter, stopping.check)
+    loaded = _load(setup, run, ranks, reporter, stopping.check)
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
     )
     scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
-    fingerprints = _fingerprints(setup, workers, loaded.weights) | values_from_environment(given)
+    fingerprints = _fingerprints(setup, ranks, loaded.weights) | values_from_environment(given)
     # Before it all workers draw alike (new weights must agree), from here on each its own.
-    torch.manual_seed(setup.config.run.seed + workers.number)
-    progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, workers, reporter)
+    torch.manual_seed(setup.config.run.seed + ranks.number)
+    progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, ranks, reporter)
     if extended_from is not None:
-        _extend(run, extended_from, progress, config, workers, reporter)
-    metrics = _metrics_file(run, progress, workers, reporter)
+        _extend(run, extended_from, progress, config, ranks, reporter)
+    metrics = _metrics_file(run, progress, ranks, reporter)
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
     ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
     sides = {
-        split: Side(reference, setup.config.dpo, workers, setup.precision)
+        split: StepContext(reference, setup.config.dpo, ranks, setup.precision)
         for split, reference in loaded.references.items()
     }
     training = Training(
@@ -185,9 +185,9 @@ def build(
         metrics=metrics,
         ranking=ranking,
         progress=progress,
-        saver=_saver(setup, run, workers, optimizer, ranking, stopping),
+        saver=_saver(setup, run, ranks, optimizer, ranking, stopping),
         stopping=stopping,
-        tracking=_tracking(setup, run, config, progress, metrics, reporter) if workers.is_first else Tracking(),
+        tracking=_tracking(setup, run, config, progress, metrics, reporter) if ranks.is_first else Tracking(),
         expected=loaded.expected,
         samples=loaded.samples,
     )
@@ -196,38 +196,38 @@ def build(
     return training
 
 
-def _load(setup: Setup, run: Path, workers: Workers, reporter: Reporter, check: Callable[[], None]) -> Loaded:
+def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Callable[[], None]) -> Loaded:
     torch.manual_seed(setup.config.run.seed)
     reporter.say("\nLoading the model")
-    policy = load_sharded(setup, setup.source, workers, setup.lora)
-    weights = workers.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
-    found = audit_model(setup, policy, setup.source, workers, reporter)
-    references = make_references(setup, policy, run, workers, weights, reporter, check)
-    audit_start(setup, policy, found, references, workers, reporter)
-    samples = _samples(setup, policy, references, workers)
+    policy = load_sharded(setup, setup.source, ranks, setup.lora)
+    weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
+    found = audit_model(setup, policy, setup.source, ranks, reporter)
+    references = make_references(setup, policy, run, ranks, weights, reporter, check)
+    audit_start(setup, policy, found, references, ranks, reporter)
+    samples = _samples(setup, policy, references, ranks)
     return Loaded(policy, weights, references, samples, expected=_rehearse(setup, policy, reporter, check))
 
 
-def _saver(setup: Setup, run: Path, workers: Workers, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
-    copier, took = HostCopier(workers.device, optimizer), partial(stopping.took, "save")
+def _saver(setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
+    copier, took = HostCopier(ranks.device, optimizer), partial(stopping.took, "save")
     keep = setup.config.checkpointing.keep_top_k
-    return Saver(setup.checkpoint_dir(run), keep, workers, copier, ranking=ranking, took=took)
+    return Saver(setup.checkpoint_dir(run), keep, ranks, copier, ranking=ranking, took=took)
 
 
-def _extend(run: Path, trained: int, progress: Progress, config: str, workers: Workers, reporter: Reporter) -> None:
-    kept = workers.from_first(lambda: begin_extension(run, trained, progress.step, config))
+def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ranks, reporter: Reporter) -> None:
+    kept = ranks.from_first(lambda: begin_extension(run, trained, progress.step, config))
     reporter.say(f"The model that was exported is kept in {kept}")
 
 
-def _fingerprints(setup: Setup, workers: Workers, weights: str) -> dict[str, str]:
+def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
     """What a run trains on and from, by content. weights: of the start model."""
     found = {"training data": setup.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
-        found["reference model"] = workers.one_then_all(lambda: weights_fingerprint(other))
+        found["reference model"] = ranks.one_then_all(lambda: weights_fingerprint(other))
     return found
 
 
-def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet]:
+def _validation_sets(setup: Setup, sides: dict[str, StepContext]) -> list[ValidationSet]:
     dpo = setup.config.dpo
     return [
         ValidationSet(
@@ -241,12 +241,12 @@ def _validation_sets(setup: Setup, sides: dict[str, Side]) -> list[ValidationSet
     ]
 
 
-def _metrics_file(run: Path, progress: Progress, workers: Workers, reporter: Reporter) -> MetricsFile | NoMetricsFile:
+def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporter) -> MetricsFile | NoMetricsFile:
     """metrics.jsonl, cut back to where the run goes on from."""
     if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
         reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
     kept = None if is_finished(run) else progress.metrics_bytes
-    metrics = MetricsFile(run / "metrics.jsonl", kept) if workers.is_first else NoMetricsFile()
+    metrics = MetricsFile(run / "metrics.jsonl", kept) if ranks.is_first else NoMetricsFile()
     if metrics.has_lost_lines:
         reporter.warn(
             f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost, and "
@@ -271,19 +271,19 @@ def _put_back(
     optimizer: Any,
     scheduler: Any,
     fingerprints: dict[str, str],
-    workers: Workers,
+    ranks: Ranks,
     reporter: Reporter,
 ) -> Progress:
     """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
-    place, damaged = workers.from_first(lambda: newest_verified(folder))
+    place, damaged = ranks.from_first(lambda: newest_verified(folder))
     own = ("step_[0-9]+", "latest", "best")
-    workers.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=workers.is_first)
+    ranks.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=ranks.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
-    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, workers)
-    workers.agreed(lambda: set_newer_aside(place), by=workers.is_first)
+    progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, ranks)
+    ranks.agreed(lambda: set_newer_aside(place), by=ranks.is_first)
     reporter.say(f"Going on from {place}")
     return progress
 
@@ -331,7 +331,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     return expected
 
 
-def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], workers: Workers) -> Samples | None:
+def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ranks: Ranks) -> Samples | None:
     """The prompts to show answers to, and the reference's answers: before the first update they are the policy's own."""
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
     if not count:
@@ -343,5 +343,5 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], wor
     asked, other = references["train"], setup.reference_source
     model = asked.policy if isinstance(asked, LiveReference) else policy
     if other is not None and not isinstance(asked, LiveReference):
-        model = frozen(load_sharded(setup, other, workers))
-    return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, workers.device))
+        model = frozen(load_sharded(setup, other, ranks))
+    return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, ranks.device))

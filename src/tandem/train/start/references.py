@@ -10,7 +10,7 @@ import transformers
 
 from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_verdict
 from tandem.model.distributed.layers import compile_layers, frozen, recompute, shard
-from tandem.model.distributed.process_group import Workers
+from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource, weights_fingerprint
 from tandem.model.load import attention_kind, load_policy
 from tandem.model.lora.layers import LoraPlan, is_rounded, load_adapted
@@ -28,7 +28,7 @@ from tandem.model.reference import (
 )
 from tandem.packing.packer import Packer
 from tandem.report.reporter import Reporter
-from tandem.storage.cache import cache_dir, read_json, write_whole
+from tandem.storage.cache import cache_dir, read_json, write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.train.checkpoint.checkpoints import checkpoints
 from tandem.train.start.setup import Setup
@@ -38,15 +38,15 @@ from tandem.train.validation import portions
 REFERENCES = "references.json"
 
 
-def load_sharded(setup: Setup, source: ModelSource, workers: Workers, lora: LoraPlan | None = None) -> Policy:
+def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
     policy = (
-        load_policy(source, setup.config.policy, workers.device, dtype=setup.weights_dtype)
+        load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
         if lora is None
-        else load_adapted(source, setup.config.policy, workers.device, lora)
+        else load_adapted(source, setup.config.policy, ranks.device, lora)
     )
     if (how := setup.config.policy.activation_checkpointing) != "none":
         recompute(policy, how)
-    shard(policy, workers, bfloat16=setup.precision == "bfloat16")
+    shard(policy, ranks, bfloat16=setup.precision == "bfloat16")
     if setup.compiles:
         compile_layers(policy)
     return policy
@@ -56,7 +56,7 @@ def make_references(
     setup: Setup,
     policy: Policy,
     run: Path,
-    workers: Workers,
+    ranks: Ranks,
     weights: str,
     reporter: Reporter,
     check: Callable[[], None],
@@ -71,18 +71,18 @@ def make_references(
     @cache
     def load() -> Policy:
         """The reference as a model of its own; another model than the policy, which was audited, is audited too."""
-        loaded = frozen(load_sharded(setup, source, workers, lora))
+        loaded = frozen(load_sharded(setup, source, ranks, lora))
         if other is not None:
-            audit_model(setup, loaded, other, workers, reporter)
+            audit_model(setup, loaded, other, ranks, reporter)
         return loaded
 
     if setup.config.reference.mode == "live":
         return dict.fromkeys(packers, LiveReference(load()))
     if other is not None:
-        weights = workers.one_then_all(lambda: weights_fingerprint(other))
+        weights = ranks.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
-    workers.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=workers.is_first_here)
-    places = _places_of_references(setup, run, folder, weights, workers, reporter)
+    ranks.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=ranks.is_first_here)
+    places = _places_of_references(setup, run, folder, weights, ranks, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
         with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
@@ -95,20 +95,20 @@ def make_references(
                 # Before the first update the policy is the reference, unless that is another model.
                 load if other is not None else lambda: policy,
                 packer,
-                workers,
+                ranks,
                 place=folder / places[name],
                 progress=advance,
                 # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
                 portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
             )
-    workers.agreed(
-        lambda: write_whole(run / REFERENCES, json.dumps(places, indent=1), "references"), by=workers.is_first
+    ranks.agreed(
+        lambda: write_atomically(run / REFERENCES, json.dumps(places, indent=1), "references"), by=ranks.is_first
     )
     return references
 
 
 def _places_of_references(
-    setup: Setup, run: Path, folder: Path, weights: str, workers: Workers, reporter: Reporter
+    setup: Setup, run: Path, folder: Path, weights: str, ranks: Ranks, reporter: Reporter
 ) -> dict[str, str]:
     """The folder of each set's reference in the cache. A resumed run keeps those it started with, as long as they are there.
 
@@ -127,17 +127,15 @@ def _places_of_references(
         name: reference_name(weights, packer.store.fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()
     }
-    started = workers.from_first(lambda: _started_with(run) if checkpoints(setup.checkpoint_dir(run)) else {})
+    started = ranks.from_first(lambda: _started_with(run) if checkpoints(setup.checkpoint_dir(run)) else {})
     for name, packer in packers.items():
         before = started.get(name, places[name])
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
             continue
         # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
         num_values = int(packer.store.num_scored_tokens.sum())
-        whole = workers.agreed(
-            lambda place=folder / before, num=num_values: is_sound(place, num), by=workers.is_first_here
-        )
-        if not workers.highest(whole is False):  # on any machine
+        whole = ranks.agreed(lambda place=folder / before, num=num_values: is_sound(place, num), by=ranks.is_first_here)
+        if not ranks.highest(whole is False):  # on any machine
             places[name] = before
         else:
             reporter.warn(
@@ -157,11 +155,11 @@ def _started_with(run: Path) -> dict[str, str]:
     return {name: folder for name, folder in kept if isinstance(folder, str) and is_reference_name(folder)}
 
 
-def audit_model(setup: Setup, policy: Policy, source: ModelSource, workers: Workers, reporter: Reporter) -> Audit:
+def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
     """Packed = plain, for the policy or for a reference that is another model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
-        found = audit(policy, setup.train, workers, precision=setup.precision, model=model)
+        found = audit(policy, setup.train, ranks, precision=setup.precision, model=model)
     rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"
     reporter.say(
         f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
@@ -179,14 +177,14 @@ def audit_start(
     policy: Policy,
     found: Audit,
     references: dict[str, Reference],
-    workers: Workers,
+    ranks: Ranks,
     reporter: Reporter,
 ) -> None:
     """Policy = reference where the reference is the start model; and what the start model makes of the data."""
     same = setup.compares and setup.reference_source is None
     if same:
         with policy.computing():
-            difference = audit_reference(policy, found, references["train"], workers)
+            difference = audit_reference(policy, found, references["train"], ranks)
         reporter.say(f"  policy = reference to {difference:.1e} nats a token")
     else:
         reporter.say(f"  policy and reference are not compared: {_why_not(setup)}")

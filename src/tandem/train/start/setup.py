@@ -291,16 +291,16 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
 def fit_rows(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int | None = None) -> Setup:
     """Rows as long as the device's memory allows, or `memory`, if given; refused where a run cannot fit."""
     config, source, device, plan = inputs.config, inputs.source, machine.device, inputs.plan
-    need = expected_need(source, config.policy, machine.lora, machine.precision, share.num_workers, device)
+    need = expected_need(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
     usual = usual_row(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual, share)
     for packer in (train, *validation.values()):
         refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
     refuse_what_is_too_large(need, train, plan.batches.epoch(0)[0], config.policy, device, memory)
     compiles = machine.compiles
-    if compiles or share.num_workers > 1 or config.policy.activation_checkpointing != "none":
+    if compiles or share.num_ranks > 1 or config.policy.activation_checkpointing != "none":
         models = [one for one in (source, inputs.reference_source) if one is not None]
-        compiles = all(check_layers(one, config.policy, share.num_workers) for one in models) and compiles
+        compiles = all(check_layers(one, config.policy, share.num_ranks) for one in models) and compiles
     return Setup(
         config,
         device,
