@@ -55,6 +55,25 @@ def real_path(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def outside_of(folder: Path, file: Path) -> Path | None:
+    """Where a file really is, if a link leads out of its folder. Into the hub's cache a link may lead.
+
+    models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
+    """
+    target = real_path(file)
+    in_hub_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+    return None if in_hub_cache or target.is_relative_to(real_path(folder)) else target
+
+
+def refuse_outside(folder: Path, file: Path) -> None:
+    """Refuse a link out of a stranger's folder: what it leads to, a user's own file, would be part of the exported model."""
+    if target := outside_of(folder, file):
+        raise ConfigError(
+            f"{file}: a link to {target}, outside of its folder, and files of a model are read from nowhere else. Copy the file "
+            "to where the link is."
+        )
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
