@@ -16,7 +16,7 @@ from tandem.data.shield import SHIELD
 from tandem.data.sources import RowError
 from tandem.data.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.tool_calls import as_wanted, renamed
-from tandem.data.wording import text_of
+from tandem.data.wording import text_of, why_unreadable
 from tandem.data.words import IntArray, WordEncoder
 from tandem.errors import ConfigError
 from tandem.printable import listed
@@ -302,7 +302,9 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
         try:
             source = text_of(Path(given))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"policy.tokenizer.chat_template = {given}: not readable: {error}") from None
+            raise ConfigError(
+                f"policy.tokenizer.chat_template = {given}: not readable: {why_unreadable(error)}."
+            ) from None
     else:
         raise ConfigError(
             f"policy.tokenizer.chat_template = {given!r}: give default, null (raw text), or a file ending in .jinja."
