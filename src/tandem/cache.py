@@ -6,20 +6,21 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
 from tandem.errors import ConfigError, writing
 from tandem.failpoints import fail_point
-from tandem.ownership import MARKER, create_temporary, remove_abandoned, temporary_folder
+from tandem.ownership import MARKER, create_temporary, refuse_other_than_folder, remove_abandoned, temporary_folder
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 OWN = "fingerprint_of_manifest"
 MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any has
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
+NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
 
 def cache_dir() -> Path:
@@ -36,6 +37,8 @@ def check_cache_dir() -> None:
     """
     folder = cache_dir()
     check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    for kind in (*PUBLISHED_IN_CACHE, *NOTED_IN_CACHE):
+        refuse_other_than_folder(folder / kind)
     for kind in PUBLISHED_IN_CACHE:
         remove_abandoned(folder / kind, ".+", is_held=False)
 
@@ -88,9 +91,10 @@ def content_of(path: Path) -> str:
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
     digest = sha256_of(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(note) as file:
-        file.write(digest)
+    with suppress(OSError):  # where the cache cannot be written, it is hashed again the next time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(note) as file:
+            file.write(digest)
     return digest
 
 
