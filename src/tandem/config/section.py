@@ -49,5 +49,5 @@ class Section(BaseModel):
     @classmethod
     def _countable(cls, value: Any) -> Any:
         if type(value) is int and abs(value) > LARGEST_INT:
-            raise PydanticCustomError("int_range", f"input should be between -{LARGEST_INT} and {LARGEST_INT}")
+            raise PydanticCustomError("int_range", "input should be between -{most} and {most}", {"most": LARGEST_INT})
         return value

@@ -632,4 +632,4 @@ def test_a_pipe_in_place_of_packs_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.npy")
     with pytest.raises(DataError) as refused:
         read_nemo(tmp_path / "pipe.npy")
-    assert str(refused.value) == f"{tmp_path}/pipe.npy: not a file, from which packs are read. Give the .npy file itself."
+    assert str(refused.value) == f"{tmp_path}/pipe.npy: a pipe or a device. Give the path of a packed_*.npy file."
