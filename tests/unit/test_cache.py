@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tandem.errors import CheckpointError, ConfigError
+from tandem.model.files.tiny import tiny_model, tiny_tokenizer
 from tandem.storage import cache
 from tandem.storage.cache import (
     cache_dir,
+    check_cache_dir,
+    check_writable,
     content_of,
     fingerprint,
     published,
     read_manifest,
+    real_path,
     sha256_of,
     write_manifest,
 )
@@ -225,3 +230,53 @@ def test_facts_are_read_as_they_are_written(tmp_path):
         "pairs": [1, 2],
         "files": {},
     }
+
+
+@pytest.mark.parametrize("name", ["tokens", "packs", "reference", "models", "hashes", "hub", "tokenizers"])
+@pytest.mark.parametrize("what", ["a file", "a link to nothing"])
+def test_a_file_where_the_cache_has_a_folder_is_refused_and_stays(tmp_path, monkeypatch, name, what):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    if what == "a file":
+        (tmp_path / name).write_text("mine")
+    else:
+        (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(CheckpointError) as refused:
+        check_cache_dir()
+    assert str(refused.value) == f"{tmp_path}/{name}: {what}, where tandem writes a directory. Move it elsewhere."
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_links_in_a_circle_are_paths_too(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    assert real_path(tmp_path / "circle").name == "circle"
+    assert real_path(tmp_path / "link") == tmp_path / "folder"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_the_words_of_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refused:
+        check_writable(tmp_path / "file/cache", "reference.cache_dir = cache:", "Choose another reference.cache_dir.")
+    assert str(refused.value) == (
+        "reference.cache_dir = cache: cannot be written (Not a directory). Choose another reference.cache_dir."
+    )
+
+
+def test_the_embedded_model_is_not_made_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file"))
+    for make in (tiny_model, tiny_tokenizer):
+        with pytest.raises(ConfigError) as refused:
+            make()
+        assert str(refused.value) == (
+            f"the cache directory {tmp_path}/file cannot be written (File exists). Set TANDEM_CACHE to one that can."
+        )
+
+
+def test_a_large_file_is_hashed_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cache, "REMEMBERED_BYTES", 3)
+    (tmp_path / "large").write_bytes(b"large")
+    assert cache.content_of(tmp_path / "large") == sha256(b"large").hexdigest()

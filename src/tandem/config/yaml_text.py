@@ -1,5 +1,6 @@
 """YAML read under limits of nesting, references and size, which no configuration needs more of; and written with escapes."""
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from tandem.terminal.printable import escaped
 MAX_CHARACTERS = 4 * 1024 * 1024
 MAX_NESTING = 64
 MAX_VALUES = 100_000  # once every reference (*name) is replaced by what it refers to
+MAX_DIGITS = 1000
+NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # 59:59 is a number of YAML 1.1, to the base 60
 
 
 class YamlLimitError(ConfigError):
@@ -66,7 +69,9 @@ def check_yaml(text: str) -> None:
             if name in names:
                 raise YamlLimitError(f"&{name} refers to itself, without end.")
             inside = known.get(event.anchor, (1, 0))
-        elif not isinstance(event, yaml.ScalarEvent):
+        elif isinstance(event, yaml.ScalarEvent):
+            _refuse_long_number(event)
+        else:
             continue
         if name and not isinstance(event, yaml.AliasEvent):
             known[name] = inside
@@ -78,6 +83,13 @@ def check_yaml(text: str) -> None:
             raise YamlLimitError(
                 f"it has more than {MAX_VALUES:,} values once its references (*name) are replaced by what they refer to."
             )
+
+
+def _refuse_long_number(event: yaml.ScalarEvent) -> None:
+    """Python computes with a number of any length, but does not print one of thousands of digits."""
+    is_number = NUMBER.fullmatch(event.value) and (event.implicit[0] or event.tag == "tag:yaml.org,2002:int")
+    if is_number and len(event.value) > MAX_DIGITS:
+        raise YamlLimitError(f"it has a number of more than {MAX_DIGITS:,} digits.")
 
 
 def is_one_text(text: str) -> bool:

@@ -6,20 +6,27 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
 from tandem.errors import ConfigError, writing
 from tandem.failpoints import fail_point
-from tandem.storage.ownership import MARKER, create_temporary, remove_abandoned, temporary_folder
+from tandem.storage.ownership import (
+    MARKER,
+    create_temporary,
+    refuse_other_than_folder,
+    remove_abandoned,
+    temporary_folder,
+)
 
 # Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 OWN = "fingerprint_of_manifest"
 MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any has
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
+NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
 
 def cache_dir() -> Path:
@@ -36,6 +43,8 @@ def check_cache_dir() -> None:
     """
     folder = cache_dir()
     check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    for kind in (*PUBLISHED_IN_CACHE, *NOTED_IN_CACHE):
+        refuse_other_than_folder(folder / kind)
     for kind in PUBLISHED_IN_CACHE:
         remove_abandoned(folder / kind, ".+", is_held=False)
 
@@ -53,6 +62,25 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
 def real_path(path: str | Path) -> Path:
     """Without links. Unlike Path.resolve it raises nothing where links go in a circle."""
     return Path(os.path.realpath(path))
+
+
+def outside_of(folder: Path, file: Path) -> Path | None:
+    """Where a file really is, if a link leads out of its folder. Into the hub's cache a link may lead.
+
+    models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
+    """
+    target = real_path(file)
+    in_hub_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
+    return None if in_hub_cache or target.is_relative_to(real_path(folder)) else target
+
+
+def refuse_outside(folder: Path, file: Path) -> None:
+    """Refuse a link out of a stranger's folder: what it leads to, a user's own file, would be part of the exported model."""
+    if target := outside_of(folder, file):
+        raise ConfigError(
+            f"{file}: a link to {target}, outside of its folder, and files of a model are read from nowhere else. Copy the file "
+            "to where the link is."
+        )
 
 
 def sha256_of(path: Path) -> str:
@@ -74,9 +102,10 @@ def content_of(path: Path) -> str:
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
     digest = sha256_of(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(note) as file:
-        file.write(digest)
+    with suppress(OSError):  # where the cache cannot be written, it is hashed again the next time
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(note) as file:
+            file.write(digest)
     return digest
 
 

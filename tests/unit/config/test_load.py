@@ -427,6 +427,13 @@ def test_a_key_that_is_no_text_is_refused(write):
             "dpo.reference_policy_kl_penalty=0",
             "dpo.reference_policy_kl_penalty = 0: input should be greater than 0.",
         ),
+        *(
+            (
+                f"{key}={10**18 * 10}",
+                f"{key} = {10**18 * 10}: input should be between -9223372036854775807 and 9223372036854775807.",
+            )
+            for key in ("dpo.max_num_steps", "policy.packing.packs_per_micro_batch")
+        ),
         ("dpo=3", "dpo = 3: it is no mapping, such as {KEY: VALUE}."),
         ("data.train=3", "data.train = 3: it is no mapping, such as {KEY: VALUE}."),
         ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),

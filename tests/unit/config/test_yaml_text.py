@@ -58,10 +58,25 @@ def test_a_file_without_end_is_refused(tmp_path):
     assert refusal(tmp_path, "#" * 5_000_000) == "it has more than 4,194,304 characters. Is it a configuration file?"
 
 
-def test_a_number_of_too_many_digits_is_one_message(tmp_path):
-    assert refusal(tmp_path, f"dpo: {{val_period: {'9' * 5000}}}").startswith(
-        "not readable as YAML: Exceeds the limit (4300"
+@pytest.mark.parametrize(
+    "number",
+    [
+        "9" * 5000,
+        "-" + "9" * 5000,
+        "0x" + "f" * 5000,
+        "0b" + "1" * 20_000,
+        "59:" * 3000 + "59",
+        f"!!int '{'9' * 5000}'",
+    ],
+)
+def test_a_number_of_too_many_digits_is_one_message(tmp_path, number):
+    assert refusal(tmp_path, f"dpo: {{val_period: {number}}}") == (
+        "it has a number of more than 1,000 digits. Is it a configuration file?"
     )
+
+
+def test_a_text_of_many_digits_is_a_text(tmp_path):
+    check_yaml(f"run: {{name: '{'9' * 5000}', dir: {'9' * 1000}x}}")
 
 
 def test_files_that_name_each_other_many_times_are_read_once(tmp_path):

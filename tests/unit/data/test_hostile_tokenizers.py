@@ -158,6 +158,30 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tools.jinja", "vocab.txt"])
+def test_a_link_to_a_file_elsewhere_is_refused(tmp_path, name):
+    """Else a user's own file would be in the model that is exported, as its chat template."""
+    folder = changed(tmp_path / "model")
+    (tmp_path / "private").write_text("mine")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "private")
+    assert refusal(folder) == (
+        f"{folder}/{name}: a link to {tmp_path}/private, outside of its folder, and files of a model are read from nowhere else. "
+        "Copy the file to where the link is."
+    )
+
+
+def test_links_into_the_blobs_of_the_hubs_cache_are_read(tmp_path):
+    snapshot = changed(tmp_path / "models--a--b/snapshots/c0ffee")
+    blobs = tmp_path / "models--a--b/blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.glob("*.json*"))):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    assert load_tokenizer(snapshot).eos_token
+
+
 def test_a_refusal_does_not_quote_all_of_a_file(tmp_path):
     folder = changed(tmp_path / "model", truncation="x" * 70_000)
     assert len(refusal(folder)) < 1000

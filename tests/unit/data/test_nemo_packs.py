@@ -626,3 +626,10 @@ def test_what_is_written_reads_back_the_same(tmp_path, packs):
     assert [[plain(pair) for pair in one] for one in read_nemo(file)] == [
         [plain(pair) for pair in one] for one in packs
     ]
+
+
+def test_a_pipe_in_place_of_packs_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npy")
+    with pytest.raises(DataError) as refused:
+        read_nemo(tmp_path / "pipe.npy")
+    assert str(refused.value) == f"{tmp_path}/pipe.npy: a pipe or a device. Give the path of a packed_*.npy file."

@@ -146,6 +146,21 @@ def test_a_link_to_weights_elsewhere_is_refused(folder, tmp_path, file):
     )
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_link_to_settings_elsewhere_is_refused(folder, tmp_path, file):
+    """Else what is in a user's own JSON file would be in the model that is exported."""
+    private = (folder / file).rename(tmp_path / "private.json")
+    (folder / file).symlink_to(private)
+    assert refusal(folder) == (
+        f"{folder}/{file}: a link to {private}, outside of its folder, and files of a model are read from nowhere else. Copy the "
+        "file to where the link is."
+    )
+    inside = private.rename(folder / "inside.json")
+    (folder / file).unlink()
+    (folder / file).symlink_to(inside)
+    found(folder)
+
+
 def test_links_into_the_blobs_of_the_hubs_cache_are_read(folder, tmp_path):
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c0ffee"
     blobs.mkdir(parents=True)

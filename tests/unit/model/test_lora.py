@@ -1,5 +1,6 @@
 """Which layers get adapters, what is refused before any weights load, and what stays frozen."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -19,7 +20,14 @@ from tandem.model.files.source import ModelSource, find_source, weights_fingerpr
 from tandem.model.files.tiny import tiny_model
 from tandem.model.head import chunked_logps
 from tandem.model.lora import layers as module
-from tandem.model.lora.layers import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
+from tandem.model.lora.layers import (
+    TrainingDropout,
+    is_rounded,
+    load_adapted,
+    lora_layers,
+    plan_lora,
+    start_fingerprint,
+)
 from tandem.train.start import references
 from tandem.train.start.setup import set_up
 
@@ -141,6 +149,38 @@ def test_names_that_peft_takes_for_experts_are_refused_with_the_way_out():
         "q_proj",
         "v_proj",
     )
+
+
+def test_names_that_peft_refuses_in_models_with_mamba_layers_are_refused_with_the_way_out():
+    mamba = ModelSource("mamba", tiny_model(), tiny_config("falcon_h1"))
+    assert refusal(mamba) == (
+        "policy.lora: peft does not adapt out_proj in models with Mamba layers, whose kernels read the weight without the "
+        "adapter. Leave it out: policy.lora.exclude_modules=[out_proj]."
+    )
+    assert "out_proj" not in plan(mamba, exclude_modules=["out_proj"]).names
+
+
+def test_another_refusal_of_pefts_is_quoted_in_part_with_what_to_do(source, adapter, monkeypatch):
+    def refuse(*_):
+        raise ValueError(f"Layer\nof {'x' * 1000}.")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", refuse)
+    quoted = f"peft cannot adapt these layers of embedded (Layer of {'x' * 491})"
+    assert refusal(source) == (
+        f"policy.lora: {quoted}. Choose others with policy.lora.target_modules and policy.lora.exclude_modules."
+    )
+    assert refusal(source, adapter=str(adapter)) == (
+        f"policy.lora.adapter = {adapter}: {quoted}. Start from another adapter, or without one."
+    )
+
+
+def test_only_the_weight_files_that_are_read_decide_whether_weights_are_rounded(source, tmp_path):
+    folder = shutil.copytree(source.folder, tmp_path / "model")
+    (folder / "other.safetensors").write_bytes(b"not weights")
+    config = copy.deepcopy(source.config)
+    config.dtype = torch.bfloat16
+    found = replace(plan(source), dtype=torch.bfloat16)
+    assert is_rounded(ModelSource(str(folder), folder, config), found)  # the embedded model has float32 weights
 
 
 def test_a_refusal_comes_before_any_weights_load(tmp_path, monkeypatch):

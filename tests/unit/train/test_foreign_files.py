@@ -243,6 +243,25 @@ def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     assert (tmp_path / "lock").read_bytes() == text
 
 
+@pytest.mark.parametrize("key", ["run.dir", "checkpointing.checkpoint_dir"])
+def test_a_directory_that_another_process_holds_is_refused_by_the_key_that_gives_it(tmp_path, key):
+    with held(tmp_path, key):
+        assert refusal(held(tmp_path, key).__enter__) == (
+            f"{tmp_path} is in use by process {os.getpid()}. Wait for it, or choose another {key}."
+        )
+
+
+@pytest.mark.parametrize("name", ["r[1]", "r*", "r?"])
+def test_a_fresh_run_never_gets_the_directory_of_another_whatever_its_name(tmp_path, name):
+    loaded = load_config(None, [*SHORT, f'run.dir="{tmp_path}/{name}"'])
+    for number in (1, 2, 3):
+        run = choose_run_dir(loaded, fresh=True)
+        assert run == tmp_path / f"{name}-{number}"
+        run.mkdir()
+    (tmp_path / "r1-7").mkdir()  # which r[1]-*, r*-* and r?-* match
+    assert choose_run_dir(loaded, fresh=True) == tmp_path / f"{name}-4"
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "model", "samples"])
 def test_a_file_where_a_run_writes_a_directory_is_refused_and_a_linked_directory_is_not(run, tmp_path, name):
     (run / name).write_text("mine")

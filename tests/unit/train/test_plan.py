@@ -10,7 +10,7 @@ from patience import within
 
 from tandem.config.load import load_config
 from tandem.data.store.sets import Sets
-from tandem.errors import DataError
+from tandem.errors import ConfigError, DataError
 from tandem.train.start.plan import plan_steps
 from tandem.train.start.setup import set_up
 
@@ -48,6 +48,33 @@ def test_fewer_pairs_than_a_batch_are_refused_with_a_batch_size_that_works():
         "the training set has 200 pairs, fewer than one batch of 256, so there would be no step. "
         "Set policy.train_global_batch_size=8, which gives 25 steps."
     )
+
+
+@pytest.mark.parametrize("steps", ["null", "20000000"])
+def test_a_run_that_would_never_end_is_refused_before_its_steps_are_counted(steps):
+    with within(10), pytest.raises(ConfigError) as refused:
+        # In order: [1, 1], [2], and a last [1] that is dropped.
+        plan(Pairs(1, 1, 2, 1), B2, "data.shuffle=false", "dpo.max_num_epochs=1000000000", f"dpo.max_num_steps={steps}")
+    assert str(refused.value) == (
+        "dpo.max_num_epochs = 1000000000: a run of 2,000,000,000 steps, over the limit of 10,000,000. Lower it, or set "
+        "dpo.max_num_steps."
+    )
+
+
+def test_steps_of_many_epochs_of_single_pairs_are_counted_from_one_epoch():
+    with within(10):
+        found = plan(
+            Pairs(1, 1, 1, 1, 1), B2, "dpo.max_num_epochs=1000000", "dpo.max_num_steps=1999999", "data.drop_last=false"
+        )
+    assert (found.num_steps, found.num_pairs) == (
+        1_999_999,
+        3_333_332,
+    )  # 2 + 2 + 1 in three steps, 666,666 times, then 2
+    for shuffle in ("true", "false"):
+        found = plan(
+            Pairs(1, 1, 1, 1, 1), B2, "dpo.max_num_epochs=3", "data.drop_last=false", f"data.shuffle={shuffle}"
+        )
+        assert (found.num_steps, found.num_pairs) == (9, 15)
 
 
 @pytest.mark.parametrize(

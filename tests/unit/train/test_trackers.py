@@ -3,9 +3,11 @@
 import hashlib
 import importlib.util
 import json
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 
 import pytest
@@ -14,9 +16,9 @@ from patience import within
 
 from tandem.config.load import load_config
 from tandem.config.sections.logger import GpuMonitoring, Logger
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.report.trackers import tracking as feeding
-from tandem.report.trackers.adapters import KeptRuns, Opening, flattened
+from tandem.report.trackers.adapters import KeptRuns, Mlflow, Opening, flattened, refuse_other_database
 from tandem.report.trackers.gpus import GpuMonitor, summed_up
 from tandem.report.trackers.tracking import Feed, Tracking, check_packages, named
 from tandem.terminal.printable import without_password
@@ -238,6 +240,63 @@ def test_an_address_is_known_again_and_never_written(tmp_path):
     assert kept.find("mlflow", "http://other") is None
     assert "secret" not in (tmp_path / "trackers.json").read_text()
     assert without_password("to http://me:secret@host/a and sqlite:///a") == "to http://host/a and sqlite:///a"
+
+
+# Databases
+
+
+def database(path, table):
+    with closing(sqlite3.connect(path)) as opened:
+        opened.execute(f"CREATE TABLE {table} (x)")
+        opened.commit()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///{}", "sqlite+pysqlite:///{}", "sqlite:///file:{}?uri=true"])
+def test_a_database_that_is_not_mlflows_is_refused_and_stays(tmp_path, uri):
+    path = tmp_path / "mine.db"
+    before = database(path, "mine")
+    with pytest.raises(ValueError) as refused:
+        refuse_other_database(uri.format(path))
+    assert str(refused.value) == (
+        f"{path}: a database that is not MLflow's, to which it would add its tables. Give another logger.mlflow.tracking_uri."
+    )
+    path.write_text("mine")
+    with pytest.raises(ValueError) as refused:
+        refuse_other_database(uri.format(path))
+    assert str(refused.value) == (
+        f"{path}: not readable as an SQLite database (file is not a database). Give another logger.mlflow.tracking_uri."
+    )
+    assert path.read_text() == "mine"
+    path.write_bytes(before)
+    assert names_in(tmp_path) == ["mine.db"]
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_database_of_mlflows_and_one_that_is_new_or_empty_are_used(tmp_path):
+    database(tmp_path / "mlflow.db", "experiments")
+    (tmp_path / "empty.db").touch()
+    for uri in ("mlflow.db", "empty.db", "new.db"):
+        refuse_other_database(f"sqlite:///{tmp_path}/{uri}")
+    refuse_other_database("http://host/")
+    refuse_other_database("sqlite://")
+    assert names_in(tmp_path) == ["empty.db", "mlflow.db"]
+
+
+def test_mlflows_own_database_is_never_a_link(tmp_path):
+    before = database(tmp_path / "mine.db", "experiments")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/mlflow.db").symlink_to(tmp_path / "mine.db")
+    with pytest.raises(CheckpointError) as refused:
+        Mlflow(Opening(str(tmp_path), str(tmp_path / "logs"), 0, [], Logger().model_dump(), {}))
+    assert str(refused.value) == (
+        f"{tmp_path}/logs/mlflow.db: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in "
+        "its place, or remove the link."
+    )
+    assert (tmp_path / "mine.db").read_bytes() == before
 
 
 # GPUs

@@ -9,6 +9,7 @@ import torch
 from running import few_pairs, short_run
 
 from tandem.config.load import load_config
+from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError
 from tandem.model.files.tiny import tiny_model
 from tandem.paths import check_models
@@ -205,8 +206,15 @@ def test_links_in_a_circle_are_no_directory(tmp_path, key):
     assert str(refused.value) == f"{key} = {tmp_path}/circle: cannot be written (File exists). Choose another {key}."
 
 
-@pytest.mark.parametrize("key", ["data.default.prompt_file", "policy.tokenizer.chat_template"])
-def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(tmp_path, key):
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("data.default.prompt_file", f"{TRAIN}: prompt_file"),
+        ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template"),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(tmp_path, key, place):
     os.mkfifo(tmp_path / "pipe.jinja")
-    with pytest.raises(ConfigError, match=r"not readable: .*Not a file"):
+    with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", f"{key}={tmp_path}/pipe.jinja")
+    assert str(refused.value) == f"{place} = {tmp_path}/pipe.jinja: not readable: Not a file."

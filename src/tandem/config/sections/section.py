@@ -1,9 +1,9 @@
 """What every part of the configuration is made of. Imports no torch."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 EMBEDDED = "embedded"
@@ -12,6 +12,7 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_NAME_BYTES = 255  # of a file, on every usual file system
 MAX_PATH_BYTES = 3000  # of the 4,096 that Linux takes, so that files of tandem's fit below
+LARGEST_INT = 2**63 - 1  # of torch and numpy
 MAX_SCORE = 3.4028234663852886e38  # the largest float32, as which scores are stored
 
 
@@ -43,3 +44,10 @@ class Section(BaseModel):
     """A part of the configuration: closed, frozen, and strict about types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _countable(cls, value: Any) -> Any:
+        if type(value) is int and abs(value) > LARGEST_INT:
+            raise PydanticCustomError("int_range", "input should be between -{most} and {most}", {"most": LARGEST_INT})
+        return value

@@ -42,6 +42,8 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
     Which layout the labels have is told from the labels: those of a whole file have one. A pair of equal completions,
     and one of any length, is returned like the others.
     """
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise DataError(f"{file}: a pipe or a device. Give the path of a packed_*.npy file.")
     entries, num_bytes = _load(file)
     _check_amount(entries, num_bytes, file)
     entries.reverse()

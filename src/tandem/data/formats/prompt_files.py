@@ -48,6 +48,11 @@ def wording_of(keys: DatasetFields, source: str) -> Wording:
     return Wording(prompt, system)
 
 
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Without the number of the error and the name of the file, which the message has already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 def text_of(file: Path) -> str:
     """The text of a file that a configuration names. A pipe is no file: its reader would wait for whoever writes to it."""
     if file.exists() and not file.is_file():
@@ -61,5 +66,4 @@ def _read(file: str | None, place: str) -> str | None:
     try:
         return text_of(Path(file)).removesuffix("\n")  # an editor's last newline is not meant
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{place}: not readable: {why}.") from None
+        raise ConfigError(f"{place}: not readable: {why_unreadable(error)}.") from None

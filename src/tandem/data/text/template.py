@@ -11,7 +11,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
 from tandem.data.formats.preference import Message, Preference
-from tandem.data.formats.prompt_files import text_of
+from tandem.data.formats.prompt_files import text_of, why_unreadable
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import MARK, SHIELD, ChatTemplate, Conversation, as_wanted, renamed, special_tokens
 from tandem.data.text.tokenizer import fast_backend, without_dummy_prefix
@@ -300,7 +300,9 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
         try:
             source = text_of(Path(given))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"policy.tokenizer.chat_template = {given}: not readable: {error}") from None
+            raise ConfigError(
+                f"policy.tokenizer.chat_template = {given}: not readable: {why_unreadable(error)}."
+            ) from None
     else:
         raise ConfigError(
             f"policy.tokenizer.chat_template = {given!r}: give default, null (raw text), or a file ending in .jinja."

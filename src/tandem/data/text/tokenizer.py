@@ -12,11 +12,12 @@ from typing import Any
 from tandem.data.store.pool import Died, Stalled, in_a_process
 from tandem.data.text.sentencepiece_model import SAVED_AS, SentencePiece
 from tandem.errors import ConfigError
-from tandem.storage.cache import cache_dir, content_of, fingerprint
+from tandem.storage.cache import cache_dir, content_of, fingerprint, refuse_outside
 
 INSTALL = "pip install 'tandem-dpo[sentencepiece]'"
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+MORE_TEMPLATES = "additional_chat_templates"  # transformers reads the templates in this folder too
 # What loading a tokenizer and trying it out may take, beside what grows with its files: 18 MB of merges took 7 seconds.
 LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
 LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
@@ -36,13 +37,14 @@ def load_tokenizer(name: Path) -> Any:
     What its files make the libraries do may never end, or take all memory, and cannot be stopped: one whose content is new
     is loaded in a process of its own first.
     """
-    files = [name] if name.is_file() else sorted(file for file in name.glob("*") if file.suffix in READ_SUFFIXES)
+    files = [name] if name.is_file() else _files_of(name)
     for file in files:
         if file.exists() and not file.is_file() and not file.is_dir():
             raise ConfigError(
                 f"{file}: not a file, but a pipe or a device, which a tokenizer is not read from. Download the tokenizer again."
             )
-    contents = {file.name: content_of(file) for file in files if file.is_file()}
+    folder = name.parent if name.is_file() else name
+    contents = {str(file.relative_to(folder)): content_of(file) for file in files if file.is_file()}
     note = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
     if not note.exists():
         _try_out(name, sum(file.stat().st_size for file in files if file.is_file()))
@@ -50,6 +52,15 @@ def load_tokenizer(name: Path) -> Any:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
     return _load(name)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a folder that a tokenizer may be read from; a link out of the folder is refused."""
+    inside = (*folder.glob("*"), *folder.glob(f"{MORE_TEMPLATES}/*"))
+    files = sorted(file for file in inside if file.suffix in READ_SUFFIXES)
+    for file in files:
+        refuse_outside(folder, file)
+    return files
 
 
 def _try_out(name: Path, num_bytes: int) -> None:

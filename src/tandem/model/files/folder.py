@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.storage.cache import outside_of, refuse_outside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -37,7 +38,8 @@ class HeldWeights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object, nested no deeper than any real one."""
+    """A file of a model's folder that holds one JSON object, nested no deeper than any real one."""
+    refuse_outside(path.parent, path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ConfigError(f"{path}: {size:,} bytes, more than the {MAX_JSON_BYTES:,} that are read of such a file.")
@@ -92,10 +94,7 @@ def check_weight_file(place: str, file: Path) -> None:
     """Refuse a file that is missing, or that is a link to anything but its own folder or the hub's cache."""
     if not file.is_file():
         raise ConfigError(f"{place}: {file} is missing or is not a file. Is the download complete?")
-    target, folder = file.resolve(), file.parent.resolve()
-    # The hub's cache: models--NAME/snapshots/COMMIT/model.safetensors -> models--NAME/blobs/HASH
-    in_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
-    if target.parent != folder and not in_cache:
+    if target := outside_of(file.parent, file):
         raise ConfigError(
             f"{place}: {file} is a link to {target}, outside of its folder, and weights are read from nowhere else. Copy the "
             "file to where the link is."

@@ -18,7 +18,7 @@ from tandem.model.files.folder import (
     refuse_wrong_types,
     weight_files,
 )
-from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_run
+from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_run, refuse_outside
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +98,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     folder = _folder(key, name, revision)
     check_folder(key, name, folder)
     described = read_json(folder / "config.json")
+    refuse_outside(folder, folder / "generation_config.json")
     if "auto_map" in described and not _known(described.get("model_type")):
         raise ConfigError(
             f"{key} = {name}: this model needs Python code from its own repository, "
@@ -149,10 +150,15 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
+def weights_of(source: ModelSource) -> list[Path]:
+    """The files that its weights are read from. Others in its folder are not looked into."""
+    return weight_files(source.key, source.name, source.folder, read_json(source.folder / "config.json"))
+
+
 def weights_fingerprint(source: ModelSource) -> str:
     """A name for what the model computes: the content of the weight files that are read, and of its configuration."""
     described = read_json(source.folder / "config.json")
-    files = weight_files(source.key, source.name, source.folder, described)
+    files = weights_of(source)
     with ThreadPoolExecutor() as threads:
         digests = list(threads.map(content_of, files))
     names = [file.name for file in files]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tandem.embedded.files import TRAIN
-from tandem.storage.cache import cache_dir, fingerprint, published, sha256_of
+from tandem.storage.cache import cache_dir, check_cache_dir, fingerprint, published, sha256_of
 
 VERSION = 1
 VOCABULARY = 2048
@@ -21,6 +21,7 @@ def tiny_model() -> Path:
     """The folder of the embedded model, in the Hugging Face layout."""
     folder = _folder("tiny")
     if not folder.is_dir():
+        check_cache_dir()
         with published(folder, "model") as aside:
             _save_tokenizer(aside)
             _save_model(aside)
@@ -33,6 +34,7 @@ def tiny_tokenizer() -> Path:
     if model.is_dir():
         return model
     if not alone.is_dir():
+        check_cache_dir()
         with published(alone, "model") as aside:
             _save_tokenizer(aside)
     return alone

@@ -15,7 +15,7 @@ from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.data.store.pool import Died, Stalled, in_a_process
 from tandem.errors import ConfigError, MachineError
-from tandem.model.files.source import ModelSource, weights_fingerprint
+from tandem.model.files.source import ModelSource, one_line, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
 from tandem.model.lora.files import TrainedAdapter, read_adapter
 from tandem.model.policy import Policy
@@ -24,6 +24,10 @@ from tandem.terminal.printable import listed
 
 ADAPTER = "default"  # peft's name for an only adapter
 WIDER = ("F64", "F32", "F16")  # than bfloat16, as safetensors calls them
+# By which peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
+MAMBA = re.compile(
+    r"\[PEFT:\S+\] .* incompatible with Mamba-based models .* Incompatible modules: \{(?P<incompatible>[^}]*)\}"
+)
 PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # that matching a regular expression may take
 
 
@@ -161,7 +165,7 @@ def is_rounded(source: ModelSource, plan: LoraPlan | None) -> bool:
 
     if plan is None or not plan.dtype == source.dtype == torch.bfloat16:
         return False
-    for path in source.folder.glob("*.safetensors"):
+    for path in weights_of(source):
         with safe_open(path, "pt") as file:
             if any(file.get_slice(name).get_dtype() in WIDER for name in file.keys()):  # noqa: SIM118 - no mapping
                 return True
@@ -203,7 +207,7 @@ def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
         with warnings.catch_warnings(action="ignore"):  # of target names that it reads in its own way: checked below
             inject_adapter_in_model(plan.peft_config(), model)
     except ValueError as error:
-        raise ConfigError(f"policy.lora: peft cannot adapt {source.name}: {' '.join(str(error).split())}") from None
+        raise _not_adapted(error, plan, source) from None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     wanted = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
     if trained != wanted:
@@ -217,6 +221,22 @@ def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
     for _, layer in lora_layers(model):
         if plan.dropout > 0:
             layer.lora_dropout[ADAPTER] = TrainingDropout(plan.dropout)
+
+
+def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> ConfigError:
+    """Why peft refuses the layers of a plan. In models with Mamba layers it leaves out the names that their kernels read."""
+    start = None if plan.start is None else plan.start.name
+    if found := MAMBA.match(str(error)):
+        refused = set(re.findall(r"\w+", found["incompatible"]))
+        names = ",".join(sorted(refused & {target.rsplit(".", 1)[-1] for target in plan.targets}))
+        what = f"peft does not adapt {names} in models with Mamba layers, whose kernels read the weight without the adapter"
+        instead = f"Leave it out: policy.lora.exclude_modules=[{names}]."
+    else:
+        what = f"peft cannot adapt these layers of {source.name} ({one_line(error).rstrip('.')})"
+        instead = "Choose others with policy.lora.target_modules and policy.lora.exclude_modules."
+    if start is not None:
+        return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
+    return ConfigError(f"policy.lora: {what}. {instead}")
 
 
 def _check_quantization(lora: Lora, device: torch.device) -> None:

@@ -5,13 +5,16 @@ import json
 import os
 import re
 import secrets
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.storage.cache import read_json, replacing
+from tandem.storage.ownership import refuse_other_than_file
 from tandem.terminal.printable import without_password
 
 Metrics = dict[str, float]
@@ -19,6 +22,7 @@ Metrics = dict[str, float]
 MLFLOW_PARAMS_AT_ONCE = 100
 MLFLOW_PARAM_LENGTH = 500
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a part of file names and addresses
+OTHER_URI = "Give another logger.mlflow.tracking_uri."
 NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
 
 
@@ -131,7 +135,9 @@ class Mlflow:
         uri = settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             Path(opening.log_dir).mkdir(parents=True, exist_ok=True)
+            refuse_other_than_file(Path(opening.log_dir) / "mlflow.db")
             uri = f"sqlite:///{Path(opening.log_dir).resolve()}/mlflow.db"
+        refuse_other_database(uri)
         self._client = MlflowClient(tracking_uri=uri)
         kept = KeptRuns(opening.run)
         found = kept.find("mlflow", uri)
@@ -176,6 +182,24 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def refuse_other_database(uri: str) -> None:
+    """Refuse an SQLite database that is not MLflow's: a configuration may name any file, and MLflow adds its tables to it."""
+    from sqlalchemy import make_url
+
+    if not uri.startswith("sqlite"):
+        return
+    path = Path((make_url(uri).database or "").removeprefix("file:"))
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path}: not readable as an SQLite database ({error}). {OTHER_URI}") from None
+    if tables and "experiments" not in tables:
+        raise ValueError(f"{path}: a database that is not MLflow's, to which it would add its tables. {OTHER_URI}")
 
 
 TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "mlflow": Mlflow}

@@ -1,6 +1,7 @@
 """Which directory a run has: a new one, or one to go on with. One process at a time may hold it."""
 
 import fcntl
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tandem.terminal.commands import override, tandem_command
 # What a run writes in its directory, beside its checkpoints.
 FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
-    *("logs/gpu.jsonl", "logs/trackers.log", "samples/step_*.jsonl"),
+    *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
 FOLDERS = ("checkpoints", "logs", "model", "samples")
 # What their temporary files become, as regular expressions.
@@ -136,7 +137,7 @@ def _is_greater(new: int | None, old: int | None) -> bool:
 
 def _numbers(parent: Path, stem: str) -> list[int]:
     """Of the directories stem-1, stem-2, ..., the newest first."""
-    numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{stem}-*")]
+    numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{glob.escape(stem)}-*")]
     return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, repeat
 
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
@@ -16,6 +16,7 @@ from tandem.packing.packs import open_packs
 
 # Steps that a batch size is proposed for: with fewer, a schedule has hardly begun.
 ENOUGH_STEPS = 20
+MAX_STEPS = 10_000_000  # of a run, each of which is counted before it begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,20 @@ def _check_weights(sets: Sets, config: Config) -> None:
 
 
 def _counts(batches: Batches, config: Config) -> list[int]:
-    """The pairs of every step."""
-    counts = (batch.num_pairs for epoch in range(config.dpo.max_num_epochs) for batch in batches.epoch(epoch))
-    if batches.packs is None and not batches.spans and not batches.epoch(0):  # nor has any other epoch a batch
+    """The pairs of every step. A run that would never end is refused before its steps are counted one by one."""
+    epochs, most = config.dpo.max_num_epochs, config.dpo.max_num_steps
+    first = [batch.num_pairs for batch in batches.epoch(0)]
+    is_same_set = batches.packs is None and not batches.spans
+    if is_same_set and not first:  # nor has any other epoch a batch
         return []
-    return list(islice(counts, config.dpo.max_num_steps))
+    if (steps := epochs * len(first)) > MAX_STEPS and (most is None or most > MAX_STEPS):
+        raise ConfigError(
+            f"dpo.max_num_epochs = {epochs}: a run of {steps:,} steps, over the limit of {MAX_STEPS:,}. Lower it, or set "
+            "dpo.max_num_steps."
+        )
+    if is_same_set and (batches.num_pairs == 1).all():  # then no order changes how many pairs a batch has
+        return list(islice(chain.from_iterable(repeat(first, epochs)), most))
+    return list(islice((batch.num_pairs for epoch in range(epochs) for batch in batches.epoch(epoch)), most))
 
 
 def _smaller_batch(batches: Batches, config: Config) -> str:
