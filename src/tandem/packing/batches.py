@@ -76,7 +76,7 @@ class Batches:
                 batches.append(self._batch(epoch, order[start:i], total))
                 start, total = i, 0
             total += count
-        if total and not (self.drop_last and total < self._least()):
+        if total and not (self.drop_last and total < self._least(batches)):
             batches.append(self._batch(epoch, order[start:], total))
         return batches
 
@@ -84,9 +84,14 @@ class Batches:
         assert self.packs is not None
         return np.add.reduceat(self.num_pairs[self.packs.order], self.packs.bounds[:-1])
 
-    def _least(self) -> float:
-        """Pairs below which a last batch is short. Packs hold what they hold: there, less than any other batch may."""
-        return self.batch_size if self.packs is None else self.batch_size - float(self.pairs_per_pack().max()) + 1
+    def _least(self, others: list[GlobalBatch]) -> int:
+        """Pairs below which a last batch is short: fewer than any other batch of the epoch has; of packs, than it may have.
+
+        Preferences of 3 pairs each, size 4: every batch has 3, and the last one is kept.
+        """
+        if self.packs is None:
+            return min([self.batch_size, *(batch.num_pairs for batch in others)])
+        return self.batch_size - int(self.pairs_per_pack().max()) + 1
 
     def _batch(self, epoch: int, chosen: NDArray[np.int64], num_pairs: int) -> GlobalBatch:
         if self.packs is None:

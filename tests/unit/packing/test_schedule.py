@@ -43,6 +43,14 @@ def test_drop_last_leaves_out_a_short_last_batch_and_only_that():
     assert members(batches([3, 2, 2], 4, drop_last=True).epoch(0)) == [[0], [1, 2]]
 
 
+def test_drop_last_keeps_a_last_batch_that_is_as_full_as_another():
+    # Three pairs each: no batch can have four, so the last one is not short.
+    assert members(batches([3, 3, 3], 4, drop_last=True).epoch(0)) == [[0], [1], [2]]
+    assert members(batches([3] * 5, 8, drop_last=True).epoch(0)) == [[0, 1], [2, 3]]
+    assert members(batches([3] * 6, 8, drop_last=True).epoch(0)) == [[0, 1], [2, 3], [4, 5]]
+    assert batches([3, 3], 8, drop_last=True).epoch(0) == []
+
+
 def test_fewer_pairs_than_a_batch_make_none_with_drop_last():
     assert batches([1, 1], 3, drop_last=True).epoch(0) == []
 

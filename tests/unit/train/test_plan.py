@@ -86,7 +86,7 @@ def test_steps_of_many_epochs_of_single_pairs_are_counted_from_one_epoch():
         ([1] * 8, [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=3", "24"]),
         ([1], [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=20", "20"]),
         # A preference of three pairs is a batch by itself, however small batches are.
-        ([3] * 30, [], ["policy.train_global_batch_size=4", "29"]),
+        ([3] * 30, [], ["policy.train_global_batch_size=4", "30"]),
     ],
 )
 def test_the_proposed_batch_gives_twenty_steps_and_runs_as_printed(pairs, overrides, proposed):
