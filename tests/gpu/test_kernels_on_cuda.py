@@ -7,7 +7,7 @@ from models import random_preference
 
 from tandem.model.attention.pack_attention import SMALL_BLOCK, attend, make_mask
 from tandem.model.head import HeadRule, chunked_logps
-from tandem.model.precision.rounding import rounded
+from tandem.model.precision.rounding import round_to_bfloat16
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import BLOCK
 from tandem.train.adamw import RoundedAdamW, Rule
@@ -116,14 +116,14 @@ def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dty
 def test_the_cast_by_chance_is_the_one_of_the_cpu_bit_for_bit(shape, start):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     values.flatten()[0] = 0.0
-    assert torch.equal(rounded(values.cuda(), start).cpu(), rounded(values, start))
+    assert torch.equal(round_to_bfloat16(values.cuda(), start).cpu(), round_to_bfloat16(values, start))
 
 
 def test_what_is_not_finite_stays_so_in_the_cast():
     """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32).repeat(2000)
     values = bits.view(torch.float32)
-    made = rounded(values.cuda(), 7).cpu()
+    made = round_to_bfloat16(values.cuda(), 7).cpu()
     assert torch.equal(made.isnan(), values.isnan())
     assert not made.isfinite().any()
 
@@ -144,7 +144,7 @@ def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
             model[1].weight.data = model[1].weight.data.clone()
         with copy.held():
             for one in copy.copies:
-                assert torch.equal(one.copy.cpu(), rounded(one.weight.detach().cpu(), one.start))
+                assert torch.equal(one.copy.cpu(), round_to_bfloat16(one.weight.detach().cpu(), one.start))
 
 
 def test_gradients_of_a_model_are_added_at_once_as_each_alone():
