@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from tandem.data.text.tokens import TokenizedPreference
-from tandem.model.attention.pack_attention import FOR_SMALL_BLOCKS, block_mask
+from tandem.model.attention.pack_attention import SMALL_BLOCK_OPTIONS, block_mask
 from tandem.model.attention.varlen import attend_runs, runs_of
 from tandem.packing.layout import lay_out
 
@@ -44,12 +44,12 @@ FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex, backward 64": (128, backward(64, 4, 3)),
     "flex, rows safe": (128, {"ROWS_GUARANTEED_SAFE": True}),
     "flex, TMA": (128, {"USE_TMA": True}),
-    "flex, blocks of 64": (64, FOR_SMALL_BLOCKS),
-    "flex, blocks of 64, 3 stages": (64, FOR_SMALL_BLOCKS | backward(64, 4, 3)),
-    "flex, blocks of 64, 2 stages forward": (64, FOR_SMALL_BLOCKS | {"fwd_num_stages": 2}),
-    "flex, blocks of 64, 8 warps": (64, FOR_SMALL_BLOCKS | backward(64, 8, 2)),
-    "flex, blocks of 64, 1 stage": (64, FOR_SMALL_BLOCKS | backward(64, 4, 1)),
-    "flex, blocks of 64, 32 x 64": (64, FOR_SMALL_BLOCKS | {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32}),
+    "flex, blocks of 64": (64, SMALL_BLOCK_OPTIONS),
+    "flex, blocks of 64, 3 stages": (64, SMALL_BLOCK_OPTIONS | backward(64, 4, 3)),
+    "flex, blocks of 64, 2 stages forward": (64, SMALL_BLOCK_OPTIONS | {"fwd_num_stages": 2}),
+    "flex, blocks of 64, 8 warps": (64, SMALL_BLOCK_OPTIONS | backward(64, 8, 2)),
+    "flex, blocks of 64, 1 stage": (64, SMALL_BLOCK_OPTIONS | backward(64, 4, 1)),
+    "flex, blocks of 64, 32 x 64": (64, SMALL_BLOCK_OPTIONS | {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32}),
     "flex, blocks of 256": (256, {}),
 }
 

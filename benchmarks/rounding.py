@@ -74,7 +74,7 @@ def computed(setup: Setup, policy: Policy, order: np.ndarray) -> Cut:
 @torch.no_grad()
 def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
     """Mean differences per token, as the audit takes them: the smallest, the mean and the largest of the completions."""
-    found: dict[str, list[float]] = {"packed to plain": [], "plain, filler": [], "plain, nudged": []}
+    found: dict[str, list[float]] = {"packed to plain": [], "plain, filler": [], "plain, perturbed": []}
     store, device = setup.train.store, setup.device
     with policy.computing():
         for (index, number), packed in cut.logps.items():
@@ -84,7 +84,7 @@ def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
             given = preference.prompt, preference.completions[number], preference.scored(number)
             prompt, completion, scored = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in given)
             plain = policy.plain_logps(prompt, completion)[scored].double().cpu()
-            otherwise = {"plain, filler": {"filler": 100}, "plain, nudged": {"nudged": True}}
+            otherwise = {"plain, filler": {"filler": 100}, "plain, perturbed": {"perturbed": True}}
             found["packed to plain"].append(float((packed - plain).abs().mean()))
             for name, how in otherwise.items():
                 again = policy.plain_logps(prompt, completion, **how)[scored].double().cpu()

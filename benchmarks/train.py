@@ -52,7 +52,7 @@ PROFILED = 2  # steps
 KINDS = {
     "attention": ("flex_attention", "flash", "fmha", "sdpa"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
-    "head, over logits": ("_score", "_slope"),
+    "head, over logits": ("_target_logps", "_grad_logits"),
     "optimizer": ("adam", "multi_tensor", "lpnorm"),
     "fused layers": ("triton_",),
     "copies": ("memcpy", "memset", "copy", "cat"),

@@ -1,4 +1,4 @@
-"""LoRA adapters made by peft itself, and models to put them on."""
+"""LoRA adapters created with peft, and models with them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def plain_model(folder: Path) -> Any:
 
 
 def trained_adapter(base: Path, folder: Path, *, seed: int = 1, **settings: Any) -> Path:
-    """A folder as peft saves it, of an adapter whose two weights are both far from 0."""
+    """Save an adapter with peft, with both of its weights far from 0, and return its folder."""
     torch.manual_seed(seed)
     model = get_peft_model(plain_model(base), LoraConfig(**{"task_type": "CAUSAL_LM", **TRAINED, **settings}))
     with torch.no_grad():
@@ -27,5 +27,5 @@ def trained_adapter(base: Path, folder: Path, *, seed: int = 1, **settings: Any)
 
 
 def with_adapter(base: Path, folder: Path) -> Any:
-    """The model as peft itself puts the adapter on."""
+    """Load the model with the adapter, using peft."""
     return PeftModel.from_pretrained(plain_model(base), folder)

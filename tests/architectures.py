@@ -1,4 +1,4 @@
-"""A tiny random model of every causal language model type that transformers knows, trained for a step packed and unpacked.
+"""Trains a tiny random model of every causal language model type in transformers for one step, packed and unpacked.
 
 PYTHONPATH=tests python -m architectures              writes the table of docs/architectures.md
 PYTHONPATH=tests python -m architectures llama mpt    prints the outcome of these types
@@ -64,8 +64,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["max_target_positions", "max_source_positions", "rel_extent", "model_max_length"], 512),
     **dict.fromkeys(["sliding_window", "window_size", "sliding_window_size", "local_attention"], WINDOW),
     "attention_window_size": WINDOW,
-    # Longer than the sequences: beyond its chunk a model is refused packed; beyond the tokens that an indexer selects, equal
-    # scores make the selection, and with it the log-probabilities, depend on the length of the row.
+    # Longer than the sequences. With longer sequences, chunked attention is refused in packs; and an indexer would have to
+    # choose between equal scores, so that its selection would depend on the length of the row.
     **dict.fromkeys(["attention_chunk_size", "index_topk"], 512),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"], 2),
@@ -101,14 +101,14 @@ INDEXER = {
 NO_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
-# What a type needs beside SIZES, so that its parts fit together and every kind of layer occurs.
+# Further settings that a type needs, so that its parts fit together and every kind of layer occurs.
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": LINEAR_AND_FULL,
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0, "kv_n_heads": 2, "attn_pdrop": 0.1}},
-    "diffllama": {"attention_dropout": 0.0},  # refuses to be built with any
+    "diffllama": {"attention_dropout": 0.0},  # cannot be built with dropout
     "dots3_note": {
         "text_config": {"head_dim": 16, "per_layer_config": {2: {"kv_lora_rank": 8}, 3: {"kv_lora_rank": 8}}},
         "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 32, "adapter_out_dim": 32},
@@ -135,7 +135,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "mamba2": {"num_heads": 8},
-    "phimoe": {"sliding_window": None},  # only its mask has the window, so that packs refuse it
+    "phimoe": {"sliding_window": None},  # refused in packs with a window, which only its mask implements
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24]},
@@ -150,7 +150,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-# Encoders by default, whose configuration can make decoders of them.
+# Encoders by default, which is_decoder turns into decoders.
 DECODERS = [
     "bert",
     "bert-generation",
@@ -173,41 +173,41 @@ AS_DECODER = " with is_decoder"
 NOT_CAUSAL = ["mistral3", "qwen2_vl", "t5"]
 NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(name + AS_DECODER for name in DECODERS), *NOT_CAUSAL])
 
-# Settings that add randomness in training mode. Every model has them switched on, to see that nothing is drawn.
-RANDOM = {"dropout": 0.1, "pdrop": 0.1, "layerdrop": 0.1, "jitter": 0.01}
+# Settings that add randomness in training mode. All are enabled, to test that they have no effect.
+RANDOM_SETTINGS = {"dropout": 0.1, "pdrop": 0.1, "layerdrop": 0.1, "jitter": 0.01}
 
 Mode = Literal["batch", "none"]  # of policy.packing
 
-# Nats a token. A leak, a lost window or a wrong scale of the logits shows as more than 1e-3.
+# In nats per token. A leak, a lost window or a wrong scale of the logits makes a difference above 1e-3.
 EXACT = 1e-5
 
-# Why a type is refused, by a part of the message, in the words of the table.
+# Part of the message with which a type is refused -> the reason in the table.
 REASONS = {
-    "is not a causal language model that transformers knows": "not a causal model",
+    "is not a causal language model in transformers": "not a causal model",
     "not a causal language model: a later token": "sees later tokens",
     "its recurrent layers": "recurrent layers",
     "cannot be replaced": "attention cannot be replaced",
     "do not pass the pack's mask on": "mask not passed on",
-    "has a mask of its own": "own mask",
-    "selects the tokens that it sees": "selects tokens",
+    "uses its own mask": "own mask",
+    "selects the tokens that it attends to": "selects tokens",
     "layers pass their window": "window only in its mask",
     "transformers cannot build": "not built by transformers",
     "transformers cannot load": "not loaded by transformers",
     "a few tokens through": "forward fails",
-    "attention layers asked for the pack's mask": "other calls of attention",
+    "attention layers use the pack's mask": "other calls of attention",
     "differ from the model's plain forward": "not exact",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Exact, with the largest mean difference per token to the plain forward, or refused, with the message."""
+    """Either exact, with the largest mean difference per token from the plain forward, or refused, with the message."""
 
     difference: float | None = None
     message: str = ""
 
     def in_words(self) -> str:
-        """As the table has it; an error where it is neither."""
+        """The entry in the table. AssertionError if the model was trained without being exact, or the message is malformed."""
         if self.difference is not None:
             assert self.difference <= EXACT, f"trained although it is not exact: {self.difference:.2g} nats a token"
             return "exact"
@@ -216,14 +216,14 @@ class Outcome:
 
 
 def tiny_config(name: str) -> Any:
-    """Of a model type, or of one of DECODERS as such."""
+    """A tiny configuration of a model type, or of one of DECODERS as a decoder."""
     model_type = name.removesuffix(AS_DECODER)
     config_class = CONFIG_MAPPING[model_type]
-    usual = config_class(**({"text_config": NO_PER_LAYER_INPUT} if model_type == "gemma4_assistant" else {}))
-    given = _sized(usual.to_dict())
-    for name in usual.sub_configs:
-        if (part := getattr(usual, name, None)) is not None and not isinstance(part, dict):
-            given[name] = _sized(part.to_dict())
+    default = config_class(**({"text_config": NO_PER_LAYER_INPUT} if model_type == "gemma4_assistant" else {}))
+    given = _tiny_settings(default.to_dict())
+    for name in default.sub_configs:
+        if (part := getattr(default, name, None)) is not None and not isinstance(part, dict):
+            given[name] = _tiny_settings(part.to_dict())
     text = given.get("text_config", given)
     if "kv_lora_rank" in text:
         text["num_key_value_heads"] = text["num_attention_heads"]
@@ -234,22 +234,25 @@ def tiny_config(name: str) -> Any:
     return config_class(**given)
 
 
-def _sized(usual: dict[str, Any]) -> dict[str, Any]:
-    # A number that a type leaves out by default (a soft-cap, a scale) may not be read by all of its classes.
+def _tiny_settings(default: dict[str, Any]) -> dict[str, Any]:
+    # Not all classes of a type may support a number that is None by default (a soft-cap, a scale).
     sized = {
         name: SIZES[name]
-        for name, value in usual.items()
+        for name, value in default.items()
         if name in SIZES and not (value is None and isinstance(SIZES[name], float))
     }
-    for name, value in usual.items():
-        for part, amount in RANDOM.items():
+    for name, value in default.items():
+        for part, amount in RANDOM_SETTINGS.items():
             if part in name and (isinstance(value, float) or value is None):
                 sized[name] = amount
     return sized
 
 
 def make_model(folder: Path, model_type: str) -> None:
-    """Weights so large that what a token sees shows. Of a type that transformers cannot build here, the configuration alone."""
+    """Save a model with weights so large that every visible token changes the output.
+
+    Of a type that transformers cannot build, save only the configuration.
+    """
     folder.mkdir(exist_ok=True)
     config = tiny_config(model_type)
     torch.manual_seed(0)
@@ -262,13 +265,13 @@ def make_model(folder: Path, model_type: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(0.15 * torch.randn_like(parameter))
         model.save_pretrained(folder)
-    config.save_pretrained(folder)  # of a multimodal type the model has saved its text part's alone
+    config.save_pretrained(folder)  # a multimodal model saves only the configuration of its text part
     for file in embedded_model().glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
 
 
 def _pairs(folder: Path) -> Path:
-    """A few, of other lengths, all longer than WINDOW."""
+    """Write a few pairs of different lengths, all longer than WINDOW."""
     words = str.split("the quick brown fox jumps over the lazy dog and runs back home before the rain comes down")
     rows = [
         {
@@ -284,7 +287,7 @@ def _pairs(folder: Path) -> Path:
 
 
 def outcome(folder: Path, model: Path, mode: Mode) -> Outcome:
-    """Of a step of training, as a user starts it."""
+    """Train for one step, as a user would."""
     audits: list[Any] = []
 
     def audited(*given: Any, **named: Any) -> Any:
@@ -313,7 +316,7 @@ def outcome(folder: Path, model: Path, mode: Mode) -> Outcome:
 
 
 def outcomes(name: str) -> tuple[str, str]:
-    """Packed and unpacked, in the words of the table."""
+    """The entries in the table, packed and unpacked."""
     disable_progress_bar()
     set_verbosity_error()
     with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings(action="ignore"):
@@ -324,7 +327,7 @@ def outcomes(name: str) -> tuple[str, str]:
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """The page's."""
+    """The table of the page, by model type."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {name.replace("`", ""): (packed, unpacked) for name, packed, unpacked in cells}

@@ -1,6 +1,6 @@
-"""Matrix products of bfloat16 on a CPU that has none: computed in float32 and rounded once, as the hardware does it.
+"""Emulates bfloat16 matrix products on a CPU without them: computed in float32 and rounded once, as the hardware does.
 
-Without it torch multiplies number by number, hundreds of times slower.
+Without this, torch multiplies number by number, which is hundreds of times slower.
 """
 
 from collections.abc import Iterator

@@ -33,10 +33,10 @@ def calls(content: Any, name: str = "add", **arguments: str) -> dict[str, Any]:
 
 
 def four(start: str | None = None, **arguments: str) -> list[dict[str, Any]]:
-    """Asks a tool, hears four, says so."""
+    """A completion that calls a tool, gets "four" and repeats it."""
     return [calls(start, **arguments), said("tool", "four"), said("assistant", "four.")]
 
 
 def read(**changes: Any) -> Preference:
-    """The pair of yes and no as answers to Hi, with changes."""
+    """The preference of "yes" over "no" as the answer to "Hi", with changes."""
     return read_preference(pair(**changes), KEYS, "BinaryPreferenceDataset", Wording())

@@ -1,4 +1,4 @@
-"""One cache for the whole test session, apart from the user's; one thread a process; no network."""
+"""Settings of the test session: a separate cache, one thread per process, no network."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import tempfile
 CACHE = os.environ["TANDEM_CACHE"] = tempfile.mkdtemp(prefix="tandem-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The models are tiny: threads would only get in each other's way, and runs are compared bit for bit.
+# More threads would slow tiny models down, and runs are compared bit for bit.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def bfloat16_products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that compute in bfloat16 are marked so: a CPU that cannot multiply it gets help."""
+    """For tests marked bfloat16: emulate bfloat16 products on a CPU without them."""
     if not request.node.get_closest_marker("bfloat16"):
         yield
         return
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+@pytest.hookimpl(trylast=True)  # after -m and -k have selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if shard := config.getoption("shard"):
         from shards import shard_of

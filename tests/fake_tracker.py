@@ -1,4 +1,4 @@
-"""A package `wandb` that behaves badly on purpose, in front of the real one: for this process and those it starts."""
+"""A fake package `wandb` with faults, imported instead of the real one in this process and those it starts."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def init(**given):
 
 
 def put_in_front(monkeypatch, folder: Path, *, init: str = "pass", log: str = "pass", finish: str = "pass") -> None:
-    """`init`, `log` and `finish`: a statement each."""
+    """Put the fake package first in the import path. `init`, `log` and `finish` are one statement each."""
     folder.mkdir()
     (folder / "wandb.py").write_text(PACKAGE.format(init=init, log=log, finish=finish), encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))

@@ -1,4 +1,4 @@
-"""Files as a stranger might give them: mutated, linked elsewhere, enormous; and readers tried on them in forked children."""
+"""Makes malicious files (mutated, linked elsewhere, enormous), and tries readers on them in forked child processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typing import Any
 from tandem.errors import TandemError
 from tandem.storage.cache import OWN, fingerprint, sha256_of
 
-# What a child may take beyond what its parent has already mapped.
+# Bytes of memory that a child may use in addition to its parent's.
 MEMORY = 6 * 1024**3
 CANARY = "canary-5f1d"
 
@@ -38,7 +38,7 @@ def nested(depth: int) -> Any:
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of everything inside a value: keys and indices from the top."""
+    """The paths of everything inside a value, as keys and indices from the top."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found: list[tuple[Any, ...]] = []
     for key, item in list(items)[:300]:
@@ -47,14 +47,14 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate_tree(rng: random.Random, tree: Any) -> Any:
-    """A copy of a tree with up to three of its values, at any depth, removed, replaced, wrapped, doubled or renamed."""
+    """Copy a tree with up to three of its values, at any depth, removed, replaced, wrapped, doubled or renamed."""
     tree = json.loads(json.dumps(tree))
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if rng.random() < 0.02:
             return rng.choice([*VALUES, nested(100)])
         if not (paths := paths_in(tree)):
             break
-        # The upper levels are drawn as often as all of the vocabulary below them.
+        # Prefer the upper levels, so that a large vocabulary below them does not get all the mutations.
         upper = [path for path in paths if len(path) <= 2]
         *above, last = rng.choice(upper if rng.random() < 0.7 else paths)
         holder = tree
@@ -76,7 +76,7 @@ def mutate_tree(rng: random.Random, tree: Any) -> Any:
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Bytes changed, cut, doubled, inserted or zeroed; often near the start or the end, where formats keep their tables."""
+    """Change, cut, double, insert or zero bytes, often near the start or the end, where formats keep their tables."""
     content = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 8])):
         if not content:
@@ -105,7 +105,7 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_file(rng: random.Random, file: Path, victim: Path) -> None:
-    """Change one file in place: its tree if it is JSON, else its bytes; or what it is."""
+    """Change one file in place: its tree if it is JSON, or else its bytes; or replace it with something else."""
     kind = rng.random()
     if kind < 0.12:
         replace_file(rng, file, victim)
@@ -117,7 +117,7 @@ def mutate_file(rng: random.Random, file: Path, victim: Path) -> None:
 
 
 def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
-    """Something else in a file's place: nothing, a folder, a link to elsewhere, a pipe that nobody writes to."""
+    """Replace a file with nothing, an empty file, a folder, a link to elsewhere or a pipe without a writer."""
     content = file.read_bytes()
     file.unlink()
     match rng.choice(["nothing", "empty", "folder", "link", "broken", "self", "pipe", "upwards"]):
@@ -141,7 +141,7 @@ def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
 
 
 def remake_manifest(folder: Path) -> None:
-    """As an attacker would: every file in it is what the manifest says."""
+    """Rewrite a manifest so that it matches the files, as an attacker would."""
     path = folder / "manifest.json"
     if not path.is_file():  # a pipe, perhaps
         return
@@ -152,7 +152,7 @@ def remake_manifest(folder: Path) -> None:
         manifest["files"] = {name: sha256_of(folder / name) for name in names if (folder / name).is_file()}
         path.write_text(json.dumps({**manifest, OWN: fingerprint(manifest)}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # it was the manifest that was mutated
+        pass  # the manifest itself was mutated
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -167,23 +167,23 @@ def copy_of(folder: Path, to: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a child ended: read, refused (and in which words), or what must never be."""
+    """How a child ended. Anything but "read" and "refused" is a bug."""
 
     kind: str  # read, refused, raised, crashed, hung
     text: str
 
     @property
-    def is_sound(self) -> bool:
+    def is_acceptable(self) -> bool:
         return self.kind in ("read", "refused")
 
 
 def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
-    """Run a reader in a forked child with an end to its time and memory. What it starts ends with it."""
+    """Run a reader in a forked child with limits on time and memory. Processes that it starts are killed with it."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _live(read, writing)
+        _run_child(read, writing)
     os.close(writing)
     ended, status = False, 0
     end = time.monotonic() + seconds
@@ -203,8 +203,8 @@ def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
         return Outcome("hung", f"after {seconds} seconds")
     if os.WIFSIGNALED(status):
         return Outcome("crashed", signal.Signals(os.WTERMSIG(status)).name)
-    kind, _, said = bytes(text).decode(errors="replace").partition("\n")
-    return Outcome(kind or "crashed", said or f"exit {os.waitstatus_to_exitcode(status)}")
+    kind, _, message = bytes(text).decode(errors="replace").partition("\n")
+    return Outcome(kind or "crashed", message or f"exit {os.waitstatus_to_exitcode(status)}")
 
 
 def _drain(pipe: int, into: bytearray) -> None:
@@ -215,7 +215,7 @@ def _drain(pipe: int, into: bytearray) -> None:
         pass
 
 
-def _live(read: Callable[[], Any], writing: int) -> None:
+def _run_child(read: Callable[[], Any], writing: int) -> None:
     try:
         os.setsid()
         silent = os.open(os.devnull, os.O_RDWR)
@@ -225,18 +225,18 @@ def _live(read: Callable[[], Any], writing: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
         try:
             read()
-            kind, said = "read", ""
+            kind, message = "read", ""
         except TandemError as error:
-            kind, said = "refused", str(error)
+            kind, message = "refused", str(error)
         except BaseException:
-            kind, said = "raised", traceback.format_exc()
-        os.write(writing, f"{kind}\n{said[-10_000:]}".encode("utf-8", "backslashreplace"))  # less than a pipe holds
+            kind, message = "raised", traceback.format_exc()
+        os.write(writing, f"{kind}\n{message[-10_000:]}".encode("utf-8", "backslashreplace"))  # less than a pipe holds
     finally:
         os._exit(0)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a folder: kinds, modes, contents and targets of links."""
+    """Everything below a folder: modes, contents and targets of links."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -248,7 +248,7 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
 def try_all(
     kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path
 ) -> dict[str, int]:
-    """Try every seed's input; what raised, crashed, hung or changed a file that is not its own is told, by its seed."""
+    """Try the input of every seed. Fail with the seeds that raised, crashed, hung or changed a watched file."""
     counts: dict[str, int] = {}
     wrong: list[str] = []
     before = snapshot(watched)
@@ -256,7 +256,7 @@ def try_all(
         read = make(random.Random(f"{kind} {seed}"))
         outcome = attempt(read)
         counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
-        if not outcome.is_sound or CANARY in outcome.text:
+        if not outcome.is_acceptable or CANARY in outcome.text:
             wrong.append(f"{kind} {seed}: {outcome.kind}: {outcome.text[-1500:]}")
         if (after := snapshot(watched)) != before:
             names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]

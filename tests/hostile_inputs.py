@@ -1,4 +1,4 @@
-"""Configurations and run directories as a stranger might give them."""
+"""Makes malicious configurations and run directories."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from hostile import copy_of, files_below, mutate_bytes, mutate_file, mutate_tree, remake_manifest
 
-# What trees cannot say: anchors, tags, merges, documents, keys that are no text, nesting.
+# YAML that a mutated tree cannot contain: anchors, tags, merges, documents, keys that are not strings, nesting.
 FRAGMENTS = [
     "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b]\n"
     "d: &d [*c, *c, *c, *c, *c, *c, *c, *c]\ne: &e [*d, *d, *d, *d, *d, *d, *d]\nf: &f [*e, *e, *e, *e, *e, *e, *e]\n"
@@ -45,7 +45,7 @@ FRAGMENTS = [
     "data: {x: [" + "1, " * 2000 + "], y: [" + "'${data.x}', " * 300 + "]}\n",
     "run: {name: '" + "${policy.model_name}" * 3000 + "'}\n",
 ]
-# Links and foreign files where a run keeps its own.
+# Names of foreign files and links in a run directory.
 FOREIGN = [
     *(".step_1.backup", ".best.txt", ".config.yaml.swp", "step_²", "step_1", "step_100", "step_100.damaged"),
     *("notes.txt", "model", "samples", "logs"),
@@ -63,7 +63,7 @@ def mutated_configuration(rng: random.Random, usual: Any) -> bytes:
 
 
 def _written(rng: random.Random, tree: Any) -> bytes:
-    """As YAML, or as JSON, which is YAML too and can be nested deeper."""
+    """Serialise as YAML, or as JSON, which is also YAML and can be nested deeper."""
     try:
         text = (
             yaml.safe_dump(tree) if rng.random() < 0.5 else json.dumps(tree, ensure_ascii=rng.random() < 0.5, indent=1)
@@ -74,7 +74,7 @@ def _written(rng: random.Random, tree: Any) -> bytes:
 
 
 def mutated_run(rng: random.Random, run: Path, to: Path, victim: Path) -> Path:
-    """A copy of a run with one thing in it changed, added or linked elsewhere; manifests are mostly made again."""
+    """Copy a run with one thing in it changed, added or linked elsewhere. Manifests are usually rewritten to match."""
     given = copy_of(run, to)
     kind = rng.random()
     if kind < 0.15:
@@ -105,7 +105,7 @@ def _put_foreign(rng: random.Random, place: Path, victim: Path) -> None:
 
 
 def _relink(rng: random.Random, place: Path, victim: Path) -> None:
-    """Another thing under the name of a link or checkpoint."""
+    """Replace a link or checkpoint with something else of the same name."""
     if place.is_symlink():
         place.unlink()
     else:

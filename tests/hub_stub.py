@@ -1,4 +1,4 @@
-"""A Hugging Face hub on the loopback: datasets held in memory, served and refused as the hub does it."""
+"""A stub of the Hugging Face hub on the loopback interface. It serves datasets from memory and refuses them as the hub does."""
 
 import hashlib
 import json
@@ -21,22 +21,22 @@ ROUTE = re.compile(r"(/api)?/datasets/([^/]+/[^/]+)(?:/(?:revision|resolve)/([^/
 class Repository:
     commits: dict[str, dict[str, bytes | None]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)  # branch, tag or commit -> commit
-    token: str | None = None  # private: asked of every request
-    gated: bool = False  # listed for everyone, but no file is given out
-    status: int = 200  # anything else is the answer to every request
+    token: str | None = None  # of a private repository: required in every request
+    gated: bool = False  # listed for everyone, but files are refused
+    status: int = 200  # any other status is the response to every request
 
 
 class StubHub(ThreadingHTTPServer):
-    """`url` is its HF_ENDPOINT; `requests` are the methods and paths of what was asked of datasets."""
+    """`url` is its HF_ENDPOINT; `requests` are the methods and paths of requests for datasets."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
 
     def add(self, name: str, files: dict[str, bytes | None], revision: str = "main", **traits: Any) -> str:
-        """Put a commit on a branch of a dataset, made if need be, and return it. A file that is None is listed only."""
+        """Add a commit to a branch of a dataset, which is created if necessary, and return it. A None file is only listed."""
         repository = self.repositories.setdefault(name, Repository(**traits))
         commit = hashlib.sha1(repr((name, files)).encode()).hexdigest()
         repository.commits[commit] = files
@@ -44,12 +44,12 @@ class StubHub(ThreadingHTTPServer):
         return commit
 
 
-class _Answer(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     server: StubHub
 
     def do_GET(self) -> None:
         route = ROUTE.fullmatch(urlsplit(self.path).path)
-        if route is None:  # the library has other things to ask, of no consequence here
+        if route is None:  # the library also requests things that do not matter here
             return self._send(404)
         self.server.requests.append(f"{self.command} {self.path}")
         repository = self.server.repositories.get(route[2])
@@ -108,14 +108,14 @@ def serving() -> Iterator[StubHub]:
 
 
 def use_hub(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the library speak to the hub at `url` and keep everything under `home`.
+    """Make the library use the hub at `url` and store everything under `home`.
 
-    It reads its environment when it is first imported, so for this process its constants are set; other processes
-    get the same by HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
+    It reads its environment when it is first imported, so in this process its constants are set. In other processes,
+    HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do the same.
     """
     from huggingface_hub import close_session, constants
 
-    close_session()  # whose client may hold proxies of the environment
+    close_session()  # its client may use the proxies of the environment
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)

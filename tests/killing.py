@@ -1,4 +1,4 @@
-"""Runs of `tandem train` in processes of their own, which may die: forked from a server that has imported everything."""
+"""Runs `tandem` in separate processes that may be killed. They are forked from a server that has imported everything."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ SERVER.set_forkserver_preload(
     ]
 )
 
-# A run of about a second that passes every fail-point: four steps of eight pairs, each saved, every second validated.
+# A run of about a second that reaches every fail point: four steps of eight pairs, each saved, every second one validated.
 SETTINGS = [
     *("dpo.max_num_steps=4", "dpo.val_period=2", "dpo.val_at_start=true", "dpo.val_at_end=true"),
     *("checkpointing.save_period=1", "checkpointing.keep_top_k=1"),
@@ -44,9 +44,9 @@ SETTINGS = [
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended and what it said."""
+    """How a process ended and what it printed."""
 
-    code: int  # negative: the signal it died by
+    code: int  # negative: the signal that killed it
     out: str
     err: str
 
@@ -57,64 +57,64 @@ class Child:
     folder: Path
 
     def ended(self, seconds: float = 300) -> Ended:
-        """Wait for its end."""
+        """Wait until the process ends."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-            raise TimeoutError(f"still running after {seconds} seconds:\n{self._said('out')}{self._said('err')}")
-        return Ended(self.process.exitcode, self._said("out"), self._said("err"))
+            raise TimeoutError(f"still running after {seconds} seconds:\n{self._printed('out')}{self._printed('err')}")
+        return Ended(self.process.exitcode, self._printed("out"), self._printed("err"))
 
-    def _said(self, stream: str) -> str:
+    def _printed(self, stream: str) -> str:
         file = self.folder / f"{self.process.pid}.{stream}"
-        return file.read_text(errors="replace") if file.exists() else ""  # killed before it could say anything
+        return file.read_text(errors="replace") if file.exists() else ""  # killed before it could print anything
 
 
-def start(said: Path, arguments: list[str], **environment: str) -> Child:
-    """Begin `tandem` with these arguments; what it says goes to files in the folder `said`."""
-    said.mkdir(parents=True, exist_ok=True)
-    process = SERVER.Process(target=run_command, args=(said, arguments, environment))
+def start(output: Path, arguments: list[str], **environment: str) -> Child:
+    """Start `tandem` with these arguments. Its output goes to files in the folder `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    process = SERVER.Process(target=run_command, args=(output, arguments, environment))
     process.start()
-    return Child(process, said)
+    return Child(process, output)
 
 
-def run_command(said: Path, arguments: list[str], environment: dict[str, str]) -> None:
-    """Be `tandem` with these arguments, in this process."""
+def run_command(output: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    """Run `tandem` with these arguments in this process."""
     from tandem.cli import main as cli
 
     os.environ.update(environment)
-    redirect_output(said)
+    redirect_output(output)
     sys.argv = ["tandem", *arguments]
     cli.main()
 
 
 def tandem_in(
-    folder: Path, said: Path, arguments: list[str], *, seconds: float, memory: int, **environment: str
+    folder: Path, output: Path, arguments: list[str], *, seconds: float, memory: int, **environment: str
 ) -> Ended | None:
-    """Run `tandem` in a folder to its end; None if it did not end in time. memory: bytes that it may take beyond the server's."""
-    said.mkdir(exist_ok=True)
-    process = SERVER.Process(target=_live_in, args=(folder, said, arguments, memory, environment))
+    """Run `tandem` in a folder; None if it did not end in time. memory: bytes that it may use in addition to the server's."""
+    output.mkdir(exist_ok=True)
+    process = SERVER.Process(target=_run_in, args=(folder, output, arguments, memory, environment))
     process.start()
     assert process.pid is not None
     try:
-        return Child(process, said).ended(seconds)
+        return Child(process, output).ended(seconds)
     except TimeoutError:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started
 
 
-def _live_in(folder: Path, said: Path, arguments: list[str], memory: int, environment: dict[str, str]) -> None:
+def _run_in(folder: Path, output: Path, arguments: list[str], memory: int, environment: dict[str, str]) -> None:
     os.setsid()
     os.chdir(folder)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, mapped + memory))
-    run_command(said, arguments, environment)
+    run_command(output, arguments, environment)
 
 
 def redirect_output(folder: Path) -> None:
-    """What this process prints goes to the files that `Child` reads."""
+    """Send the output of this process to the files that `Child` reads."""
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{os.getpid()}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
 
@@ -140,23 +140,23 @@ class Small:
         ]
 
     def start(self, run: Path, cache: Path, *more: str, fail_at: str = "") -> Child:
-        """Begin a run, or go on with it, with every pair at the end, in a cache of its own."""
+        """Start or resume a run with this cache, and write the metrics of every pair at the end."""
         run.parent.mkdir(parents=True, exist_ok=True)
         given = [f"--per-pair={run.with_name('pairs.jsonl')}", "--quiet", *self.overrides(run, *more)]
-        said = self.folder / "said"  # elsewhere than the run, whose disk may be full
-        return start(said, ["train", *given], TANDEM_CACHE=str(cache), TANDEM_FAIL_AT=fail_at)
+        output = self.folder / "output"  # not in the run, whose disk may be full
+        return start(output, ["train", *given], TANDEM_CACHE=str(cache), TANDEM_FAIL_AT=fail_at)
 
     def run(self, run: Path, cache: Path, *more: str, fail_at: str = "") -> Ended:
         return self.start(run, cache, *more, fail_at=fail_at).ended()
 
     def killed(self, run: Path, cache: Path, *more: str, at: str) -> None:
-        """A run that dies at a fail-point; that it did is checked."""
+        """Run until a fail point kills the process, and check that it did."""
         ended = self.run(run, cache, *more, fail_at=at)
         assert ended.code == -signal.SIGKILL, f"{at} was never reached: {ended}"
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Everything a run leaves that must not depend on how often it was interrupted."""
+    """Everything a run writes that must not depend on how often it was interrupted."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = run / "checkpoints"
     return {
@@ -176,7 +176,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def assert_same(cut: Path, whole: Path) -> None:
-    """Bit for bit; what differs is named."""
+    """Assert that two runs are equal bit for bit, and name what differs."""
     one, other = outcome(cut), outcome(whole)
     assert one["metrics"] == other["metrics"], (one["metrics"], other["metrics"])
     differing = {name: (one[name], other[name]) for name in one if one[name] != other[name] and name != "weights"}
@@ -184,8 +184,8 @@ def assert_same(cut: Path, whole: Path) -> None:
     assert one["weights"] == other["weights"], "the weights differ"
 
 
-def assert_whole(*folders: Path) -> None:
-    """Every folder in these that has its name, and so would be read, is what its manifest says."""
+def assert_intact(*folders: Path) -> None:
+    """Assert that every subfolder with its final name, which would be read, matches its manifest."""
     for folder in folders:
         for place in folder.glob("*/"):
             if not place.is_symlink() and not place.name.startswith("."):

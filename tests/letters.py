@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are letters: a is 10, b is 11, ... z is 35, and one merge, "ab" is 36."""
+"""A tokenizer whose tokens are letters: a is 10, b is 11, ... z is 35. It has one merge: "ab" is 36."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CHAT = (
 
 
 def letter_tokenizer(*, adds_bos: bool = False, chat_template: str | None = None) -> Any:
-    """A fast tokenizer with <s>, </s> (EOS), <end> and <unk>; `adds_bos`: it puts <s> before plain texts."""
+    """A fast tokenizer with <s>, </s> (EOS), <end> and <unk>; `adds_bos`: whether it puts <s> before plain text."""
     from tokenizers import Tokenizer, models, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -35,5 +35,5 @@ def letter_tokenizer(*, adds_bos: bool = False, chat_template: str | None = None
 
 
 def ids(text: str) -> list[int]:
-    """Letter by letter, without merges: "no!" -> [23, 24, 9]."""
+    """Token ids letter by letter, without merges: "no!" -> [23, 24, 9]."""
     return [(OTHERS | LETTERS)[letter] for letter in text]

@@ -1,4 +1,4 @@
-"""Where processes listen: addresses of TCP sockets, read from /proc (Linux)."""
+"""The addresses at which processes listen, read from /proc (Linux)."""
 
 import ipaddress
 import struct
@@ -8,7 +8,7 @@ LISTEN = "0A"
 
 
 def listening(*pids: int) -> set[str]:
-    """Addresses, without ports, that these processes listen at; "::" and "0.0.0.0" mean every interface."""
+    """The addresses, without ports, at which these processes listen. "::" and "0.0.0.0" mean every interface."""
     sockets = {link for pid in pids for link in _links(pid) if link.startswith("socket:[")}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -30,6 +30,6 @@ def _links(pid: int) -> list[str]:
 
 
 def _address(written: str) -> str:
-    """In words of 32 bits, each in this machine's byte order. 0100007F -> 127.0.0.1"""
+    """Parse an address in 32-bit words, each in this machine's byte order: 0100007F -> 127.0.0.1"""
     words = struct.unpack(f">{len(written) // 8}I", bytes.fromhex(written))
     return str(ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)))

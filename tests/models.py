@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, and random preferences to try them on."""
+"""Tiny random models of real architectures, and random preferences for them."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-WINDOW = 7  # shorter than most of the test's sequences
+WINDOW = 7  # shorter than most sequences in the tests
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -67,7 +67,7 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 
 
 def tiny_model(architecture: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A model whose weights are large enough that every part of it shows in the output."""
+    """A model with weights so large that every part of it affects the output."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes), attn_implementation="eager")
     with torch.no_grad():
@@ -93,7 +93,7 @@ def random_preference(
 
 
 def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch.Tensor]:
-    """Each sequence alone through the model's own eager forward and a full log-softmax, with gradients."""
+    """Log-probabilities of each sequence alone, by the model's own eager forward and a full log-softmax, with gradients."""
     model.set_attn_implementation("eager")
     logps = []
     for completion in preference.completions:
@@ -105,7 +105,7 @@ def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch
 
 
 def model_folder(folder: Path, architecture: str, **changes: Any) -> Path:
-    """A random model beside the embedded tokenizer."""
+    """Save a random model together with the embedded tokenizer."""
     disable_progress_bar()
     config = tiny_config(architecture, vocab_size=2048, eos_token_id=2, **changes)
     with torch.random.fork_rng():
@@ -116,21 +116,21 @@ def model_folder(folder: Path, architecture: str, **changes: Any) -> Path:
 
 
 def small_model() -> Path:
-    """What most runs train, made once: what they promise hangs on no model's size. Its weights are so large that what a token
-    sees shows as much as in the embedded model."""
+    """The model that most test runs train, created once. Its weights are so large that every visible token affects the output,
+    as in the embedded model."""
     folder = Path(os.environ["TANDEM_CACHE"]) / "small"
     if not folder.is_dir():
         model_folder(folder, "llama", initializer_range=0.05, tie_word_embeddings=True)
     return folder
 
 
-# A GPU's kernels are tried with the embedded model's sizes.
+# On a GPU, kernels are tested with the sizes of the embedded model.
 ON_A_GPU = torch.cuda.is_available()
 MODEL = embedded_model() if ON_A_GPU else small_model()
 
 
 def bfloat16_start(folder: Path) -> Path:
-    """The model of short runs with weights that bfloat16 holds exactly, as published models have."""
+    """The model of short runs with weights that are exact in bfloat16, like those of published models."""
     shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(folder)

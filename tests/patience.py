@@ -1,4 +1,4 @@
-"""A bound on how long a test may wait, where a mistake would make it wait for ever."""
+"""A time limit for tests that would hang if the code were wrong."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """TimeoutError in what has not come to its end by then."""
+    """Raise TimeoutError in code that takes longer."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"not done within {seconds} seconds")

@@ -1,4 +1,4 @@
-"""Rows of preference sets: one good row of every format, written by hand, and what a reader says of a bad one."""
+"""Rows of preference sets: one good row of every format, written by hand, and the refusals of bad ones."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def turn(who: str, value: Any) -> dict[str, Any]:
 
 ASKED, YES, NO = said("user", "Hi"), said("assistant", "yes"), said("assistant", "no")
 
-# Every one of them prefers "yes" to "no" as the answer to "Hi".
+# In each of them, "yes" is preferred to "no" as the answer to "Hi".
 GOOD: dict[str, dict[str, Any]] = {
     "BinaryPreferenceDataset": {"prompt": "Hi", "chosen": "yes", "rejected": "no"},
     "PreferenceDataset": {

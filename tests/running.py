@@ -1,4 +1,4 @@
-"""Short runs of the trainer on a small model and the embedded pairs, inside the test's own directory."""
+"""Short runs of the trainer on a small model and the embedded pairs, in the test's directory."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tandem.report.reporter import Reporter
 from tandem.train import trainer
 from tandem.train.trainer import train
 
-# With a model that is named, the embedded default's settings are not taken: here they are again.
+# With policy.model_name, the default settings of the embedded model do not apply, so they are repeated here.
 NAMED = [
     f"policy.model_name={MODEL}",
     "policy.max_total_sequence_length=512",
@@ -29,7 +29,7 @@ NAMED = [
     "checkpointing.save_period=10",
 ]
 
-# A run of a second: four steps of four pairs, one validation set of 70 pairs left out.
+# A run that takes a second: four steps of four pairs, with a validation set of 70 pairs that is not used.
 SHORT = [
     *([] if ON_A_GPU else NAMED),
     "dpo.max_num_steps=4",
@@ -50,7 +50,7 @@ def short_run(folder: Path, *overrides: str, fresh: bool = False, per_pair: Path
 
 
 def few_pairs(folder: Path, num: int = 40) -> str:
-    """The first of the embedded pairs, as an override: where a reference must be computed anew, and slowly, for all of them."""
+    """Override that selects the first embedded pairs, for tests that must compute a reference, which is slow for all pairs."""
     lines = TRAIN.read_text(encoding="utf-8").splitlines(keepends=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "few.jsonl").write_text("".join(lines[:num]), encoding="utf-8")
@@ -58,7 +58,7 @@ def few_pairs(folder: Path, num: int = 40) -> str:
 
 
 def saving_settings(folder: Path) -> list[str]:
-    """Of a run with two checkpoints, validations that rank them, and an end by patience that it never reaches."""
+    """Settings of a run with checkpoints, validations that rank them, and early stopping that never happens."""
     pairs = few_pairs(folder, 20)
     return [
         *(pairs, f"data.validation={folder}/few.jsonl", "dpo.val_period=2", "dpo.early_stopping_patience=9"),
@@ -67,7 +67,7 @@ def saving_settings(folder: Path) -> list[str]:
 
 
 def unfinished_run(folder: Path, settings: list[str]) -> Path:
-    """As a run is left that was killed in its last step."""
+    """A run as it is after being killed in its last step."""
     run = short_run(folder / "run", *settings)
     for place in (run / "model", run / "checkpoints" / "step_4"):
         shutil.rmtree(place)
@@ -83,7 +83,7 @@ class Killed(Exception):
 
 @contextmanager
 def killed_after(step: int) -> Iterator[None]:
-    """A run inside dies like a killed process: after the step's numbers were written, before anything is tidied up."""
+    """Make a run in this context die like a killed process: after the step's metrics were written, without any cleanup."""
     report = trainer._report
 
     def dying(t: Any, number: int, *rest: Any) -> None:
@@ -96,7 +96,7 @@ def killed_after(step: int) -> Iterator[None]:
 
 
 def metrics_of(run: Path, split: str = "train") -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one split, without what varies from run to run."""
+    """The lines of metrics.jsonl of one split, without values that vary from run to run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in VARYING} for line in lines if line["split"] == split]
 

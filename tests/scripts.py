@@ -1,4 +1,4 @@
-"""Scripts of examples/ and benchmarks/ in separate processes, forked from a server that has imported torch and tandem."""
+"""Runs scripts of examples/ and benchmarks/ in processes forked from a server that has imported torch and tandem."""
 
 import os
 import runpy
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_script(script: str, *arguments: str, folder: Path, **environment: str) -> Ended:
-    """`python SCRIPT ...` in `folder`, on the CPU; what is compiled on a GPU is not compiled here, which would take minutes."""
+    """Run `python SCRIPT ...` in `folder`, on the CPU and without compilation, which would take minutes."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1", **environment}
     process = SERVER.Process(target=_run, args=(ROOT / script, list(arguments), folder, environment))
     process.start()

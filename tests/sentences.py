@@ -1,4 +1,4 @@
-"""Tiny SentencePiece models, trained once a session on the bundled pairs."""
+"""Tiny SentencePiece models, trained once per session on the bundled pairs."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def model(
 ) -> Path:
     """A model with <unk>, <s>, </s>, <pad>, the control symbol <turn> and the user-defined SYMBOLS.
 
-    The defaults are those of Llama 2. `dummy_prefix`: a space before each text; `strips`: extra spaces go.
+    The defaults are those of Llama 2. `dummy_prefix`: a space before each text; `strips`: extra spaces are removed.
     """
     import sentencepiece
 

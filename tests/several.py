@@ -1,4 +1,4 @@
-"""Several workers that train together on this machine: started as torchrun would, each with its number in its environment."""
+"""Starts several ranks that train together on this machine, with the environment variables that torchrun would set."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tandem.train.trainer import train
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """What torchrun gives each worker."""
+    """The environment that torchrun gives each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,12 +34,12 @@ def start(count: int, command: list[str], folder: Path) -> list[subprocess.Popen
 
 
 def run_together(count: int, runs: list[list[str]], folder: Path) -> list[str]:
-    """Train several runs, given by their overrides, one after another; what each worker printed."""
+    """Train several runs, given by their overrides, one after another. Return what each rank printed."""
     ranks = start(count, [sys.executable, __file__, json.dumps(runs)], folder)
-    said = [worker.communicate(timeout=600) for worker in ranks]
-    for worker, (out, err) in zip(ranks, said, strict=True):
-        assert worker.returncode == 0, out + err
-    return [out for out, _ in said]
+    printed = [rank.communicate(timeout=600) for rank in ranks]
+    for rank, (out, err) in zip(ranks, printed, strict=True):
+        assert rank.returncode == 0, out + err
+    return [out for out, _ in printed]
 
 
 if __name__ == "__main__":

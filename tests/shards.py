@@ -1,4 +1,4 @@
-"""A share of the tests, so that several machines, or several short runs, make up one long run."""
+"""Selects a share of the tests, so that several machines or short runs together make up one long run."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def shard_of(items: Sequence[T], shard: str) -> tuple[list[T], list[T]]:
-    """Those that belong to a shard, and the others: of a b c d, shard 1/3 has a and d."""
+    """Return the items of a shard, and the others. Of a b c d, shard 1/3 has a and d."""
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard)
     if not found or int(found[1]) > int(found[2]):
         raise pytest.UsageError(f"--shard={shard}: write NUMBER/COUNT, such as 1/3, 2/3 and 3/3 for three shards.")

@@ -1,6 +1,6 @@
-"""A trained policy in; a model folder in the Hugging Face layout (or an adapter's, as peft lays it out) out.
+"""Exports a trained policy to a model folder in the Hugging Face layout, or to an adapter folder in peft's.
 
-In the model's dtype, by stochastic rounding.
+Weights are stored in the model's published dtype, by default with stochastic rounding.
 """
 
 import copy
@@ -17,41 +17,44 @@ from torch.distributed.tensor import DTensor
 from tandem.data.text.template import Template
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.lora.files import write_adapter
-from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantised, merged
+from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
 from tandem.model.policy import Policy
-from tandem.model.precision.rounding import chances, rounded, salt_of, start_of
+from tandem.model.precision.rounding import hash_start, random_bits, round_to_bfloat16, salt_of
 from tandem.storage.cache import published
 
-# Numbers that are rounded together: memory is bounded by it, however large a tensor is.
-AT_ONCE = 1 << 26
+# Tensors are rounded in chunks of this many numbers, which limits memory.
+NUMBERS_PER_CHUNK = 1 << 26
 
 
-def rounded_stochastically(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
-    """Each number rounded to one of its two neighbours, the nearer one with the greater probability: right on average.
+def round_stochastically(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
+    """Round each number to one of its two neighbours, the nearer one with the higher probability, so that the mean is kept.
 
-    Weights that training cast by chance to bfloat16 become what it computed with.
+    For bfloat16 the result is what training computed with, if it cast its weights stochastically.
     """
     if dtype == torch.float32 or values.dtype != torch.float32:
         return values.to(dtype)
     flat = values.reshape(-1)
-    made = torch.empty(flat.shape, dtype=dtype)
-    for first in range(0, len(flat), AT_ONCE):
-        part = flat[first : first + AT_ONCE]
-        start = start_of(first, salt)
-        made[first : first + AT_ONCE] = (
-            rounded(part, start) if dtype == torch.bfloat16 else _to(dtype, part, chances(len(part), start))
+    rounded = torch.empty(flat.shape, dtype=dtype)
+    for first in range(0, len(flat), NUMBERS_PER_CHUNK):
+        chunk = flat[first : first + NUMBERS_PER_CHUNK]
+        start = hash_start(first, salt)
+        rounded[first : first + NUMBERS_PER_CHUNK] = (
+            round_to_bfloat16(chunk, start)
+            if dtype == torch.bfloat16
+            else _round_with_bits(chunk, dtype, random_bits(len(chunk), start))
         )
-    return made.reshape(values.shape)
+    return rounded.reshape(values.shape)
 
 
-def _to(dtype: torch.dtype, values: Tensor, chance: Tensor) -> Tensor:
+def _round_with_bits(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round to any dtype, using the lower 24 of the random bits for each number."""
     nearest = values.to(dtype)
     limit = torch.where(nearest.float() > values, float("-inf"), float("inf")).to(dtype)
     other = torch.nextafter(nearest, limit)
     gap = (other.float() - nearest.float()).abs()
-    odds = torch.where(gap > 0, (values - nearest.float()).abs() / gap, 0.0)
-    take = (chance & 0xFFFFFF).float() / 0x1000000 < odds
-    return torch.where(take & torch.isfinite(other), other, nearest)
+    probability = torch.where(gap > 0, (values - nearest.float()).abs() / gap, 0.0)
+    use_other = (bits & 0xFFFFFF).float() / 0x1000000 < probability
+    return torch.where(use_other & torch.isfinite(other), other, nearest)
 
 
 def export_model(
@@ -66,17 +69,18 @@ def export_model(
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
-    """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` load, template included.
+    """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` can load, including the chat template.
 
-    `config` is the start model's own: what training switched off (dropout) is on again in the export. Every worker gives
-    its part of the weights, the first writes them. All `measure` what was written before it gets its name, which is a
-    run's last act. `adapted`: the policy has adapters, which are added to the weights, in float32, before these are rounded.
+    `config` is the start model's configuration, so that settings which training disabled (dropout) are enabled again. Every rank
+    contributes its shard of the weights; the first rank writes them. All ranks `measure` the written model before it gets its
+    final name, which is the last step of a run. `adapted`: the policy has adapters, which are added to the weights in float32
+    before rounding.
     """
-    whole = _whole(policy)
-    round_one = _rounding(dtype, rounding)
+    full = _full_tensors(policy)
+    round_one = _rounding_function(dtype, rounding)
 
     def write(aside: Path) -> None:
-        tensors = merged(policy.model, whole) if adapted else whole
+        tensors = merge_adapters(policy.model, full) if adapted else full
         state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
         _save(policy.model, config, state, aside, dtype)
         _save_tokenizer(template, aside)
@@ -97,8 +101,8 @@ def export_adapter(
     rounding: str,
     measure: Callable[[Path], None],
 ) -> None:
-    """Write `folder`, which peft loads on top of the model `base`: the adapters alone, and the tokenizer."""
-    round_one = _rounding(dtype, rounding)
+    """Write `folder`, which peft loads on top of the model `base`: only the adapters and the tokenizer."""
+    round_one = _rounding_function(dtype, rounding)
     named = {name.removeprefix("model."): _on_host(parameter) for name, parameter in sorted(policy.trained())}
     tensors = {name.removesuffix(f".{ADAPTER}.weight"): round_one(name, tensor) for name, tensor in named.items()}
 
@@ -110,7 +114,7 @@ def export_adapter(
 
 
 def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Path], None], ranks: Ranks) -> None:
-    """The first worker writes, all measure what it wrote, and then it gets its name."""
+    """Let the first rank write to a temporary folder and all ranks measure it, then rename it to `folder`."""
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
@@ -119,28 +123,28 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
         ranks.agreed(stack.close, by=ranks.is_first)
 
 
-def _rounding(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
+def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
     def round_one(name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        by_chance = rounding == "stochastic"
-        return rounded_stochastically(tensor, dtype, salt_of(name)) if by_chance else tensor.to(dtype)
+        is_stochastic = rounding == "stochastic"
+        return round_stochastically(tensor, dtype, salt_of(name)) if is_stochastic else tensor.to(dtype)
 
     return round_one
 
 
-def _whole(policy: Policy) -> dict[str, Tensor]:
-    """Every tensor of the model on the host, by its name there; a tied weight once, so both its uses are rounded alike."""
-    held = dict([*policy.named_parameters(), *policy.named_buffers()])
+def _full_tensors(policy: Policy) -> dict[str, Tensor]:
+    """Return every tensor of the model, unsharded and on the host. A tied weight appears once, so both uses round the same."""
+    tensors = dict([*policy.named_parameters(), *policy.named_buffers()])
     if all(parameter.is_floating_point() for parameter in policy.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole: dict[str, Any] = get_model_state_dict(policy, options=options)
-        return {name.removeprefix("model."): whole[name] for name in held if name in whole}
-    # A quantised model's state holds its quantisation too; wanted are the weights that it computes with.
+        full: dict[str, Any] = get_model_state_dict(policy, options=options)
+        return {name.removeprefix("model."): full[name] for name in tensors if name in full}
+    # The state of a quantised model also holds its quantisation state; only the dequantised weights are exported.
     saved = policy.state_dict().keys()
-    quantised = dequantised(policy.model)
-    names = (name.removeprefix("model.") for name in held if name in saved)
-    return {name: quantised[name] if name in quantised else _on_host(held[f"model.{name}"]) for name in names}
+    dequantised = dequantise(policy.model)
+    names = (name.removeprefix("model.") for name in tensors if name in saved)
+    return {name: dequantised[name] if name in dequantised else _on_host(tensors[f"model.{name}"]) for name in names}
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -153,7 +157,7 @@ def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype
 
     config = copy.deepcopy(config)
     config.dtype = dtype
-    if hasattr(config, "quantization_config"):  # some quantised weights load, and are trained, as plain ones (MXFP4)
+    if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

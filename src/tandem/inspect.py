@@ -24,7 +24,7 @@ from tandem.data.text.tokenizer import load_tokenizer
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError, DataError
-from tandem.model.files.source import find_tokenizer_alone
+from tandem.model.files.source import find_tokenizer_without_torch
 from tandem.paths import check_data, check_models
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.text import wrap
@@ -93,7 +93,7 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
     keys = _keys(config, data_path)
     check_models(config)
     check_data({"data": keys})
-    tokenizer = load_tokenizer(find_tokenizer_alone(config.policy))
+    tokenizer = load_tokenizer(find_tokenizer_without_torch(config.policy))
     template = make_template(tokenizer, config.policy.tokenizer)
     store = _open(path, keys, template, config, judged=row is None)
 

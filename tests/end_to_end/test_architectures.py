@@ -1,4 +1,4 @@
-"""Every architecture named in the README: a training step, an export that reloads; recurrent ones only unpacked."""
+"""Every architecture named in the README trains for a step and exports a model that loads; recurrent ones only unpacked."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("granite", "cohere")])
-def test_trains_a_step_and_exports_what_reloads(architecture, tmp_path):
+def test_a_model_trains_for_a_step_and_its_export_loads(architecture, tmp_path):
     model = model_folder(tmp_path / "model", architecture)
     run = short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     (line,) = metrics_of(run)
@@ -32,7 +32,7 @@ def test_trains_a_step_and_exports_what_reloads(architecture, tmp_path):
     assert any("layers.0" in name for name in changed)
 
 
-def test_the_export_keeps_the_dropout_that_training_switched_off(tmp_path):
+def test_the_export_keeps_the_dropout_that_training_disabled(tmp_path):
     model = model_folder(tmp_path / "model", "llama", attention_dropout=0.25)
     run = short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")
     assert AutoModelForCausalLM.from_pretrained(run / "model").config.attention_dropout == 0.25

@@ -1,4 +1,4 @@
-"""Every causal model type of transformers, packed and unpacked: exact, or refused, as docs/architectures.md says."""
+"""Every causal model type in transformers is exact or refused, packed and unpacked, as docs/architectures.md says."""
 
 import re
 
@@ -6,14 +6,14 @@ import pytest
 import transformers
 from architectures import NAMES, PAGE, outcomes, table
 
-VERSION = "5.23.0"  # of transformers, whose model types these are
+VERSION = "5.23.0"  # of transformers, for which the table was written
 of_this_version = pytest.mark.skipif(
-    transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}"
+    transformers.__version__ != VERSION, reason=f"the table is for transformers {VERSION}"
 )
 
 
 @of_this_version
-def test_the_page_has_every_type_and_names_the_version():
+def test_the_page_lists_every_model_type_and_names_the_version():
     assert list(table()) == NAMES
     assert re.findall(r"transformers (\d+\.\d+\.\d+)", PAGE.read_text(encoding="utf-8")) == [VERSION]
 
@@ -21,5 +21,5 @@ def test_the_page_has_every_type_and_names_the_version():
 @of_this_version
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_is_exact_or_refused_as_the_page_says(name):
+def test_a_model_type_is_exact_or_refused_as_the_page_says(name):
     assert outcomes(name) == table()[name]

@@ -5,7 +5,7 @@ import shutil
 from unittest import mock
 
 import pytest
-from killing import assert_whole
+from killing import assert_intact
 from running import SHORT, few_pairs, killed_after, largest_difference, metrics_of, short_run, weights_of
 from safetensors.torch import load_file
 from several import run_together
@@ -61,7 +61,7 @@ def test_extended_equals_trained_at_once_bit_for_bit_and_the_old_export_is_kept(
     assert largest_difference(load_file(kept), old) == 0.0
     assert (finished / "metrics.step_4.jsonl").read_bytes() == metrics
     assert "max_num_steps: 8" in (finished / "config.yaml").read_text()
-    assert_whole(finished / "checkpoints")
+    assert_intact(finished / "checkpoints")
 
 
 def test_more_epochs_extend_a_run_too_and_again(tmp_path, data):

@@ -85,7 +85,7 @@ def test_runs_of_tokens_do_not_take_attention_that_they_do_not_know(architecture
     preference = random_preference(np.random.default_rng(7))
     policy = as_policy(tiny_model(architecture), attention="varlen")
     with pytest.raises(
-        TandemError, match=r"caps its scores or has sinks, which policy\.attention=varlen does not know"
+        TandemError, match=r"caps its scores or has sinks, which policy\.attention=varlen does not support"
     ):
         policy(policy.inputs(lay_out([0], [preference], length=64, arrangement="repeated"), CPU))
 

@@ -9,7 +9,7 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
-from tandem.export import rounded_stochastically
+from tandem.export import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
 from tandem.train.checkpoint import checkpoints as checkpoint
@@ -184,17 +184,17 @@ def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_pat
 
 def test_stochastic_rounding_is_right_in_expectation_and_keeps_what_fits():
     value = torch.tensor([1.0 + 2**-10])  # bfloat16 knows 1 and 1 + 2^-7: an eighth of the way up
-    rounded = rounded_stochastically(value.expand(80_000).contiguous(), torch.bfloat16, 0).float()
+    rounded = round_stochastically(value.expand(80_000).contiguous(), torch.bfloat16, 0).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean().item() == pytest.approx(1.0 + 2**-10, abs=1e-4)
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), float("-inf"), 2.0**-120])
-    assert torch.equal(rounded_stochastically(exact, torch.bfloat16, 0).float(), exact)
-    assert torch.isnan(rounded_stochastically(torch.tensor([float("nan")]), torch.bfloat16, 0)).all()
+    assert torch.equal(round_stochastically(exact, torch.bfloat16, 0).float(), exact)
+    assert torch.isnan(round_stochastically(torch.tensor([float("nan")]), torch.bfloat16, 0)).all()
 
 
 def test_stochastic_rounding_to_float16_is_right_in_expectation():
     value = torch.full((80_000,), -(1.0 + 2**-12))  # float16 knows 1 and 1 + 2^-10: a quarter of the way
-    rounded = rounded_stochastically(value, torch.float16, 0).float()
+    rounded = round_stochastically(value, torch.float16, 0).float()
     assert set(rounded.tolist()) == {-1.0, -(1.0 + 2**-10)}
     assert rounded.mean().item() == pytest.approx(-(1.0 + 2**-12), abs=1e-5)
 

@@ -4,7 +4,7 @@ import shutil
 import signal
 
 import pytest
-from killing import assert_same, assert_whole, outcome
+from killing import assert_intact, assert_same, outcome
 
 from tandem.failpoints import POINTS
 from tandem.train.checkpoint.checkpoints import checkpoints
@@ -44,13 +44,13 @@ def folders(run, cache):
 def test_killed_at_a_fail_point_it_goes_on_to_the_same_end(small, whole, tmp_path, point):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at=at(point))
-    assert_whole(*folders(run, cache))
+    assert_intact(*folders(run, cache))
     assert (run / "model").exists() == (point == "model.done")
     assert run.with_name("pairs.jsonl").exists() == (point.split(".")[0] == "model")
     ended = small.run(run, cache)
     assert (ended.code, ended.err) == (0, "")
     assert_same(run, whole)
-    assert_whole(*folders(run, cache))
+    assert_intact(*folders(run, cache))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_full_disk_ends_in_one_line_and_what_was_there_goes_on_to_the_same_end
         "tandem: error: the disk is full: [Errno 28] No space left on device: "
         f"'(TANDEM_FAIL_AT={point})'. Checkpoints already there are whole.\n"
     )
-    assert_whole(*folders(run, cache))
+    assert_intact(*folders(run, cache))
     if point.startswith("checkpoint."):
         assert checkpoints(run / "checkpoints")
     # What could be removed was: a full disk is no place for leftovers.
@@ -159,6 +159,6 @@ def test_killed_in_an_extension_it_goes_on_to_the_same_end(small, whole, extende
     run = extend(small, whole, tmp_path, fail_at=point)
     assert not (run / "model").exists()
     assert (run / "model.step_4").is_dir()
-    assert_whole(run / "checkpoints")
+    assert_intact(run / "checkpoints")
     extend(small, whole, tmp_path)
     assert_same(run, extended)

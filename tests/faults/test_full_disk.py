@@ -4,7 +4,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from killing import assert_same, assert_whole
+from killing import assert_intact, assert_same
 
 
 def command(*words):
@@ -38,7 +38,7 @@ def test_a_full_disk_ends_in_one_line_and_with_room_again_goes_on_to_the_same_en
         assert ended.code == 7, ended
         assert ended.err.startswith("tandem: error: the disk is full: ")
         assert ended.err.count("\n") == 1
-        assert_whole(run / "checkpoints", *(cache / kind for kind in ("tokens", "packs", "reference")))
+        assert_intact(run / "checkpoints", *(cache / kind for kind in ("tokens", "packs", "reference")))
         assert not (run / "model").exists()
         assert enlarge(10 * needed)
         ended = small.run(run, cache)

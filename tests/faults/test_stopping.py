@@ -211,7 +211,7 @@ def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkey
 
 def test_a_stop_in_the_reference_pass_leaves_no_half_of_it(tmp_path, monkeypatch):
     settings = [*SETTINGS, f"reference.cache_dir={tmp_path}/reference"]
-    monkeypatch.setattr(reference, "PREFERENCES_AT_ONCE", 16)
+    monkeypatch.setattr(reference, "PREFERENCES_PER_PORTION", 16)
     with signalled(monkeypatch, reference, "_ask", 2), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     assert not list((tmp_path / "reference").iterdir())

@@ -1,4 +1,4 @@
-"""The kernels of the head and of the cast, and the compiled optimizer, compute what the plain code computes."""
+"""The kernels of the head and of the cast, and the compiled optimizer, compute the same as the plain code."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from models import random_preference
 
 from tandem.model.attention.pack_attention import SMALL_BLOCK, attend, make_mask
 from tandem.model.head import HeadRule, chunked_logps
-from tandem.model.precision.rounding import rounded
+from tandem.model.precision.rounding import round_to_bfloat16
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import BLOCK
 from tandem.train.adamw import RoundedAdamW, Rule
@@ -34,19 +34,21 @@ def results(states, weight, targets, outer, rule, *, chunk, frozen=False):
 
 @pytest.mark.parametrize("vocabulary", [17, 8192, 50_257])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_head_in_float32_equals_the_one_in_float64(vocabulary, rule):
+def test_the_float32_head_equals_the_float64_head(vocabulary, rule):
     inputs = made(vocabulary, torch.float32)
-    want = results(*(t.double() if t.is_floating_point() else t for t in inputs), rule, chunk=300)  # no kernels there
+    want = results(
+        *(t.double() if t.is_floating_point() else t for t in inputs), rule, chunk=300
+    )  # float64 does not use the kernels
     got = results(*inputs, rule, chunk=128)
     for mine, exact in zip(got, want, strict=True):
         assert ((mine - exact).abs().max() / exact.abs().max()).item() < 2e-5
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_head_in_bfloat16_equals_a_plain_one_to_its_rounding(rule):
+def test_the_bfloat16_head_equals_a_plain_one_up_to_rounding(rule):
     states, weight, targets, outer = made(50_257, torch.bfloat16)
     logps, of_states, of_weight = results(states, weight, targets, outer, rule, chunk=128)
-    # what a plain head makes of the same logits, which are not rounded: only their gradient is, for the products that follow
+    # The plain head does not round its logits, only their gradient, for the matrix products that follow.
     logits = (states.double() @ weight.double().T).requires_grad_()
     ruled = logits * rule.scale
     if rule.softcap is not None:
@@ -76,7 +78,7 @@ def test_the_weights_gradient_does_not_depend_on_the_chunk():
     assert ((whole.float() - pieces.float()).abs().max() / whole.float().abs().max()).item() < 0.01
 
 
-def test_the_head_is_the_same_twice():
+def test_the_head_is_deterministic():
     inputs = made(50_257, torch.bfloat16)
     first, again = (results(*inputs, HeadRule(), chunk=128) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -84,8 +86,8 @@ def test_the_head_is_the_same_twice():
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dtype):
-    torch._dynamo.reset()  # a run has one of these; beyond eight torch would compile no more
+def test_the_compiled_optimizer_equals_the_plain_one(weights, state_dtype):
+    torch._dynamo.reset()  # torch stops compiling after eight versions
 
     def run(device):
         g = torch.Generator().manual_seed(0)
@@ -106,30 +108,30 @@ def test_the_compiled_optimizer_goes_where_the_plain_one_goes(weights, state_dty
 
     (on_gpu, first), (on_cpu, _) = run("cuda"), run("cpu")
     for mine, plain, began in zip(on_gpu, on_cpu, first, strict=True):
-        # A last digit may fall differently, and with it, now and then, a chance; of a bfloat16 weight that is a long way.
-        most = 0.05 if weights == torch.float32 else 0.3
-        assert ((mine - plain).norm() / (plain - began).norm()).item() < most
+        # A difference in the last digit sometimes changes how a number is rounded, which is a large step for a bfloat16 weight.
+        tolerance = 0.05 if weights == torch.float32 else 0.3
+        assert ((mine - plain).norm() / (plain - began).norm()).item() < tolerance
 
 
 @pytest.mark.parametrize("shape", [(1,), (576,), (300, 257), (4096, 1030)])
 @pytest.mark.parametrize("start", [0, 12_345, -(2**31), 2**31 - 100])
-def test_the_cast_by_chance_is_the_one_of_the_cpu_bit_for_bit(shape, start):
+def test_stochastic_rounding_on_the_gpu_equals_the_cpu_bit_for_bit(shape, start):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     values.flatten()[0] = 0.0
-    assert torch.equal(rounded(values.cuda(), start).cpu(), rounded(values, start))
+    assert torch.equal(round_to_bfloat16(values.cuda(), start).cpu(), round_to_bfloat16(values, start))
 
 
-def test_what_is_not_finite_stays_so_in_the_cast():
-    """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
+def test_stochastic_rounding_keeps_infinity_and_nan():
+    """A GPU's NaN has all bits set: rounding it up would give 0."""
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32).repeat(2000)
     values = bits.view(torch.float32)
-    made = rounded(values.cuda(), 7).cpu()
+    made = round_to_bfloat16(values.cuda(), 7).cpu()
     assert torch.equal(made.isnan(), values.isnan())
     assert not made.isfinite().any()
 
 
-def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
-    """By one launch, also of weights smaller than a block, of whole blocks and a part, and where one has other memory."""
+def test_casting_all_weights_in_one_launch_equals_casting_each_alone():
+    """Weights smaller than a block, of full blocks, of full blocks and a remainder, and a weight that has moved."""
     from torch import nn
 
     from tandem.model.precision.working_copy import WorkingCopy
@@ -144,11 +146,11 @@ def test_all_weights_of_a_model_are_cast_at_once_as_each_alone():
             model[1].weight.data = model[1].weight.data.clone()
         with copy.held():
             for one in copy.copies:
-                assert torch.equal(one.copy.cpu(), rounded(one.weight.detach().cpu(), one.start))
+                assert torch.equal(one.copy.cpu(), round_to_bfloat16(one.weight.detach().cpu(), one.start))
 
 
-def test_gradients_of_a_model_are_added_at_once_as_each_alone():
-    """By one launch, of tensors smaller than a block, of whole blocks and a part, and of one that begins at an odd place."""
+def test_adding_all_gradients_in_one_launch_equals_adding_each_alone():
+    """Tensors smaller than a block, of full blocks, of full blocks and a remainder, and one that is not aligned."""
     from tandem.model.kernels.copies import Sums
 
     sums, g = Sums(), torch.Generator().manual_seed(0)
@@ -167,7 +169,7 @@ def test_gradients_of_a_model_are_added_at_once_as_each_alone():
     [{}, {"sliding_window": 100}, {"softcap": 20.0}, {"s_aux": "sinks"}],
     ids=["plain", "window", "soft-cap", "sinks"],
 )
-def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_blocks(length, dim, rule):
+def test_attention_with_small_blocks_is_as_accurate_as_with_usual_blocks(length, dim, rule):
     torch._dynamo.reset()
     rng = np.random.default_rng(0)
     chosen = [
@@ -180,7 +182,7 @@ def test_attention_in_small_blocks_is_as_near_to_the_exact_one_as_in_usual_block
     given = {**rule, **({"s_aux": torch.randn(8, generator=g).cuda()} if "s_aux" in rule else {})}
 
     def attended(kind, dtype, block=BLOCK):
-        """What comes out, and the gradients of queries, keys and values."""
+        """The output, and the gradients of queries, keys and values."""
         inputs = [tensor.to(torch.bfloat16).to(dtype).requires_grad_() for tensor in tensors]
         mask = make_mask(pack, {None, 100}, torch.device("cuda"), kind, block)
         out, _ = attend(torch.nn.Module(), *inputs, None, pack=mask, **given)

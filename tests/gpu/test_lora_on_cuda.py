@@ -1,4 +1,4 @@
-"""Adapters where layers are compiled and weights are frozen in bfloat16 or quantised."""
+"""Training adapters with compiled layers, on weights that are frozen in bfloat16 or quantised."""
 
 import math
 import shutil
@@ -16,7 +16,7 @@ LORA = ["policy.lora.enabled=true", "dpo.val_at_end=true", "policy.max_total_seq
 
 @pytest.fixture
 def published(tmp_path):
-    """The embedded model as published ones are: in bfloat16."""
+    """The embedded model in bfloat16, as models are usually published."""
     folder = shutil.copytree(tiny_model(), tmp_path / "start")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     return [f"policy.model_name={folder}", "data.train.data_path=embedded", "policy.optimizer.kwargs.lr=1e-3"]
@@ -28,7 +28,7 @@ def margins(run):
 
 @pytest.mark.parametrize("compiled", ["true", "false"])
 @pytest.mark.parametrize(("merged", "dropout"), [("true", 0), ("false", 0.05)])
-def test_a_run_starts_at_the_base_model_learns_and_exports_what_it_learned(
+def test_a_run_starts_at_the_base_model_learns_and_exports_the_trained_model(
     published, tmp_path, compiled, merged, dropout
 ):
     settings = [f"policy.compile={compiled}", f"export.merge_lora={merged}", f"policy.lora.dropout={dropout}"]
@@ -40,11 +40,11 @@ def test_a_run_starts_at_the_base_model_learns_and_exports_what_it_learned(
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_a_run_over_quantised_weights_learns_and_exports_what_it_learned(published, tmp_path, quantization):
+def test_a_run_with_quantised_weights_learns_and_exports_the_trained_model(published, tmp_path, quantization):
     pytest.importorskip("bitsandbytes")
     run = short_run(tmp_path / "run", *LORA, *published, f"policy.lora.quantization={quantization}")
     assert abs(metrics_of(run)[0]["loss"] - math.log(2)) < 2e-3
     learned, exported = margins(run)
     assert learned > 0.02
-    # int8 layers round their inputs too, which a merged model does not.
+    # int8 layers also round their inputs; a merged model does not.
     assert exported == pytest.approx(learned, rel=0.5)

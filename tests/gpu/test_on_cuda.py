@@ -1,4 +1,4 @@
-"""What only a GPU can show: FlexAttention with our block lists, compiled layers, and no wait inside a step."""
+"""Tests that need a GPU: FlexAttention with tandem's block lists, compiled layers, and steps that do not wait for the device."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tandem.packing.layout import lay_out
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-# FlexAttention wants heads of at least 16.
+# FlexAttention needs a head dimension of at least 16.
 HEADS = {"head_dim": 16, "hidden_size": 64}
 
 
@@ -33,7 +33,7 @@ def adapt(model):
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(0)
-    # random on both sides: with one of them zero the other has no gradient
+    # Both matrices are random: if one is zero, the other has no gradient.
     inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -73,7 +73,7 @@ def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text"])
-def test_varlen_attention_equals_the_dense_one_within_rounding(architecture, compiled):
+def test_varlen_attention_equals_dense_attention_up_to_rounding(architecture, compiled):
     torch._dynamo.reset()
     model = tiny_model(architecture, **HEADS).to(CUDA, torch.bfloat16)
     pack = lay_out(range(4), preferences(), length=2048, arrangement="repeated")
@@ -117,10 +117,10 @@ def test_a_preference_split_over_rows_with_tool_turns_equals_each_sequence_alone
 
 
 @pytest.mark.parametrize("mode", ["batch", "dataset"])
-def test_runs_by_every_schedule_agree_with_the_unpacked_one(tmp_path, mode):
+def test_runs_in_every_packing_mode_agree_with_the_unpacked_run(tmp_path, mode):
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = ["policy.precision=float32", "dpo.max_num_steps=3", "policy.train_global_batch_size=24"]
-    if mode == "batch":  # the same preferences a step, so the same losses
+    if mode == "batch":  # the same preferences in each step, so the same losses
         packed = metrics_of(short_run(tmp_path / "packed", *settings, "policy.packing.pack_length=1024"))
         plain = metrics_of(short_run(tmp_path / "plain", *settings, "policy.packing.mode=none"))
         np.testing.assert_allclose([m["loss"] for m in packed], [m["loss"] for m in plain], rtol=1e-3)
@@ -133,7 +133,7 @@ def test_runs_by_every_schedule_agree_with_the_unpacked_one(tmp_path, mode):
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
-def test_bfloat16_experts_compile_and_equal_the_uncompiled(architecture):
+def test_compiled_bfloat16_experts_equal_uncompiled_ones(architecture):
     torch._dynamo.reset()
     changes = {**HEADS, "intermediate_size": 64, "moe_intermediate_size": 64}
     policy = as_policy(tiny_model(architecture, **changes).to(CUDA, torch.bfloat16), head_chunk=64)
@@ -158,7 +158,7 @@ def test_all_layers_of_a_kind_share_one_graph(architecture):
     policy.attention = "flex"
     compile_layers(policy)
     assert len(decoder_layers(policy)) == 6
-    for seed in range(3):  # other preferences, same shapes: nothing is compiled anew
+    for seed in range(3):  # other preferences of the same shapes: nothing is compiled again
         inputs = policy.inputs(lay_out(range(4), preferences(seed), length=1024), CUDA)
         policy(inputs).sum().backward()
     kinds = 1 if architecture == "llama" else 2
@@ -174,7 +174,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("changes", LOSSES.values(), ids=LOSSES)
-def test_a_step_never_waits_for_the_device_and_its_report_for_no_other_step(tmp_path, monkeypatch, changes):
+def test_a_step_never_waits_for_the_device_and_its_report_waits_for_no_later_step(tmp_path, monkeypatch, changes):
     from tandem.train import trainer
 
     step, read = trainer.train_step, trainer.PendingStep.read
@@ -182,7 +182,7 @@ def test_a_step_never_waits_for_the_device_and_its_report_for_no_other_step(tmp_
 
     def watched_step(*arguments):
         calls.append(1)
-        # The first steps compile and load kernels, which waits once.
+        # The first steps wait for the device while they compile and load kernels.
         torch.cuda.set_sync_debug_mode("error" if len(calls) > 2 else "default")
         try:
             return step(*arguments)
@@ -191,7 +191,7 @@ def test_a_step_never_waits_for_the_device_and_its_report_for_no_other_step(tmp_
 
     def watched_read(*arguments):
         later = torch.cuda.Event()
-        torch.cuda._sleep(2_000_000_000)  # a second's work, asked for after the step
+        torch.cuda._sleep(2_000_000_000)  # a second of work, queued after the step
         later.record()
         report = read(*arguments)
         waits.append(later.query())
@@ -222,7 +222,7 @@ def test_the_default_learns_on_the_gpu_as_on_the_cpu(tmp_path, precision):
     assert exported["loss"] == pytest.approx(last["loss"], abs=2e-3)
 
 
-def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path):
+def test_a_run_resumed_on_the_gpu_has_the_losses_of_the_uninterrupted_run(tmp_path):
     saving = ["checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = metrics_of(short_run(tmp_path / "whole", *saving))
     with killed_after(3):
@@ -233,7 +233,7 @@ def test_resume_on_the_gpu_goes_on_with_the_same_losses(tmp_path):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_a_worker_without_a_preference_adds_nothing(architecture, compiled):
+def test_a_rank_without_preferences_has_zero_gradients(architecture, compiled):
     torch._dynamo.reset()
     policy = as_policy(tiny_model(architecture, **HEADS).to(CUDA), head_chunk=64)
     policy.attention = "flex"
@@ -248,7 +248,7 @@ def test_a_worker_without_a_preference_adds_nothing(architecture, compiled):
     assert len(gradients(policy)) == len(list(policy.parameters()))
 
 
-def test_sdpa_trains_as_flex_does(tmp_path):
+def test_sdpa_and_flex_train_with_the_same_losses(tmp_path):
     runs = {
         how: short_run(tmp_path / how, f"policy.attention={how}", "policy.precision=float32")
         for how in ("flex", "sdpa")
@@ -258,7 +258,7 @@ def test_sdpa_trains_as_flex_does(tmp_path):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_less_is_kept_for_the_backward_and_nothing_else_changes(adapted):
+def test_recomputation_keeps_less_memory_and_gives_the_same_gradients(adapted):
     torch.backends.cuda.matmul.allow_tf32 = False
     shape = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4}
     rng = np.random.default_rng(0)
@@ -288,8 +288,8 @@ def test_less_is_kept_for_the_backward_and_nothing_else_changes(adapted):
             assert difference.item() < 1e-4, (how, name)
 
 
-def test_a_deterministic_run_is_killed_and_goes_on_bit_for_bit(tmp_path):
-    """In processes of their own: what makes cuBLAS deterministic must be set before it is first used."""
+def test_a_deterministic_run_that_was_killed_resumes_bit_for_bit(tmp_path):
+    """Runs in separate processes: the setting that makes cuBLAS deterministic must be made before its first use."""
     settings = [*SHORT, "dpo.max_num_steps=6", "checkpointing.save_period=2", "run.deterministic=true"]
 
     def run(name, **environment):

@@ -219,8 +219,8 @@ def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
     code, out, _ = prepare("data.train=pairs.jsonl", "policy.attention=flex")
     assert code == 0
     assert (
-        "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward on the CPU. "
-        "Use policy.attention=auto or sdpa."
+        "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward pass on the "
+        "CPU. Use policy.attention=auto or sdpa."
     ) in " ".join(out.split())
     assert "  steps of training: 5\n" in out
 

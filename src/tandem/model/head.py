@@ -1,6 +1,6 @@
-"""Hidden states of predicting positions in; log-probabilities of the scored tokens out.
+"""Computes the log-probabilities of scored tokens from the hidden states of the positions that predict them.
 
-The head works in chunks and keeps no logits: its backward computes them again.
+The head works in chunks and stores no logits: its backward pass recomputes them.
 """
 
 from collections.abc import Callable
@@ -37,19 +37,19 @@ class _ChunkedLogps(torch.autograd.Function):
         logps = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         normalisers = torch.empty_like(logps)
         log_squares = torch.empty_like(logps) if squares else logps.new_empty(0)
-        # Under a frozen head the gradient of a token is its own grad times what is known here already.
+        # With a frozen head, a token's gradient is its incoming gradient times a vector that can be computed here already.
         ctx.frozen = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         slopes = torch.empty_like(hidden) if ctx.frozen else None
         logits_of = _float32_head(weight, bias)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = logits_of(hidden[part])
-            logps[part], normalisers[part], of_squares = _score(logits, targets[part], rule, squares=squares)
-            if of_squares is not None:
-                log_squares[part] = of_squares
+            logps[part], normalisers[part], chunk_squares = _target_logps(logits, targets[part], rule, squares=squares)
+            if chunk_squares is not None:
+                log_squares[part] = chunk_squares
             if slopes is not None:
                 ones = torch.ones_like(logps[part])
-                slopes[part] = _slope(logits, targets[part], normalisers[part], ones, rule, weight.dtype) @ weight
+                slopes[part] = _grad_logits(logits, targets[part], normalisers[part], ones, rule, weight.dtype) @ weight
         if ctx.frozen:
             ctx.save_for_backward(slopes)
         else:
@@ -66,46 +66,48 @@ class _ChunkedLogps(torch.autograd.Function):
             return (slopes * grad[:, None]).to(slopes.dtype), *[None] * 6
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Sums over chunks in float32: in bfloat16 the later chunks' small terms would vanish in the sum.
+        # Sums over chunks are float32: in bfloat16, small terms of later chunks would be lost.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if ctx.needs_input_grad[2] else None
         logits_of = _float32_head(weight, bias)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part])
-            grad_logits = _slope(logits, targets[part], normalisers[part], grad[part], ctx.rule, weight.dtype)
+            grad_logits = _grad_logits(logits, targets[part], normalisers[part], grad[part], ctx.rule, weight.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        return grad_hidden, _as(grad_weight, weight), _as(grad_bias, bias), None, None, None, None
+        return grad_hidden, _like(grad_weight, weight), _like(grad_bias, bias), None, None, None, None
 
 
-def _score(logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probability of each row's target, the row's log-sum-exp and, asked for, its log sum p^2."""
+def _target_logps(
+    logits: Tensor, targets: Tensor, rule: HeadRule, *, squares: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the log-probability of each row's target, the row's log-sum-exp and optionally its log sum p^2."""
     if _has_kernels(logits):
-        from tandem.model.kernels.head import score_rows
+        from tandem.model.kernels.head import target_logps
 
-        return score_rows(logits, targets, rule.scale, rule.softcap, squares=squares)
-    ruled, _ = _ruled(logits, rule)
-    normalisers = ruled.logsumexp(-1)
-    logps = ruled.gather(-1, targets[:, None]).squeeze(-1) - normalisers
+        return target_logps(logits, targets, rule.scale, rule.softcap, squares=squares)
+    final, _ = _apply_rule(logits, rule)
+    normalisers = final.logsumexp(-1)
+    logps = final.gather(-1, targets[:, None]).squeeze(-1) - normalisers
     # log sum p^2 = log sum exp(2 logits) - 2 log sum exp(logits)
-    return logps, normalisers, ruled.mul(2).logsumexp(-1) - 2 * normalisers if squares else None
+    return logps, normalisers, final.mul(2).logsumexp(-1) - 2 * normalisers if squares else None
 
 
-def _slope(
+def _grad_logits(
     logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, rule: HeadRule, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient that reaches logits from `grad` of the log-probabilities, in the dtype of the products that follow."""
+    """Return the gradient of the logits, given `grad` of the log-probabilities, in the dtype of the products that follow."""
     if _has_kernels(logits):
-        from tandem.model.kernels.head import slope_rows
+        from tandem.model.kernels.head import grad_logits
 
-        return slope_rows(logits, targets, normalisers, grad, rule.scale, rule.softcap, dtype)
-    ruled, capped = _ruled(logits, rule)
+        return grad_logits(logits, targets, normalisers, grad, rule.scale, rule.softcap, dtype)
+    final, capped = _apply_rule(logits, rule)
     # d logp / d logits = onehot(target) - softmax(logits)
-    slope = (ruled - normalisers[:, None]).exp_().mul_(-grad[:, None])
+    slope = (final - normalisers[:, None]).exp_().mul_(-grad[:, None])
     slope.scatter_add_(-1, targets[:, None], grad[:, None])
     if capped is not None:
         slope.mul_(1 - capped.square())
@@ -117,11 +119,11 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The head's product, whose logits are never rounded to bfloat16: between 16 and 32 its numbers are 0.125 apart."""
+    """Return the head's product with float32 logits: in bfloat16, numbers between 16 and 32 are spaced by 0.125."""
     wide = _wide(weight)
     if wide == weight.dtype:
         return lambda hidden: torch.nn.functional.linear(hidden, weight, bias)
-    if not weight.is_cuda:  # has no product of bfloat16 numbers that ends in float32
+    if not weight.is_cuda:  # the CPU cannot multiply bfloat16 into float32
         wide_weight, wide_bias = weight.to(wide), None if bias is None else bias.to(wide)
         return lambda hidden: torch.nn.functional.linear(hidden.to(wide), wide_weight, wide_bias)
 
@@ -132,8 +134,8 @@ def _float32_head(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
     return product
 
 
-def _ruled(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
-    """Logits in float32 by the model's own rule and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
+def _apply_rule(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
+    """Return scaled and capped float32 logits and, with a soft-cap, tanh(logits / cap), which its derivative needs."""
     logits = logits.to(_wide(logits))
     if rule.scale != 1.0:
         logits = logits * rule.scale
@@ -144,7 +146,7 @@ def _ruled(logits: Tensor, rule: HeadRule) -> tuple[Tensor, Tensor | None]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where total may be wider than they are."""
+    """total += left @ right, where total may have a wider dtype."""
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -161,9 +163,9 @@ def chunked_logps(
     chunk: int,
     squares: bool = False,
 ) -> Tensor:
-    """Log-probability of each target under the head, float32: [tokens, hidden] and [tokens] in, [tokens] out.
+    """Return the float32 log-probability of each target, [tokens], for hidden states [tokens, hidden] and targets [tokens].
 
-    squares: [2, tokens] out, the second row log sum_v p(v)^2, without gradient.
+    squares: return [2, tokens]; the second row is log sum_v p(v)^2, without gradient.
     """
     logps, log_squares = _ChunkedLogps.apply(hidden, weight, bias, targets, rule or HeadRule(), chunk, squares)  # type: ignore[misc]
     return torch.stack([logps, log_squares]) if squares else logps
@@ -173,5 +175,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

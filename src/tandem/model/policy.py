@@ -1,4 +1,4 @@
-"""The one module that is trained: trunk and head of a causal language model. A pack in, token log-probabilities out."""
+"""The trained module: trunk and head of a causal language model. It maps a pack to token log-probabilities."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,25 +39,25 @@ class PackInputs:
 
 
 class Policy(nn.Module):
-    """A transformers causal LM that answers packs with the log-probability of every scored token."""
+    """A transformers causal LM that computes the log-probability of every scored token of a pack."""
 
     def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head_chunk: int):
         super().__init__()
         self.model = model
         self.packed = packed
-        self.attention: AttentionKind = attention  # inside packs
+        self.attention: AttentionKind = attention  # how attention inside packs is computed
         self.head_chunk = head_chunk
         self.head_rule = head_rule(model)
         self.windows = windows_of(model)
-        self.block = BLOCK  # of FlexAttention
-        self.working_copy: WorkingCopy | None = None  # computed with in place of the weights
-        self.gradient_sums: GradientSums | None = None  # of bfloat16 weights
+        self.block = BLOCK  # block size of FlexAttention
+        self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
+        self.gradient_sums: GradientSums | None = None  # float32 gradients of bfloat16 weights
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While weights stay as they are: what is computed here is computed with one copy of them, if with a copy.
+        """Forward and backward passes go inside this context; weights must not change in it.
 
-        Gradients are there when it ends.
+        If the policy has working copies, they are cast once for the whole context. Gradients are complete when it ends.
         """
         with ExitStack() as stack:
             for one in (self.working_copy, self.gradient_sums):
@@ -92,13 +92,13 @@ class Policy(nn.Module):
         )
 
     def forward(self, inputs: PackInputs, *, squares: bool = False) -> Tensor:
-        """[scored, padded] float32 log-probabilities; those of padding mean nothing and take no gradient.
+        """Return float32 log-probabilities, [scored, padded]. Those of padding are meaningless and must get no gradient.
 
-        squares: [2, scored, padded], and beside them log sum_v pi(v)^2 at the same positions, without gradient.
+        squares: return [2, scored, padded]; the second row is log sum_v pi(v)^2 at the same positions, without gradient.
         """
         if any(one is not None and not one.is_held for one in (self.working_copy, self.gradient_sums)):
             if torch.is_grad_enabled():
-                raise RuntimeError("a backward needs the weights that the forward took: both belong under `computing`.")
+                raise RuntimeError("forward and backward must both run inside the same `computing` context.")
             with self.computing():
                 return self.forward(inputs, squares=squares)
         hidden = self._trunk(inputs).flatten(0, 1)[inputs.predicting]
@@ -108,7 +108,7 @@ class Policy(nn.Module):
         return chunked_logps(hidden, head.weight, bias, inputs.target_ids, **settings)
 
     def _trunk(self, inputs: PackInputs) -> Tensor:
-        # A pack's own rule replaces the mask that transformers would make.
+        # The pack's mask replaces the one that transformers would build.
         arguments = {"attention_mask": None, "pack": inputs.mask} if self.packed else {"attention_mask": inputs.mask}
         out = trunk_of(self.model)(
             input_ids=inputs.token_ids, position_ids=inputs.position_ids, use_cache=False, **arguments
@@ -116,18 +116,18 @@ class Policy(nn.Module):
         return out.last_hidden_state
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are updated, by name: all of them, or the adapters alone."""
+        """The names and parameters that training updates: all of them, or only the adapters."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
-    def answer(self, prompt: Tensor, *, most: int, end: int) -> Tensor:
-        """The likeliest continuation, token by token, of at most so many tokens, by the model's own forward."""
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, end: int) -> Tensor:
+        """Generate a completion greedily with the model's own forward pass. `end` is the id of the end token."""
         from transformers import GenerationConfig
 
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
-        settings = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=end, pad_token_id=end)
+        settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=end, pad_token_id=end)
         try:
             with self.computing():
                 ids = self.model.generate(
@@ -138,19 +138,20 @@ class Policy(nn.Module):
         return ids[0, len(prompt) :]
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # every sequence has its own length: compiling would take minutes
-    def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, nudged: bool = False) -> Tensor:
-        """The same numbers by the model's own eager forward, one sequence and full logits: the audit's yardstick.
+    @torch.compiler.set_stance("force_eager")  # every sequence has a different length: compiling would take minutes
+    def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, perturbed: bool = False) -> Tensor:
+        """Compute a completion's token log-probabilities with the model's own eager forward: one sequence, full logits.
 
-        The head's product is in float32 here too. `filler` tokens after the sequence change nothing but the rounding, since no
-        position sees a later one. `nudged`: with every number of the embeddings off by as much as one rounding.
+        The audit compares packs with these. As in packs, the head's product is in float32. `filler` tokens after the sequence
+        change only the rounding, since no position sees a later one. `perturbed` shifts every number of the embeddings by one
+        rounding step.
         """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
         hooks = [self.model.get_output_embeddings().register_forward_hook(_float32_logits)]
-        if nudged:
+        if perturbed:
             embeddings = self.model.get_input_embeddings()
-            hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: _nudged(output)))
+            hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: _perturb(output)))
         try:
             ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
             end = len(prompt) + len(completion) - 1
@@ -165,33 +166,33 @@ class Policy(nn.Module):
 
 
 def trunk_of(model: Any) -> Any:
-    """The part of a causal language model below its head."""
-    # Llama 4's text model calls it by another name than the one that it declares.
+    """Return the part of a causal language model below its head."""
+    # In Llama 4's text model, `base_model_prefix` does not match the attribute's name.
     return model.base_model if model.base_model is not model else model.model
 
 
 def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """In place of a head's output: the same product, not rounded to bfloat16."""
+    """A forward hook that replaces a head's output with the same product in float32, not rounded to bfloat16."""
     if output.dtype.itemsize >= torch.float32.itemsize:
         return output
     bias = getattr(head, "bias", None)
     return nn.functional.linear(inputs[0].float(), head.weight.float(), None if bias is None else bias.float())  # type: ignore[operator, union-attr]
 
 
-def _nudged(values: Tensor) -> Tensor:
-    """Each number up or down by the unit of rounding of its dtype, the same way every time."""
+def _perturb(values: Tensor) -> Tensor:
+    """Shift each number up or down by one rounding step of its dtype; the directions are the same in every call."""
     signs = torch.randint(2, values.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(values.device)
     return (values.double() * (1 + signs * (torch.finfo(values.dtype).eps / 2))).to(values.dtype)
 
 
 def _real(pack: Pack) -> NDArray[np.bool_]:
-    """Which positions of plain rows are real. A row of filler counts as real: attention to nothing would give NaN."""
+    """Mark the real positions of unpacked rows. A row of filler only counts as real: attention to nothing would give NaN."""
     real = pack.tree != FILLER
     return real | ~real.any(axis=1, keepdims=True)
 
 
 def head_rule(model: Any) -> HeadRule:
-    """What this model does to its logits. The audit at the start catches what is not known here."""
+    """Return how this model scales and caps its logits. The audit catches models with a rule that is missing here."""
     config = model.config.get_text_config()
     scale = 1.0
     if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
@@ -205,6 +206,6 @@ def head_rule(model: Any) -> HeadRule:
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens per chunk, a power of two: float32 logits of at most 2 GiB on a GPU, of 64 MiB on a CPU."""
+    """Tokens per chunk, a power of two: the float32 logits of a chunk take at most 2 GiB on a GPU, 64 MiB on a CPU."""
     logits = 2**29 if device.type == "cuda" else 2**24
     return max(64, min(4096, 2 ** ((logits // vocabulary).bit_length() - 1)))

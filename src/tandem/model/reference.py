@@ -1,4 +1,4 @@
-"""The reference: log-probabilities of every scored token under the frozen start model, cached or live."""
+"""The reference: log-probabilities of every scored token under the frozen start model, from a cache or computed live."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,27 +24,27 @@ from tandem.packing.packer import Packer
 from tandem.storage.cache import fingerprint, published, read_manifest, write_manifest
 from tandem.storage.ownership import free_path
 
-# Raised whenever the same weights and tokens would give other numbers.
+# Increased whenever the same weights and tokens would give different numbers.
 LOGPS_VERSION = 3
-PREFERENCES_AT_ONCE = 256
-VALUES_AT_ONCE = 1 << 20  # looked at together
+PREFERENCES_PER_PORTION = 256  # per rank
+VALUES_PER_CHECK = 1 << 20
 
 
 class Reference(Protocol):
-    """Answers a pack with the reference's token log-probabilities, padded like the policy's."""
+    """Returns the reference's token log-probabilities for a pack, padded like the policy's."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReference:
-    """A frozen copy of the start model beside the policy."""
+    """A frozen model that is kept in memory with the policy."""
 
     policy: Policy
 
     @torch.no_grad()
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
-        # Inputs are the policy's. A reference that is another model may have other windows.
+        # The inputs were made for the policy. A reference that is a different model may have other windows.
         mask, own = inputs.mask, self.policy
         if isinstance(mask, PackMask) and not (own.windows <= mask.masks.keys() and own.block == mask.block):
             inputs = own.inputs(pack, inputs.token_ids.device)
@@ -53,7 +53,7 @@ class LiveReference:
 
 @dataclass(frozen=True, slots=True)
 class NoReference:
-    """For losses that compare with nothing: every log-probability is 0."""
+    """Log-probabilities of 0, for losses without a reference."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
         return torch.zeros(len(inputs.target_ids), device=inputs.target_ids.device)
@@ -61,10 +61,10 @@ class NoReference:
 
 @dataclass(frozen=True, slots=True)
 class CachedReference:
-    """Token log-probabilities of a whole set, on disk in the order of its preferences."""
+    """Token log-probabilities of a set, stored on disk in the order of its preferences."""
 
     values: NDArray[np.float32]
-    ends: NDArray[np.int64]  # of each preference's tokens
+    ends: NDArray[np.int64]  # where each preference's values end
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor:
         parts = [self.of_preference(index) for index in pack.preferences.tolist()]
@@ -78,20 +78,23 @@ class CachedReference:
 
 
 def reference_name(weights: str, tokens: str, **computed: str) -> str:
-    """The folder of a reference in the cache, after all that decides its numbers: weights, tokens, and how it is computed.
+    """Name a reference's folder in the cache after everything that decides its numbers: weights, tokens and computation.
 
-    Never the length of rows, which differs from card to card: it changes nothing but rounding.
+    The row length is left out: it differs between GPUs, and changes only rounding.
     """
     return f"{tokens_prefix(tokens)}{fingerprint(LOGPS_VERSION, weights, tokens, computed)[:16]}"
 
 
 def is_reference_name(name: str) -> bool:
-    """Whether it is one as above, and so a folder directly in the cache: a run's list of them may be anyone's."""
+    """Whether `name` has the form of `reference_name`, so that it cannot lead outside the cache.
+
+    Needed because a run's list of references may come from an untrusted file.
+    """
     return re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", name) is not None
 
 
 def tokens_prefix(tokens: str) -> str:
-    """With which the name of every reference of a set begins."""
+    """The prefix that the names of all references of a set share."""
     return f"{tokens[:16]}-"
 
 
@@ -104,17 +107,18 @@ def cached_reference(
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> CachedReference:
-    """The reference's numbers for a set: found in `place`, which is named after all that decides them, or computed now.
+    """Return the reference's log-probabilities for a set: read from `place` if it exists, or else computed and stored there.
 
-    `portions` of the set, in its order, are packed by themselves. A policy that starts as the reference, packed alike, then
-    agrees with it to the bit, where the numbers were not found but computed; else up to rounding.
-    `policy` is called where they must be computed. `progress` is called after every pack, with the preferences that are done
-    since (0 but at the end of a portion), and may end it by raising.
+    `place` must be named after everything that decides the numbers (`reference_name`). `policy` is called only if they must be
+    computed. Each of the `portions` of the set, in its order, is packed separately. A policy with the same weights and packs
+    then agrees bit for bit with newly computed numbers, and up to rounding with cached ones.
+    `progress` is called after every pack with the number of preferences completed since the last call, which is 0 except at the
+    end of a portion. It may stop the computation by raising.
     """
     store = packer.store
-    # One rank of each machine keeps what all of them compute.
+    # All ranks compute; one rank of each machine stores the result.
     num_values = int(store.num_scored_tokens.sum())
-    missing = ranks.agreed(lambda: not is_sound(place, num_values), by=ranks.is_first_here) or False
+    missing = ranks.agreed(lambda: not is_intact(place, num_values), by=ranks.is_first_here) or False
     if ranks.highest(missing):
         with ExitStack() as stack:
             model = policy()
@@ -131,8 +135,8 @@ def cached_reference(
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
 
-def is_sound(place: Path, num_values: int) -> bool:
-    """A cache that is there but damaged, or has another number of values, is moved aside, to be computed again."""
+def is_intact(place: Path, num_values: int) -> bool:
+    """Whether a cached reference exists and is intact. One that is damaged, or of the wrong size, is renamed out of the way."""
     if not place.is_dir():
         return False
     try:
@@ -145,12 +149,12 @@ def is_sound(place: Path, num_values: int) -> bool:
 
 
 def _check_values(file: Path, num_values: int) -> None:
-    """Refuse values that do not belong to the tokens of a set, or that nothing can be computed from."""
+    """Raise ValueError unless a file holds `num_values` finite values."""
     if not file.is_file() or file.stat().st_size != 4 * num_values:
         raise ValueError(f"{file} does not have {num_values} values")
     values = np.memmap(file, np.float32, mode="r")
-    for start in range(0, num_values, VALUES_AT_ONCE):
-        if not np.isfinite(values[start : start + VALUES_AT_ONCE]).all():
+    for start in range(0, num_values, VALUES_PER_CHECK):
+        if not np.isfinite(values[start : start + VALUES_PER_CHECK]).all():
             raise ValueError(f"{file} has values that are not finite")
 
 
@@ -163,24 +167,24 @@ def compute_reference(
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> None:
-    """Every worker computes its share of the set, and gets all of it; one that has a path writes it there."""
+    """Compute the reference of a set. Each rank computes its share and receives all of it; a rank with a `path` writes it."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     if portions is None:
-        at_once = PREFERENCES_AT_ONCE * ranks.count
-        portions = [np.arange(start, min(start + at_once, len(store))) for start in range(0, len(store), at_once)]
-    # Not by a memory map: on a full disk that ends the process without a word.
+        size = PREFERENCES_PER_PORTION * ranks.count
+        portions = [np.arange(start, min(start + size, len(store))) for start in range(0, len(store), size)]
+    # Not through a memory map: on a full disk that would kill the process without a message.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():
 
-        def keep(asked: _Asked) -> None:
-            first, last = asked.indices[0], asked.indices[-1]
+        def store_values(pending: _PendingPortion) -> None:
+            first, last = pending.indices[0], pending.indices[-1]
             before = int(ends[first - 1]) if first else 0
             values = np.zeros(int(ends[last]) - before, np.float32)
-            computed = [one for of_rank in ranks.gather(asked.read(store)) for one in of_rank]
-            if sorted(index for index, _ in computed) != asked.indices.tolist():
+            computed = [one for of_rank in ranks.gather(pending.read(store)) for one in of_rank]
+            if sorted(index for index, _ in computed) != pending.indices.tolist():
                 raise DefectError(
-                    f"the reference of {len(asked.indices)} preferences was to be computed, and that of {len(computed)} was. "
-                    "This is a defect of tandem; nothing was cached or trained. Please report it with the run's config.yaml."
+                    f"the reference was computed for {len(computed)} preferences instead of {len(pending.indices)}. "
+                    "This is a bug in tandem; nothing was cached or trained. Please report it with the run's config.yaml."
                 )
             for index, part in computed:
                 values[ends[index] - before - len(part) : ends[index] - before] = part
@@ -188,47 +192,48 @@ def compute_reference(
             if out is not None:
                 out.write(values.tobytes())
             fail_point("reference.chunk")
-            progress(len(asked.indices))
+            progress(len(pending.indices))
 
-        # Some are read only when the next are asked for, so that the device never waits for the host.
-        unread: _Asked | None = None
+        # A portion is read only after the next one was started, so that the device never waits for the host.
+        unread: _PendingPortion | None = None
         for indices in portions:
-            asked = _ask(policy, packer, ranks.device, indices, lambda: progress(0))
+            pending = _start_portion(policy, packer, ranks.device, indices, after_each=lambda: progress(0))
             if unread is not None:
-                keep(unread)
-            unread = asked
+                store_values(unread)
+            unread = pending
         if unread is not None:
-            keep(unread)
+            store_values(unread)
 
 
 def _refuse_not_finite(logps: NDArray[np.float32], store: Preferences, index: int) -> None:
-    """Cached, such numbers would end every later run. All ranks have the same, and meet this alike."""
+    """Refuse values that would make every later run fail if they were cached. All ranks have the same values, so all raise."""
     if not np.isfinite(logps).all():
         raise NonFiniteError(
-            f"{store.place(index)}: the reference gives this preference log-probabilities that are not finite, so no loss can "
-            "be computed from it. Nothing was cached or trained. Look at this row; if others fail too, the reference model "
-            "itself overflows: try policy.precision=float32."
+            f"{store.place(index)}: the reference's log-probabilities of this preference are not finite, so no loss can be "
+            "computed. Nothing was cached or trained. Check this row; if other rows fail too, the reference model itself "
+            "overflows: try policy.precision=float32."
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """Preferences of all workers, and this one's packs of them, whose numbers are on their way to the host."""
+class _PendingPortion:
+    """A portion of the set, and this rank's packs of it, whose log-probabilities are being copied to the host."""
 
-    indices: NDArray[np.int64]
-    packs: list[Pack]
+    indices: NDArray[np.int64]  # preferences of all ranks
+    packs: list[Pack]  # of this rank
     logps: PendingHostCopy  # of every scored token, pack by pack
 
     def read(self, store: Preferences) -> list[tuple[int, NDArray[np.float32]]]:
-        """Each preference of this worker with its numbers."""
+        """Return each preference of this rank with its log-probabilities."""
         own = np.concatenate([pack.preferences for pack in self.packs])
         parts = np.split(self.logps.read(), np.cumsum(store.num_scored_tokens[own]))[:-1]
         return list(zip(own.tolist(), parts, strict=True))
 
 
-def _ask(
-    policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64], after_each: Callable[[], None]
-) -> _Asked:
+def _start_portion(
+    policy: Policy, packer: Packer, device: torch.device, indices: NDArray[np.int64], *, after_each: Callable[[], None]
+) -> _PendingPortion:
+    """Start computing this rank's share of a portion, without waiting for the device. Call `after_each` after every pack."""
     packs: list[Pack] = []
     values: list[Tensor] = []
     for pack in packer.micro_batches(indices):
@@ -236,4 +241,4 @@ def _ask(
         packs.append(pack)
         values.append(policy(inputs)[: inputs.num_scored])
         after_each()
-    return _Asked(indices, packs, to_host(torch.cat(values)))
+    return _PendingPortion(indices, packs, to_host(torch.cat(values)))

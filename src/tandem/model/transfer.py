@@ -1,4 +1,4 @@
-"""Numbers brought to the device and back, neither side waiting for the other until they are read."""
+"""Asynchronous copies between host and device: neither side waits until the values are read."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,27 +10,28 @@ from torch import Tensor
 
 
 def to_device(given: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """What is on the host, on the device. A GPU fetches it when it comes to it: from pinned memory the host need not wait."""
+    """Copy from host to device. For a GPU the copy goes through pinned memory, so the host does not wait for it."""
     tensor = given if isinstance(given, Tensor) else torch.from_numpy(np.ascontiguousarray(given))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingHostCopy:
-    """A tensor of the device, on its way to the host."""
+    """A tensor that is being copied from the device to the host."""
 
     values: Tensor
     arrival: torch.cuda.Event | None
 
     def read(self) -> NDArray[Any]:
-        """Waits for what was asked of the device before it, and for nothing after."""
+        """Wait for the copy and return the values. Does not wait for work queued on the device after the copy."""
         if self.arrival is not None:
             self.arrival.synchronize()
         return self.values.numpy()
 
 
 def to_host(tensor: Tensor) -> PendingHostCopy:
-    on_its_way = PendingHostCopy(tensor.to("cpu", non_blocking=True), torch.cuda.Event() if tensor.is_cuda else None)
-    if on_its_way.arrival is not None:
-        on_its_way.arrival.record()
-    return on_its_way
+    """Start copying a tensor from the device to the host."""
+    copy = PendingHostCopy(tensor.to("cpu", non_blocking=True), torch.cuda.Event() if tensor.is_cuda else None)
+    if copy.arrival is not None:
+        copy.arrival.record()
+    return copy

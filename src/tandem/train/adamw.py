@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
-from tandem.model.precision.rounding import first_place, mixed, to_bfloat16
+from tandem.model.precision.rounding import first_index, hash_int32, to_bfloat16
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -95,7 +95,7 @@ class RoundedAdamW(Optimizer):
         for parameter in given:
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
         # Of each parameter, what its chances are drawn from.
-        places = [[first_place(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
+        places = [[first_index(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._firsts, self._salts = torch.tensor(places).to(torch.int32).to(count.device).unbind(1)
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class RoundedAdamW(Optimizer):
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
         scalars = _scalars(group["lr"], count, self.grad_scale, self.found_inf, self.rule)
-        starts = self._firsts + mixed(self._salts + mixed(count.to(torch.int32)))
+        starts = self._firsts + hash_int32(self._salts + hash_int32(count.to(torch.int32)))
         for parameter, start in zip(group["params"], starts, strict=True):
             if parameter.grad is not None and _local(parameter).numel():
                 self._update(parameter, scalars, start)
@@ -201,9 +201,9 @@ def _update(
     moved = weight.float() * (1 - rate * weight_decay) - rate * step
 
     places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape)
-    chance = mixed(places + start)
+    chance = hash_int32(places + start)
     # Three numbers are rounded: two take 16 bits of this chance each, the third more of its own.
-    of_weight, of_mean, of_square = chance, chance >> 16, mixed(chance + 1)
+    of_weight, of_mean, of_square = chance, chance >> 16, hash_int32(chance + 1)
     done = skipped == 0
     _put(weight, _rounded(moved, weight.dtype, of_weight) if stochastic else moved, done)
     if scales:

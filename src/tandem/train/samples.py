@@ -70,7 +70,7 @@ def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device
     answers = []
     for prompt in prompts:
         ids = torch.tensor(prompt.ids, device=device)
-        found = policy.answer(ids, most=ANSWER_TOKENS, end=prompt.end).tolist()
+        found = policy.generate(ids, max_new_tokens=ANSWER_TOKENS, end=prompt.end).tolist()
         answers.append(tokenizer.decode(found[:-1] if found and found[-1] == prompt.end else found))
     return tuple(answers)
 

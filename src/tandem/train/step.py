@@ -204,7 +204,7 @@ def grad_norm(policy: Policy) -> Tensor:
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
     """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
-    finite = step.side.ranks.everywhere(torch.isfinite(norm) & step.ledger.is_finite())
+    finite = step.side.ranks.all_true(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
     optimizer.grad_scale = scale.to(torch.float32)

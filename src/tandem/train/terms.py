@@ -101,7 +101,7 @@ def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, ranks: Ranks) -> Joined
         return [values.detach().double() for side in sides for values in (side.chosen, side.rejected)]
 
     rows = torch.cat([torch.stack(columns(terms), dim=1) for terms in several])
-    joined, own = ranks.concatenated(rows)
+    joined, own = ranks.concatenate(rows)
     policy, reference, num_tokens, scores = (ChosenRejected(*joined[:, i : i + 2].unbind(1)) for i in range(0, 8, 2))
     policy = policy.map(lambda values: values.requires_grad_())
     return JoinedPairs(compare(policy, reference, num_tokens, dpo, scores), policy, own)

@@ -14,7 +14,7 @@ from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.store.sets import of_set
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
-from tandem.model.checks.positions import long_sequences
+from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share
@@ -230,7 +230,7 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
-    for text in long_sequences(setup.sets, setup.source, setup.reference_source):
+    for text in long_sequence_warnings(setup.sets, setup.source, setup.reference_source):
         reporter.warn(text)
 
 

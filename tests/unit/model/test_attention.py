@@ -1,4 +1,4 @@
-"""Where FlexAttention works in small blocks: as measured, and nowhere else."""
+"""FlexAttention uses small blocks only where they were measured to be faster."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ CUDA = torch.device("cuda")
         (128, torch.device("cpu"), True, (9, 0), "2.11.0", BLOCK),
     ],
 )
-def test_blocks_are_small_where_that_was_measured_to_pay(
+def test_blocks_are_small_only_where_that_was_measured_to_be_faster(
     architecture, head_dim, device, bfloat16, card, version, size, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)

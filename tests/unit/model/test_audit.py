@@ -1,4 +1,4 @@
-"""The audit stops a run before its first update when what is trained is not what the plain model computes."""
+"""The audit stops a run before its first update if packs do not compute what the plain model computes."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
         return (k <= q) & (q < until[k] + 9)  # a completion sees the end of the one before it
 
     monkeypatch.setattr(attention, "may_attend", leaking)
-    # Both sides share the error, so policy and reference agree; only the plain forward tells.
+    # Policy and reference share the error, so they agree; only the plain forward differs.
     with pytest.raises(AuditError) as caught:
         short_run(tmp_path / "run", f"reference.cache_dir={tmp_path}/cache", few_pairs(tmp_path))
     assert re.fullmatch(
@@ -47,7 +47,7 @@ def test_a_wrong_attention_rule_is_caught(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("*")), "a refused run caches nothing"
 
 
-def test_an_unpacked_run_that_is_refused_is_not_told_to_be_unpacked(tmp_path, monkeypatch):
+def test_the_refusal_of_an_unpacked_run_does_not_advise_to_unpack(tmp_path, monkeypatch):
     inputs = policy.Policy.inputs
 
     def shifted(self, pack, device):
@@ -59,9 +59,7 @@ def test_an_unpacked_run_that_is_refused_is_not_told_to_be_unpacked(tmp_path, mo
     with pytest.raises(AuditError) as caught:
         short_run(tmp_path / "run", "policy.packing.mode=none", few_pairs(tmp_path))
     assert "padded log-probabilities differ" in str(caught.value)
-    assert str(caught.value).endswith(
-        "Nothing was trained. This model cannot be trained exactly here: please report it."
-    )
+    assert str(caught.value).endswith("Nothing was trained. This model cannot be trained exactly: please report it.")
 
 
 def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
@@ -78,13 +76,13 @@ def test_a_shifted_gather_is_caught(tmp_path, monkeypatch):
     assert_nothing_was_trained(tmp_path / "run")
 
 
-def test_a_reference_with_other_numbers_is_caught(tmp_path, monkeypatch):
+def test_a_reference_that_differs_from_the_policy_is_caught(tmp_path, monkeypatch):
     of_preference = reference.CachedReference.of_preference
     monkeypatch.setattr(reference.CachedReference, "of_preference", lambda self, i: of_preference(self, i) + 0.01)
     with pytest.raises(AuditError) as caught:
         short_run(tmp_path / "run")
     assert re.fullmatch(
-        r"audit: .*train\.jsonl:\d+ \(completion 0\): the reference differs from the model it was made of by 0\.01 nats a "
+        r"audit: .*train\.jsonl:\d+ \(completion 0\): the reference differs from the model it was computed with by 0\.01 nats a "
         r"token \(rounding explains 0\.0001\)\. Nothing was trained\. Remove the cached reference "
         r"\(reference\.cache_dir\) and start again\.",
         str(caught.value),
@@ -92,28 +90,28 @@ def test_a_reference_with_other_numbers_is_caught(tmp_path, monkeypatch):
     assert_nothing_was_trained(tmp_path / "run")
 
 
-def test_a_damaged_cache_file_is_put_aside_and_computed_anew(tmp_path):
+def test_a_damaged_cache_file_is_moved_aside_and_computed_again(tmp_path):
     cache = tmp_path / "cache"
     given = f"reference.cache_dir={cache}", few_pairs(tmp_path)
     short_run(tmp_path / "one", *given)
     files = sorted(cache.glob("*/logps.f32"))
-    whole = [file.read_bytes() for file in files]
+    intact = [file.read_bytes() for file in files]
     for file in files:
         content = bytearray(file.read_bytes())
         content[1] ^= 0xFF
         file.write_bytes(content)
     short_run(tmp_path / "two", *given)
-    assert [file.read_bytes() for file in files] == whole
+    assert [file.read_bytes() for file in files] == intact
     assert len(list(cache.glob("*.damaged"))) == len(files)
 
 
-def test_a_model_that_never_asks_for_the_mask_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "counted_calls", lambda: _Nothing())
-    with pytest.raises(AuditError, match="0 of 2 attention layers asked for the pack's mask"):
+def test_a_model_that_never_uses_the_packs_mask_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "record_calls", lambda: _NoCalls())
+    with pytest.raises(AuditError, match="only 0 of 2 attention layers use the pack's mask"):
         short_run(tmp_path / "run")
 
 
-class _Nothing:
+class _NoCalls:
     def __enter__(self):
         return []
 
@@ -132,38 +130,37 @@ def test_the_sample_holds_the_longest_preference():
     ("nats", "words"),
     [
         (1.6, "1.60 nats a token"),
-        (4.9, "4.90 nats a token: implausible; is this the template it was trained with?"),
+        (4.9, "4.90 nats a token: implausibly high; is this the template the model was trained with?"),
         (10.4, "10.40 nats a token, as much as guessing (10.37): these weights are untrained"),
     ],
 )
-def test_the_start_loss_is_put_into_words(nats, words):
+def test_the_verdict_on_the_start_loss(nats, words):
     assert start_loss_verdict(nats, 32_000) == words
 
 
-def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
+def test_the_reference_pass_can_be_stopped_after_any_pack(tmp_path):
     from tandem.model.distributed.layers import shard
     from tandem.model.load import load_policy
 
-    class Ended(Exception):
+    class Stop(Exception):
         pass
 
-    def end_behind_the_second(count):
-        told.append(count)
-        if len(told) == 2:
-            raise Ended
+    def stop_after_the_second(count):
+        counts.append(count)
+        if len(counts) == 2:
+            raise Stop
 
-    told, ranks = [], join_process_group()
+    counts, ranks = [], join_process_group()
     setup = set_up(load_config(None, SHORT).config, ranks.device)
     frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
-    given = {"place": tmp_path / "reference", "progress": end_behind_the_second}
-    with pytest.raises(Ended):
+    given = {"place": tmp_path / "reference", "progress": stop_after_the_second}
+    with pytest.raises(Stop):
         reference.cached_reference(lambda: frozen, setup.train, ranks, **given)
-    assert told == [0, 0]
+    assert counts == [0, 0]
     assert not list(tmp_path.iterdir())
 
 
-def test_cached_reference_equals_the_live_one(tmp_path):
-    """In numbers, not only in what is learned: every token of every preference."""
+def test_the_cached_reference_equals_the_live_one_for_every_token(tmp_path):
     from tandem.model.distributed.layers import shard
     from tandem.model.load import load_policy
 
@@ -178,7 +175,9 @@ def test_cached_reference_equals_the_live_one(tmp_path):
         progress=lambda n: None,
     )
     live = reference.LiveReference(frozen)
-    for pack in setup.train.micro_batches(np.array([5, 2, 300, 17])):  # other neighbours than in the cached pass
+    for pack in setup.train.micro_batches(
+        np.array([5, 2, 300, 17])
+    ):  # packed with other preferences than in the cached pass
         inputs = frozen.inputs(pack, ranks.device)
         torch.testing.assert_close(
             cached.token_logps(pack, inputs)[: inputs.num_scored],
@@ -188,7 +187,7 @@ def test_cached_reference_equals_the_live_one(tmp_path):
         )
 
 
-def test_a_live_reference_that_is_another_model_has_its_own_windows():
+def test_a_live_reference_that_is_a_different_model_uses_its_own_windows():
     rng, device = np.random.default_rng(0), torch.device("cpu")
     pack = lay_out([0], [random_preference(rng, max_prompt=40, max_completion=30)], length=128)
     other = as_policy(tiny_model("mistral"))
@@ -202,7 +201,7 @@ def test_a_live_reference_that_is_another_model_has_its_own_windows():
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.bfloat16)])
 def test_weights_that_are_not_finite_are_refused(tmp_path, precision):
-    """As a GPU writes them: in bfloat16, too, they must not turn into zeros."""
+    """NaN as a GPU writes it, with all bits set, must not become zero in bfloat16."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder())
     model.model.layers[0].mlp.up_proj.weight.data[0].view(torch.int32).fill_(0x7FFFFFFF)
     folder = shutil.copytree(tiny_folder(), tmp_path / "model")
@@ -211,8 +210,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, precision):
         short_run(tmp_path / "run", f"policy.model_name={folder}", f"policy.precision={precision}", few_pairs(tmp_path))
     assert str(caught.value) == (
         f"audit: policy.model_name = {folder}: {tmp_path}/few.jsonl:5 (completion 0): its log-probabilities are not finite, so "
-        "no loss can be computed. Nothing was trained. Either its weights hold numbers that are not finite, and it must be "
-        "downloaded again, or it overflows: try policy.precision=float32."
+        "no loss can be computed. Nothing was trained. Either the model's weights are damaged: download it again; or it "
+        "overflows: try policy.precision=float32."
     )
     assert_nothing_was_trained(tmp_path / "run")
 
@@ -221,13 +220,17 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, precision):
     ("plain", "rounding", "tolerance"),
     [(0.079, 0.02, None), (0.009, 0.0001, None), (0.081, 0.02, "0.08"), (0.011, 0.0001, "0.01"), (0.32, 5.0, "0.25")],
 )
-def test_a_model_that_rounds_more_is_allowed_more_up_to_a_ceiling(monkeypatch, plain, rounding, tolerance):
-    """A plain forward that differs from itself by 0.02, rounded otherwise, explains 0.08 to a pack; less explains 0.01.
+def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypatch, plain, rounding, tolerance):
+    """A plain forward with a rounding error of 0.02 explains a difference of 0.08 in a pack; a smaller error explains 0.01.
 
-    One that differs by 5 computes something else with filler after it, and explains no more than 0.25.
+    An error of 5 means that filler changes what the model computes, and explains at most 0.25.
     """
     one = audit.AuditedCompletion(
-        "here", torch.full((4,), -2.0), plain_difference=plain, rounding=lambda: rounding, is_best=True
+        place="here",
+        packed=torch.full((4,), -2.0),
+        plain_difference=plain,
+        rounding=lambda: rounding,
+        is_best=True,
     )
     monkeypatch.setattr(audit, "_compare", lambda *_: [one])
     monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
@@ -261,19 +264,19 @@ def test_a_model_that_rounds_more_is_allowed_more_up_to_a_ceiling(monkeypatch, p
         found()
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.float32, 1e-9, 1e-5), (torch.bfloat16, 1e-4, 0.1)])
+@pytest.mark.parametrize(("dtype", "minimum", "maximum"), [(torch.float32, 1e-9, 1e-5), (torch.bfloat16, 1e-4, 0.1)])
 @pytest.mark.bfloat16
-def test_a_nudge_shows_how_much_a_model_makes_of_one_rounding(dtype, least, most):
+def test_perturbed_embeddings_change_the_plain_forward_by_about_the_rounding_error(dtype, minimum, maximum):
     made = policy.Policy(tiny_model("llama").to(dtype), packed=True, attention="sdpa", head_chunk=64)
     ids = torch.arange(10, 40), torch.arange(40, 60)
     with torch.no_grad():
-        plain, nudged, again = (made.plain_logps(*ids, nudged=flag) for flag in (False, True, True))
-    assert torch.equal(nudged, again)
-    assert least < (plain - nudged).abs().mean().item() < most
+        plain, perturbed, again = (made.plain_logps(*ids, perturbed=flag) for flag in (False, True, True))
+    assert torch.equal(perturbed, again)
+    assert minimum < (plain - perturbed).abs().mean().item() < maximum
     assert not made.model.get_input_embeddings()._forward_hooks
 
 
-def test_the_first_validation_finds_policy_and_reference_alike_to_the_bit(tmp_path):
+def test_in_the_first_validation_policy_and_reference_agree_bit_for_bit(tmp_path):
     given = ["dpo.val_at_start=true", "dpo.val_global_batch_size=12", f"reference.cache_dir={tmp_path}/reference"]
     train, held_out = few_pairs(tmp_path), few_pairs(tmp_path / "held-out", 30).replace("train", "validation", 1)
     run = short_run(tmp_path / "run", *given, "dpo.max_num_steps=1", train, held_out)
@@ -282,7 +285,7 @@ def test_the_first_validation_finds_policy_and_reference_alike_to_the_bit(tmp_pa
     assert first["rewards_margin_p10"] == first["rewards_margin_p90"] == 0
 
 
-def test_a_long_preference_is_audited_as_far_as_its_eager_forward_fits_in_memory(monkeypatch):
+def test_preferences_are_audited_up_to_the_length_whose_eager_forward_fits_in_memory(monkeypatch):
     made = policy.Policy(tiny_model("llama"), packed=True, attention="trees", head_chunk=64)
     cpu = torch.device("cpu")
     monkeypatch.setattr(audit, "_free_memory", lambda _: 2**40)
@@ -292,18 +295,18 @@ def test_a_long_preference_is_audited_as_far_as_its_eager_forward_fits_in_memory
     assert audit._longest_that_fits(made, cpu) == 1000
 
 
-def test_memory_that_holds_files_counts_as_free(monkeypatch, tmp_path):
+def test_memory_that_caches_files_counts_as_free(monkeypatch, tmp_path):
     cpu, given = torch.device("cpu"), tmp_path / "meminfo"
     given.write_text("MemTotal:       4000 kB\nMemFree:         100 kB\nMemAvailable:   3000 kB\n")
-    monkeypatch.setattr(audit, "MEMORY", given)
+    monkeypatch.setattr(audit, "MEMINFO", given)
     assert audit._free_memory(cpu) == 3000 * 1024
-    # no such file, and no count of free pages: a Mac
-    monkeypatch.setattr(audit, "MEMORY", tmp_path / "nothing")
+    # a Mac has neither this file nor a count of free pages
+    monkeypatch.setattr(audit, "MEMINFO", tmp_path / "nothing")
     monkeypatch.setattr(audit.os, "sysconf", {"SC_PHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert audit._free_memory(cpu) == 7 * 4096
 
 
-def test_what_was_too_long_to_audit_is_reported(tmp_path, capsys, monkeypatch):
+def test_preferences_too_long_to_audit_are_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(audit, "MAX_AUDIT_TOKENS", 40)
     loaded = load_config(None, [*SHORT, f"run.dir={tmp_path}/run", few_pairs(tmp_path), "dpo.max_num_steps=1"])
     train(loaded, Reporter("normal"))
@@ -315,7 +318,7 @@ def test_what_was_too_long_to_audit_is_reported(tmp_path, capsys, monkeypatch):
 
 
 def leaking_reference(monkeypatch, folder):
-    """A reference that is another model, whose packed sequences leak into each other, while the policy's do not."""
+    """A reference that is a different model, whose packed sequences leak into each other, while the policy's do not."""
     model_folder(folder, "llama", num_hidden_layers=1, initializer_range=0.05)
     forward = policy.Policy._trunk
 
@@ -329,32 +332,32 @@ def leaking_reference(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("mode", ["cached", "live"])
-def test_a_reference_that_is_another_model_is_audited_before_its_pass(tmp_path, monkeypatch, mode):
+def test_a_reference_that_is_a_different_model_is_audited_before_its_pass(tmp_path, monkeypatch, mode):
     other, few = leaking_reference(monkeypatch, tmp_path / "other"), few_pairs(tmp_path)
     given = [other, few, f"reference.mode={mode}", f"reference.cache_dir={tmp_path}/cache"]
     with pytest.raises(AuditError, match=r"audit: reference\.model = .*other: .*: packed log-probabilities differ"):
         short_run(tmp_path / "run", *given)
     assert_nothing_was_trained(tmp_path / "run")
     assert not list((tmp_path / "cache").glob("*")), "a refused run caches nothing"
-    # What the refusal advises works, and with the right numbers.
+    # The advice in the refusal works.
     run = short_run(tmp_path / "unpacked", *given, "policy.packing.mode=none")
     assert metrics_of(run)[0]["loss"] > 0
 
 
-def test_a_cached_reference_is_not_shared_by_what_would_compute_other_numbers(tmp_path):
+def test_a_cached_reference_is_not_shared_by_runs_that_would_compute_other_numbers(tmp_path):
     few, cache = few_pairs(tmp_path), tmp_path / "cache"
-    cuts = [
+    packings = [
         [],
         ["policy.packing.share_prompts=false"],
         ["policy.packing.mode=none"],
         ["policy.packing.pack_length=1024"],
     ]
     counts = []
-    for number, cut in enumerate(cuts):
-        short_run(tmp_path / str(number), few, f"reference.cache_dir={cache}", "dpo.max_num_steps=1", *cut)
+    for number, packing in enumerate(packings):
+        short_run(tmp_path / str(number), few, f"reference.cache_dir={cache}", "dpo.max_num_steps=1", *packing)
         counts.append(len(list(cache.glob("*/logps.f32"))))
     each = counts[0]
-    assert counts == [each, 2 * each, 3 * each, 3 * each], "the length of rows alone does not count"
+    assert counts == [each, 2 * each, 3 * each, 3 * each], "the row length makes no difference"
 
 
 def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path, monkeypatch, capsys):
@@ -373,8 +376,8 @@ def test_a_resumed_run_keeps_the_reference_it_started_with(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("written", ["{}", "[1]", "[" * 100_000, '{"train": 7}', "PATH"])
-def test_a_list_of_references_that_tandem_did_not_write_is_as_none(tmp_path, written):
-    """PATH: a folder elsewhere. What is there and is no reference would be renamed, to be computed again."""
+def test_a_list_of_references_that_tandem_did_not_write_is_ignored(tmp_path, written):
+    """PATH: a folder outside the cache. If it were used, it would be renamed as a damaged reference."""
     cache, victim = tmp_path / "cache", tmp_path / "victim"
     given = [few_pairs(tmp_path), f"reference.cache_dir={cache}", "checkpointing.save_period=2"]
     with killed_after(3):
@@ -391,7 +394,7 @@ def test_a_list_of_references_that_tandem_did_not_write_is_as_none(tmp_path, wri
     assert json.loads((tmp_path / "run/references.json").read_text()) == before
 
 
-def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_whose_reference_is_gone_reports_that_it_is_computed_again(tmp_path, monkeypatch, capsys):
     import shutil
 
     import transformers
@@ -402,14 +405,14 @@ def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tm
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(transformers, "__version__", "99.0")
     train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *given]), Reporter("normal"))
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert (
         f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is computed again, with "
         "transformers 99.0, and may differ by rounding."
-    ) in said
+    ) in printed
 
 
-def test_a_damaged_reference_of_a_resumed_run_is_computed_under_another_name(tmp_path, monkeypatch):
+def test_a_damaged_reference_of_a_resumed_run_is_computed_again_under_another_name(tmp_path, monkeypatch):
     import transformers
 
     cache = tmp_path / "cache"
@@ -421,52 +424,52 @@ def test_a_damaged_reference_of_a_resumed_run_is_computed_under_another_name(tmp
         (cache / name / "logps.f32").write_bytes(b"damaged")
     monkeypatch.setattr(transformers, "__version__", "99.0")
     short_run(tmp_path / "run", *given)
-    sound = {place.name for place in cache.iterdir() if place.suffix != ".damaged"}
-    assert len(sound) == len(started)
-    assert not sound & started
+    intact = {place.name for place in cache.iterdir() if place.suffix != ".damaged"}
+    assert len(intact) == len(started)
+    assert not intact & started
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_reference_values_that_are_not_finite_are_refused_at_their_row_and_not_cached(tmp_path, monkeypatch, value):
+def test_reference_values_that_are_not_finite_are_refused_with_their_row_and_not_cached(tmp_path, monkeypatch, value):
     few = few_pairs(tmp_path)
-    ask = reference._ask
+    start_portion = reference._start_portion
 
-    def broken(policy, packer, device, indices, after_each):
-        asked = ask(policy, packer, device, indices, after_each)
-        read = type(asked).read
+    def broken(policy, packer, device, indices, *, after_each):
+        pending = start_portion(policy, packer, device, indices, after_each=after_each)
+        read = type(pending).read
 
         class Broken:
             def __init__(self):
-                self.indices = asked.indices
+                self.indices = pending.indices
 
             def read(self, store):
                 return [
-                    (index, np.full_like(part, value) if index == 7 else part) for index, part in read(asked, store)
+                    (index, np.full_like(part, value) if index == 7 else part) for index, part in read(pending, store)
                 ]
 
         return Broken()
 
-    monkeypatch.setattr(reference, "_ask", broken)
+    monkeypatch.setattr(reference, "_start_portion", broken)
     with pytest.raises(NonFiniteError) as caught:
         short_run(tmp_path / "run", few, f"reference.cache_dir={tmp_path}/cache")
     assert str(caught.value) == (
-        f"{tmp_path}/few.jsonl:8: the reference gives this preference log-probabilities that are not finite, so no loss can be "
-        "computed from it. Nothing was cached or trained. Look at this row; if others fail too, the reference model itself "
-        "overflows: try policy.precision=float32."
+        f"{tmp_path}/few.jsonl:8: the reference's log-probabilities of this preference are not finite, so no loss can be "
+        "computed. Nothing was cached or trained. Check this row; if other rows fail too, the reference model itself overflows: "
+        "try policy.precision=float32."
     )
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_a_preference_whose_reference_no_rank_computed_is_a_defect_and_not_zeros(tmp_path, monkeypatch):
-    read = reference._Asked.read
-    monkeypatch.setattr(reference._Asked, "read", lambda self, store: read(self, store)[1:])
-    with pytest.raises(DefectError, match=r"the reference of 40 preferences was to be computed, and that of 39 was\."):
+def test_a_preference_whose_reference_no_rank_computed_stops_the_run(tmp_path, monkeypatch):
+    read = reference._PendingPortion.read
+    monkeypatch.setattr(reference._PendingPortion, "read", lambda self, store: read(self, store)[1:])
+    with pytest.raises(DefectError, match=r"the reference was computed for 39 preferences instead of 40\."):
         short_run(tmp_path / "run", few_pairs(tmp_path), f"reference.cache_dir={tmp_path}/cache")
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_a_model_that_computes_from_columns_far_along_a_row_is_refused(tmp_path):
-    # Llama 4 scales attention by the column, in steps of floor_scale. The audited sample is shorter than that, rows are longer.
+def test_a_model_that_depends_on_columns_far_along_a_row_is_refused(tmp_path):
+    # Llama 4 scales attention by column, in steps of floor_scale columns. The audited sample is shorter, rows are longer.
     folder = model_folder(
         tmp_path / "model",
         "llama4_text",

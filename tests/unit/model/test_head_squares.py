@@ -1,4 +1,4 @@
-"""log sum_v pi(v)^2 beside the log-probabilities: as the plain logits give it, without gradient; and WPO made of it."""
+"""The head's log sum_v pi(v)^2 equals that of the plain logits and has no gradient; and WPO, which is computed from it."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def pack_of(several, **settings):
 
 
 def plain(model, preference):
-    """Of each completion, alone and with full logits: log pi of its tokens, and log sum_v pi(v)^2 at them."""
+    """Yield, for each completion alone and with full logits, log pi of its tokens and log sum_v pi(v)^2 at their positions."""
     model.set_attn_implementation("eager")
     for completion in preference.completions:
         ids = torch.from_numpy(np.concatenate([preference.prompt, completion]).astype(np.int64))[None]
@@ -61,12 +61,12 @@ def test_the_second_row_is_the_log_sum_of_squares_of_the_plain_softmax(architect
         got = policy(inputs, squares=True)[:, : inputs.num_scored]
         want = [torch.cat(row) for row in zip(*(one for p in several for one in plain(model, p)), strict=True)]
     torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=0)
-    # Every one stands between that of a uniform and of a certain prediction.
+    # Between the values of a uniform and of a certain prediction.
     assert (got[1] > -np.log(96)).all() and (got[1] < 0).all()
 
 
 @pytest.mark.parametrize("architecture", HEADS)
-def test_the_unpacked_path_gives_the_same_squares(architecture):
+def test_the_squares_are_the_same_unpacked(architecture):
     model, several = tiny_model(architecture), preferences()
     policy = as_policy(model, packed=False)
     inputs = policy.inputs(pack_of(several, arrangement="separate"), CPU)
@@ -77,20 +77,20 @@ def test_the_unpacked_path_gives_the_same_squares(architecture):
 
 
 @pytest.mark.parametrize("architecture", HEADS)
-def test_the_first_row_and_its_gradient_are_those_without_squares(architecture):
+def test_squares_change_neither_the_log_probabilities_nor_their_gradient(architecture):
     model = tiny_model(architecture)
     policy = as_policy(model)
     inputs = policy.inputs(pack_of(preferences()), CPU)
     outer = torch.randn(len(inputs.target_ids), generator=torch.Generator().manual_seed(1))
-    both, alone = policy(inputs, squares=True), policy(inputs)
-    assert both.shape == (2, *alone.shape)
-    assert torch.equal(both[0], alone)
-    with_squares, without = gradients(model, (both[0] * outer).sum()), gradients(model, (alone * outer).sum())
+    both, logps = policy(inputs, squares=True), policy(inputs)
+    assert both.shape == (2, *logps.shape)
+    assert torch.equal(both[0], logps)
+    with_squares, without = gradients(model, (both[0] * outer).sum()), gradients(model, (logps * outer).sum())
     assert with_squares.keys() == without.keys() != set()
     assert all(torch.equal(with_squares[name], without[name]) for name in without)
 
 
-def test_the_second_row_carries_no_gradient():
+def test_the_squares_have_no_gradient():
     model = tiny_model("gemma2")
     policy = as_policy(model)
     got = gradients(model, policy(policy.inputs(pack_of(preferences()), CPU), squares=True)[1].sum())
@@ -109,7 +109,7 @@ def test_squares_of_three_tokens_by_hand():
 
 
 class Recorder:
-    """In the optimizer's place: keeps the gradients, and changes nothing."""
+    """Used as an optimizer: stores the gradients and changes nothing."""
 
     def __init__(self, model):
         self.model, self.param_groups, self.gradients = model, [{"lr": 0.0}], {}
@@ -136,7 +136,7 @@ def orpo_loss(own, theirs, winner, loser):
     return -chosen - F.logsigmoid(odds[0] - odds[1])
 
 
-WEIGHED = {
+WEIGHTED = {
     "dpo": (Dpo(wpo=True), dpo_loss),
     "dpo and orpo": (
         Dpo(wpo=True, preference_loss={"dpo": 1.0, "orpo": 0.5}),
@@ -146,10 +146,10 @@ WEIGHED = {
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("num_packs", [1, 3])
-def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture, name, num_packs):
-    dpo, formula = WEIGHED[name]
+def test_a_wpo_step_multiplies_losses_by_weights_without_gradient(architecture, name, num_packs):
+    dpo, formula = WEIGHTED[name]
     several = preferences()
     by_hand, frozen = tiny_model(architecture), tiny_model(architecture, seed=1)
     losses, weights, best = [], [], []
@@ -163,11 +163,11 @@ def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture
             weights.append(weight(*rows[winner]) * weight(*rows[loser]))
             losses.append(formula(own, theirs, winner, loser))
     assert max(weights) > 1.5 * min(weights)
-    weighed = (torch.stack(weights) * torch.stack(losses)).mean()
-    # Large enough that neither term hides the other.
+    weighted = (torch.stack(weights) * torch.stack(losses)).mean()
+    # Both terms have a similar size, so that neither hides the other.
     sft = -torch.stack(best).mean()
-    share = round(0.5 * (weighed / sft).item(), 6)
-    want = gradients(by_hand, weighed + share * sft)
+    share = round(0.5 * (weighted / sft).item(), 6)
+    want = gradients(by_hand, weighted + share * sft)
 
     model = tiny_model(architecture)
     side = StepContext(
@@ -184,8 +184,8 @@ def test_a_wpo_step_is_the_loss_times_weights_that_take_no_gradient(architecture
     store = Selection({}, np.arange(3))
     vars(store)["num_pairs"] = np.array([len(preference.pairs) for preference in several])
     metrics = step.read(store).metrics
-    assert metrics["preference_loss"] == pytest.approx(weighed.item(), rel=2e-5)
-    assert metrics["loss"] == pytest.approx((weighed + share * sft).item(), rel=2e-5)
+    assert metrics["preference_loss"] == pytest.approx(weighted.item(), rel=2e-5)
+    assert metrics["loss"] == pytest.approx((weighted + share * sft).item(), rel=2e-5)
     for parameter, gradient in want.items():
         off = (recorder.gradients[parameter] - gradient).abs().max()
         assert off <= 3e-5 * gradient.abs().max() + 1e-9, parameter

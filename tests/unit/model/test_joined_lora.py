@@ -19,7 +19,7 @@ def made(*size: int) -> torch.Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(6, 20), (20, 6), (8, 8)])
-def test_it_is_the_merged_layer_with_gradients_of_input_and_adapter(inputs, outputs, has_bias, compiled):
+def test_the_joined_product_equals_the_merged_layer_with_its_gradients(inputs, outputs, has_bias, compiled):
     torch.manual_seed(0)
     x, down, up = (one.requires_grad_() for one in (made(2, 5, inputs), made(3, inputs), made(outputs, 3)))
     weight, bias = made(outputs, inputs), made(outputs) if has_bias else None
@@ -44,7 +44,7 @@ def adapted(**settings) -> nn.ModuleDict:
     return model
 
 
-def test_layers_with_an_adapter_compute_as_peft_does_and_others_stay_as_they_are():
+def test_joined_layers_compute_the_same_as_peft_and_other_layers_are_unchanged():
     torch.manual_seed(0)
     model, x = adapted(init_lora_weights=False), torch.randn(4, 6)
     want = model["a"](x)

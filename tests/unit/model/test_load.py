@@ -1,4 +1,4 @@
-"""What is told wrong about a model before any of its weights load, and what is set right when they do."""
+"""Models that are refused before their weights load, and the settings that loading changes."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def folder(tmp_path):
     return shutil.copytree(tiny_model(), tmp_path / "model")
 
 
-def rewritten(folder, **changes):
+def rewrite_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
@@ -45,36 +45,36 @@ def refusal(**policy):
     return str(refused.value)
 
 
-def test_a_missing_directory_is_named():
+def test_a_missing_directory_is_refused_by_name():
     assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory."
 
 
-def test_a_directory_without_a_model_is_named(tmp_path):
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path):
     assert refusal(model_name=str(tmp_path)) == (
         f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     )
 
 
-def test_a_tokenizer_given_as_a_model_is_told_its_key(tmp_path):
+def test_the_refusal_of_a_tokenizer_given_as_a_model_names_the_tokenizer_key(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert refusal(model_name=str(tmp_path)).endswith(
-        f"so it is not a model. It is a tokenizer: policy.tokenizer.name={tmp_path} uses it."
+        f"so it is not a model. It is a tokenizer: to use it, set policy.tokenizer.name={tmp_path}."
     )
 
 
 def test_an_adapter_is_not_called_a_tokenizer(tmp_path):
-    # An export of adapters alone holds the tokenizer too.
+    # An exported adapter includes the tokenizer.
     for name in ("tokenizer.json", "adapter_config.json"):
         (tmp_path / name).write_text("{}")
     assert refusal(model_name=str(tmp_path)) == (
         f"policy.model_name = {tmp_path}: {tmp_path} holds no config.json, so it is not a model. It is an adapter: give its base "
-        "model here, and it as policy.lora.adapter."
+        f"model here, and set policy.lora.adapter={tmp_path}."
     )
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's directory, as far as it is known by its files."""
+    """A directory with the files by which a run is recognised."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("config.yaml", "rejects.jsonl", "metrics.jsonl"):
@@ -82,10 +82,10 @@ def run(tmp_path):
     return folder
 
 
-def test_a_run_given_as_a_model_leads_to_its_model(run):
+def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
     assert refusal(model_name=str(run)) == (
-        f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once it is finished. Finish it: "
-        f"tandem train --resume {run}"
+        f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
+        f"it: tandem train --resume {run}"
     )
     (run / "model").mkdir()
     assert refusal(model_name=str(run)) == (
@@ -93,13 +93,13 @@ def test_a_run_given_as_a_model_leads_to_its_model(run):
     )
     (run / "model" / "adapter_config.json").touch()
     assert refusal(model_name=str(run)) == (
-        f"policy.model_name = {run}: {run} is a run directory; its model is in {run}/model, and is an adapter. Give its base "
-        f"model here, and policy.lora.adapter={run}/model."
+        f"policy.model_name = {run}: {run} is a run directory; its model in {run}/model is an adapter. Give the adapter's base "
+        f"model here, and set policy.lora.adapter={run}/model."
     )
 
 
 @pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter", "reference.model"])
-def test_a_run_given_elsewhere_leads_to_its_model(run, key):
+def test_the_refusal_of_a_run_given_to_another_key_names_the_runs_model(run, key):
     (run / "model").mkdir()
     overrides = [f"{key}={run}", *(["policy.lora.enabled=true"] if "lora" in key else [])]
     with pytest.raises(ConfigError) as refused:
@@ -110,43 +110,45 @@ def test_a_run_given_elsewhere_leads_to_its_model(run, key):
     )
 
 
-def test_a_file_of_a_tokenizer_is_told_its_folder(tmp_path):
+def test_the_refusal_of_a_tokenizer_file_names_its_folder(tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     policy = Policy(tokenizer={"name": str(file)})
     with pytest.raises(ConfigError) as refused:
         find_tokenizer(policy, find_model(policy))
-    assert str(refused.value) == f"policy.tokenizer.name = {file}: a file of a tokenizer. Give its folder: {tmp_path}."
+    assert str(refused.value) == (
+        f"policy.tokenizer.name = {file}: this is one file of a tokenizer. Give its folder: {tmp_path}."
+    )
 
 
-def test_a_folder_that_is_not_here_without_a_hub_is_one_sentence(monkeypatch):
+def test_a_missing_folder_without_a_reachable_hub_is_refused_in_one_sentence(monkeypatch):
     def unreachable(*_, **__):
         raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known\nAn error happened")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     assert refusal(model_name="runs/tandem-1") == (
-        "policy.model_name = runs/tandem-1: there is no such folder here, the hub cannot be reached, and no copy of such a model "
-        "was fetched before. Check the path, or the name and the connection."
+        "policy.model_name = runs/tandem-1: there is no such folder here, the hub cannot be reached, and the cache holds no copy "
+        "from an earlier download. Check the path, or the name and the connection."
     )
 
 
-def test_a_hub_name_that_cannot_be_had_is_one_line(monkeypatch):
+def test_a_hub_name_that_does_not_exist_is_refused_in_one_line(monkeypatch):
     def refused(*_, **__):
         raise OSError("Repository Not Found\nCheck the name")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
     message = refusal(model_name="someone/something")
     assert message.startswith(
-        "policy.model_name = someone/something: neither a directory here nor to be had from the hub: "
+        "policy.model_name = someone/something: there is no such folder here, and the hub does not provide it: "
     )
     assert "\n" not in message
 
 
 def test_a_model_that_needs_its_own_code_is_refused(folder):
-    rewritten(folder, model_type="unheard_of", auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    rewrite_config(folder, model_type="unheard_of", auto_map={"AutoModelForCausalLM": "modeling.Model"})
     assert refusal(model_name=str(folder)) == (
         f"policy.model_name = {folder}: this model needs Python code from its own repository, which tandem does not run. "
-        "Use a model type that transformers knows."
+        "Use a model type that transformers supports."
     )
 
 
@@ -158,13 +160,13 @@ def test_pickled_weights_are_refused(folder):
     )
 
 
-def test_a_configuration_that_is_no_json_is_refused(folder):
+def test_a_configuration_that_is_not_json_is_refused(folder):
     (folder / "config.json").write_text("{")
     assert refusal(model_name=str(folder)).startswith(f"{folder}/config.json: not readable as JSON: ")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(folder, kind):
+def test_position_scaling_that_depends_on_the_row_is_refused_beyond_its_limit(folder, kind):
     config = find_model(Policy(model_name=str(folder))).config
     config.rope_parameters = {"rope_type": kind, "original_max_position_embeddings": 100}
     source = ModelSource("it", folder, config)
@@ -181,14 +183,14 @@ def test_position_scaling_that_reads_the_whole_row_is_refused_beyond_its_limit(f
 @pytest.mark.parametrize(
     ("max_positions", "rope"),
     [
-        # each type of layer has its own
+        # a separate entry for each type of layer
         (100, {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}),
         (800, {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 100}}),
-        # dynamic scaling begins where the model's positions end, whatever they were extended from
+        # dynamic scaling begins at max_position_embeddings, whatever the original number is
         (100, {"rope_type": "dynamic", "original_max_position_embeddings": 200}),
     ],
 )
-def test_position_scaling_of_some_layers_alone_is_found_too(folder, max_positions, rope):
+def test_position_scaling_of_only_some_layers_is_refused_too(folder, max_positions, rope):
     config = find_model(Policy(model_name=str(folder))).config
     config.max_position_embeddings, config.rope_parameters = max_positions, rope
     source = ModelSource("it", folder, config)
@@ -207,7 +209,7 @@ def test_position_scaling_of_some_layers_alone_is_found_too(folder, max_position
         ("cpu", {"compile": True}, "sdpa"),
     ],
 )
-def test_attention_goes_tree_by_tree_where_nothing_is_compiled(device, policy, kind):
+def test_attention_is_computed_tree_by_tree_on_an_uncompiled_cpu(device, policy, kind):
     assert attention_kind(Policy(**policy), torch.device(device)) == kind
 
 
@@ -215,20 +217,22 @@ def test_flex_attention_is_refused_on_the_cpu():
     with pytest.raises(ConfigError) as refused:
         attention_kind(Policy(attention="flex"), CPU)
     assert str(refused.value) == (
-        "policy.attention = flex: FlexAttention has no backward on the CPU. Use policy.attention=auto or sdpa."
+        "policy.attention = flex: FlexAttention has no backward pass on the CPU. Use policy.attention=auto or sdpa."
     )
 
 
-def test_dropout_and_jitter_are_switched_off_and_reported(folder):
-    source = find_model(Policy(model_name=str(rewritten(folder, attention_dropout=0.25, router_jitter_noise=0.01))))
+def test_dropout_and_jitter_are_disabled_and_reported(folder):
+    source = find_model(
+        Policy(model_name=str(rewrite_config(folder, attention_dropout=0.25, router_jitter_noise=0.01)))
+    )
     assert dropouts(source.config) == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
     policy = load_policy(source, Policy(), CPU)
     assert not any(module.training for module in policy.model.modules())
 
 
 @pytest.mark.parametrize("mode", ["batch", "none"])
-def test_a_model_with_dropout_computes_the_same_twice_with_gradients_too(folder, mode):
-    source = find_model(Policy(model_name=str(rewritten(folder, attention_dropout=0.25))))
+def test_a_model_with_dropout_computes_the_same_twice_even_with_gradients(folder, mode):
+    source = find_model(Policy(model_name=str(rewrite_config(folder, attention_dropout=0.25))))
     policy = load_policy(source, Policy(packing=Packing(mode=mode)), CPU)
     preference = random_preference(np.random.default_rng(0))
     pack = lay_out([0], [preference], length=128, arrangement="shared" if mode == "batch" else "separate")
@@ -239,14 +243,14 @@ def test_a_model_with_dropout_computes_the_same_twice_with_gradients_too(folder,
 @pytest.mark.parametrize(
     ("renamed", "num_missing", "first"),
     [
-        # as a classifier or a trunk is saved: without the head
+        # a saved classifier or trunk: without the head
         ({"lm_head.weight": None}, "1 of its 21", "lm_head.weight"),
-        # as a compiled module is saved
+        # a saved compiled module
         ({"": "_orig_mod."}, "21 of its 21", "lm_head.weight"),
         ({"model.layers.1.mlp.up_proj.weight": None}, "1 of its 21", "model.layers.1.mlp.up_proj.weight"),
     ],
 )
-def test_weights_that_no_file_holds_are_not_drawn_at_random(tmp_path, renamed, num_missing, first):
+def test_a_model_with_weights_in_no_file_is_refused_instead_of_made_random(tmp_path, renamed, num_missing, first):
     AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
     ((start, other),) = renamed.items()
     file = tmp_path / "model.safetensors"
@@ -260,8 +264,8 @@ def test_weights_that_no_file_holds_are_not_drawn_at_random(tmp_path, renamed, n
     with pytest.raises(ConfigError) as error:
         load_policy(find_model(policy), policy, torch.device("cpu"))
     assert str(error.value) == (
-        f"policy.model_name = {tmp_path}: {num_missing} weights are in none of its files, such as {first}, and would be random "
-        "numbers. Is it a causal language model, saved complete, under the names that transformers gives its weights?"
+        f"policy.model_name = {tmp_path}: {num_missing} weights, such as {first}, are in none of its files and would be random. "
+        "Is it a causal language model, saved completely, with the weight names that transformers uses?"
     )
 
 
@@ -272,7 +276,7 @@ def test_a_tied_head_is_not_missing(tmp_path):
     load_policy(find_model(policy), policy, torch.device("cpu"))
 
 
-def test_weights_load_as_float32_whatever_they_are_on_disk(folder):
+def test_weights_load_as_float32_whatever_their_dtype_on_disk(folder):
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
@@ -281,7 +285,7 @@ def test_weights_load_as_float32_whatever_they_are_on_disk(folder):
     assert {p.dtype for p in load_policy(source, Policy(), CPU).parameters()} == {torch.float32}
 
 
-def test_quantised_weights_are_not_trained_in_part(folder):
+def test_a_quantised_model_is_refused_instead_of_trained_in_part(folder):
     from safetensors.torch import load_file, save_file
     from transformers.integrations.bitnet import pack_weights
 
@@ -290,24 +294,24 @@ def test_quantised_weights_are_not_trained_in_part(folder):
         weights[name.replace(".weight", ".weight_scale")] = torch.ones(1)
         weights[name] = pack_weights(weights[name].sign())
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    rewritten(folder, quantization_config={"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]})
+    rewrite_config(folder, quantization_config={"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]})
     with pytest.raises(ConfigError) as refused:
         load_policy(find_model(Policy(model_name=str(folder))), Policy(), CPU)
     assert str(refused.value) == (
-        f"policy.model_name = {folder}: its weights are quantised (bitnet), and quantised weights are not trained: only its "
-        "embeddings and norms would be. Give the model that it was made of."
+        f"policy.model_name = {folder}: its weights are quantised (bitnet), so only its embeddings and norms would be trained. "
+        "Give the model that it was quantised from."
     )
 
 
-def test_an_export_of_plain_weights_does_not_call_them_quantised(folder, tmp_path):
-    # gpt-oss is published in MXFP4, and loads in bfloat16 where there are no kernels for that.
-    source = find_model(Policy(model_name=str(rewritten(folder, quantization_config={"quant_method": "mxfp4"}))))
+def test_an_export_of_plain_weights_is_not_marked_as_quantised(folder, tmp_path):
+    # gpt-oss is published in MXFP4, and loads in bfloat16 where MXFP4 kernels are missing.
+    source = find_model(Policy(model_name=str(rewrite_config(folder, quantization_config={"quant_method": "mxfp4"}))))
     model = AutoModelForCausalLM.from_config(find_model(Policy(model_name="embedded")).config)
     _save(model, source.config, model.state_dict(), tmp_path / "export", torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
 
 
-def test_the_fingerprint_follows_content_and_not_names(folder, tmp_path):
+def test_the_fingerprint_depends_on_content_and_not_on_the_path(folder, tmp_path):
     def of(path):
         return weights_fingerprint(find_model(Policy(model_name=str(path))))
 
@@ -320,7 +324,7 @@ def test_the_fingerprint_follows_content_and_not_names(folder, tmp_path):
     assert of(folder) != before
 
 
-def test_windows_are_those_of_the_layers():
+def test_windows_of_returns_the_windows_of_all_layers_and_none():
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny_config("gemma3_text"))
@@ -328,12 +332,12 @@ def test_windows_are_those_of_the_layers():
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path):
-    small = rewritten(shutil.copytree(folder, tmp_path / "small"), vocab_size=300)
+    small = rewrite_config(shutil.copytree(folder, tmp_path / "small"), vocab_size=300)
     with pytest.raises(ConfigError, match=r"the tokenizer gives token id \d+, but the model knows only 300 tokens"):
         set_up(Config(policy=Policy(model_name=str(small))), CPU)
 
 
-def test_stopping_workers_twice_is_harmless():
+def test_leaving_the_process_group_twice_is_harmless():
     leave_process_group()
     leave_process_group()
     assert not torch.distributed.is_initialized()

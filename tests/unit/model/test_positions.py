@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.load import load_config
 from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError
-from tandem.model.checks.positions import check_positions, long_sequences, position_limit
+from tandem.model.checks.positions import check_positions, long_sequence_warnings, position_limit
 from tandem.model.files.source import ModelSource
 from tandem.model.files.tiny import tiny_model
 from tandem.train import trainer
@@ -48,7 +48,7 @@ def source(architecture="llama", key="policy.model_name", **changes):
             },
             400,
         ),
-        # without a factor, the two numbers give it
+        # without a factor, it follows from the two numbers
         (
             "llama",
             {
@@ -85,30 +85,30 @@ def source(architecture="llama", key="policy.model_name", **changes):
         ),
     ],
 )
-def test_the_limit_is_the_extended_number(architecture, changes, limit):
+def test_the_position_limit_is_the_extended_number(architecture, changes, limit):
     assert position_limit(tiny_config(architecture, **changes)) == limit
 
 
-def test_a_model_without_a_number_has_no_limit():
+def test_a_model_whose_configuration_has_no_number_of_positions_has_no_limit():
     assert position_limit(AutoConfig.for_model("bloom")) is None
     assert position_limit(AutoConfig.for_model("gpt2", n_positions=7)) == 7
 
 
-def test_sequences_longer_than_a_model_was_made_for_are_counted_and_warned_of():
+def test_a_warning_counts_the_sequences_longer_than_a_model_was_trained_for():
     model = source(max_position_embeddings=100)
-    assert long_sequences(sets(100, 99), model, None) == []
+    assert long_sequence_warnings(sets(100, 99), model, None) == []
     other = source(max_position_embeddings=200, key="reference.model")
-    found = long_sequences(sets(100, 101, 1300, default=[40], held=[120]), model, other)
+    found = long_sequence_warnings(sets(100, 101, 1300, default=[40], held=[120]), model, other)
     assert found == [
         "policy.model_name = it: 2 of 3 preferences in train are too long for it: the longest has 1,300 tokens, and the model "
-        "was made for 100 (max_position_embeddings): beyond that its log-probabilities mean little. "
-        "policy.max_total_sequence_length=100 leaves such preferences to data.overlong.",
+        "was trained for 100 (max_position_embeddings): beyond that its log-probabilities are unreliable. With "
+        "policy.max_total_sequence_length=100, data.overlong decides what happens to such preferences.",
         "policy.model_name = it: 1 of 1 preferences in validation-held are too long for it: the longest has 120 tokens, and the "
-        "model was made for 100 (max_position_embeddings): beyond that its log-probabilities mean little. "
-        "policy.max_total_sequence_length=100 leaves such preferences to data.overlong.",
+        "model was trained for 100 (max_position_embeddings): beyond that its log-probabilities are unreliable. With "
+        "policy.max_total_sequence_length=100, data.overlong decides what happens to such preferences.",
         "reference.model = it: 1 of 3 preferences in train are too long for it: the longest has 1,300 tokens, and the model was "
-        "made for 200 (max_position_embeddings): beyond that its log-probabilities mean little. "
-        "policy.max_total_sequence_length=200 leaves such preferences to data.overlong.",
+        "trained for 200 (max_position_embeddings): beyond that its log-probabilities are unreliable. With "
+        "policy.max_total_sequence_length=200, data.overlong decides what happens to such preferences.",
     ]
 
 
@@ -125,7 +125,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_positions_that_are_looked_up_are_refused_beyond_the_table(kind):
+def test_sequences_longer_than_a_table_of_positions_are_refused(kind):
     model = ModelSource("it", tiny_model(), AutoConfig.for_model(kind, vocab_size=96, **TABLES[kind]))
     check_positions(sets(100), model, None)
     with pytest.raises(ConfigError) as refused:
@@ -137,7 +137,7 @@ def test_positions_that_are_looked_up_are_refused_beyond_the_table(kind):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox"])
-def test_positions_that_are_computed_are_not_refused(architecture):
+def test_long_sequences_are_not_refused_if_positions_are_computed(architecture):
     check_positions(sets(600), source(architecture))
 
 
@@ -153,7 +153,7 @@ def test_a_table_of_positions_is_checked_before_weights_load(tmp_path):
     assert str(refused.value).endswith(
         "and the model has no positions beyond 100. Set policy.max_total_sequence_length=100."
     )
-    # what is advised is enough
+    # the advised setting works
     data = ["data.overlong=drop", "data.max_filtered_share=1"]
     overrides = [*overrides, *data, "policy.max_total_sequence_length=100"]
     set_up(load_config(None, overrides).config, torch.device("cpu"))
@@ -165,9 +165,9 @@ def test_a_run_warns_of_long_sequences_and_of_settings_far_from_the_paper(tmp_pa
     (folder / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 120}))
     overrides = [f"policy.model_name={folder}", "data.train.data_path=embedded", "dpo.preference_loss=simpo"]
     setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
-    said: list[str] = []
-    trainer._warn_of_settings(setup, SimpleNamespace(warn=said.append))  # type: ignore[arg-type]
-    assert [text.partition(":")[0] for text in said] == [
+    warnings: list[str] = []
+    trainer._warn_of_settings(setup, SimpleNamespace(warn=warnings.append))  # type: ignore[arg-type]
+    assert [text.partition(":")[0] for text in warnings] == [
         "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv",
-        *[f"policy.model_name = {folder}"] * 2,  # of the training set and of the validation set
+        *[f"policy.model_name = {folder}"] * 2,  # one for the training set, one for the validation set
     ]

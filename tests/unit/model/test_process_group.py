@@ -1,4 +1,4 @@
-"""Where the ranks of a run listen: at the loopback address alone, if all of them are on one machine."""
+"""Ranks listen only on the loopback address if all of them are on one machine."""
 
 import os
 import socket
@@ -15,11 +15,11 @@ NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT",
 
 @pytest.fixture
 def given(monkeypatch):
-    """Sets what a launcher gives a rank, and nothing else."""
+    """Sets exactly the environment variables that a launcher gives a rank."""
 
     def give(**variables: str) -> None:
         for name in (*NAMES, "GLOO_SOCKET_IFNAME"):
-            monkeypatch.setenv(name, "")  # so that it is taken back, whoever sets it
+            monkeypatch.setenv(name, "")  # so that it is restored after the test, whoever sets it
             monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -49,14 +49,14 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
     ],
     ids=["alone", "torchrun", "localhost", "IPv6", "two machines", "another address", "the user's choice"],
 )
-def test_gloo_is_bound_to_the_loopback_interface_if_all_ranks_are_here(given, variables, interface):
+def test_gloo_uses_the_loopback_interface_if_all_ranks_are_on_this_machine(given, variables, interface):
     given(**variables)
     stay_on_loopback()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_store_of_the_first_rank_listens_at_the_loopback_address_alone(given):
+def test_the_store_of_the_first_rank_listens_only_on_the_loopback_address(given):
     given(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     store = loopback_store()
     assert store is not None
@@ -80,18 +80,18 @@ def test_the_store_of_the_first_rank_listens_at_the_loopback_address_alone(given
     ],
     ids=["alone", "two machines", "torchrun's store"],
 )
-def test_torch_finds_the_store_where_it_is_not_ours(given, variables):
+def test_torch_provides_the_store_if_it_is_not_needed_or_not_on_loopback(given, variables):
     given(**variables)
     assert loopback_store() is None
 
 
-def test_a_port_in_use_is_refused_with_what_to_do(given):
+def test_a_port_in_use_is_refused_with_advice(given):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         given(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with pytest.raises(MachineError) as refused:
             loopback_store()
     assert str(refused.value) == (
-        f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: the ranks cannot meet there (Address already in use). Choose "
-        "another port."
+        f"MASTER_ADDR = 127.0.0.1, MASTER_PORT = {port}: the first rank cannot listen there (Address already in use). "
+        "Choose another port."
     )

@@ -1,9 +1,9 @@
-"""A cached reference is read only where its values belong to the tokens, whoever wrote its manifest."""
+"""A cached reference is used only if it has one finite value per token, whoever wrote its manifest."""
 
 import numpy as np
 import pytest
 
-from tandem.model.reference import is_sound
+from tandem.model.reference import is_intact
 from tandem.storage.cache import write_manifest
 
 
@@ -13,9 +13,9 @@ def written(place, values: bytes) -> None:
     write_manifest(place, version=1)
 
 
-def test_a_reference_with_a_finite_value_for_every_token_is_sound(tmp_path):
+def test_a_reference_with_a_finite_value_for_every_token_is_intact(tmp_path):
     written(tmp_path / "reference", np.array([-1, -2, -3], np.float32).tobytes())
-    assert is_sound(tmp_path / "reference", 3)
+    assert is_intact(tmp_path / "reference", 3)
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def test_a_reference_with_a_finite_value_for_every_token_is_sound(tmp_path):
         np.array([-1, -2, -np.inf], np.float32).tobytes(),
     ],
 )
-def test_a_reference_with_other_values_is_moved_aside_to_be_computed_again(tmp_path, values):
+def test_a_reference_with_wrong_values_is_moved_aside_to_be_computed_again(tmp_path, values):
     written(tmp_path / "reference", values)
-    assert not is_sound(tmp_path / "reference", 3)
+    assert not is_intact(tmp_path / "reference", 3)
     assert not (tmp_path / "reference").exists()
-    assert is_sound(tmp_path / "reference", 3) is False
+    assert is_intact(tmp_path / "reference", 3) is False
 
 
 def test_a_reference_without_its_values_is_moved_aside(tmp_path):
     (tmp_path / "reference").mkdir()
     write_manifest(tmp_path / "reference", version=1)
-    assert not is_sound(tmp_path / "reference", 3)
+    assert not is_intact(tmp_path / "reference", 3)

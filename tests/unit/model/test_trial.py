@@ -1,4 +1,4 @@
-"""A model that cannot be trained, or not in packs, is refused by one sentence: most before its weights load."""
+"""Models that cannot be trained, or not in packs, are refused in one message, most of them before their weights load."""
 
 import json
 
@@ -28,7 +28,7 @@ def policy(model="it", *, mode="batch", **settings):
 
 
 def made(folder, model_type, **changes):
-    """A tiny model of a type, some of its configuration changed."""
+    """A tiny model of a type, with some settings changed."""
     folder.mkdir()
     make_model(folder, model_type)
     config = json.loads((folder / "config.json").read_text())
@@ -55,10 +55,10 @@ def source_of(model_type, **changes):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", ["t5", "qwen2_vl", "mistral3", "musicgen", "blt"])
-def test_what_is_not_a_causal_model_is_refused_before_weights_load(model_type, mode):
+def test_a_model_that_is_not_causal_is_refused_before_weights_load(model_type, mode):
     assert refusal(check_packable, source_of(model_type), policy(mode=mode)) == (
-        f"policy.model_name = it: model type {model_type!r} is not a causal language model that transformers knows. Choose a "
-        "model that continues text."
+        f"policy.model_name = it: model type {model_type!r} is not a causal language model in transformers. Choose a model that "
+        "generates text."
     )
 
 
@@ -67,27 +67,27 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path, mode):
     folder = made(tmp_path / "model", "bert")
     message = refusal(loaded, folder, mode)
     assert message.startswith(
-        f"policy.model_name = {folder}: not a causal language model: a later token changes the log-probabilities of those "
-        "before it by 0."
+        f"policy.model_name = {folder}: not a causal language model: a later token changes the log-probabilities of earlier ones "
+        "by 0."
     )
-    assert message.endswith("nats. Its configuration says is_decoder=false. Choose a model that continues text.")
+    assert message.endswith("nats. Its configuration has is_decoder=false. Choose a model that generates text.")
 
 
 @pytest.mark.parametrize(
     ("model_type", "model_class"),
     [("falcon", "FalconForCausalLM"), ("gptj", "GPTJForCausalLM"), ("gpt_neo", "GPTNeoForCausalLM")],
 )
-def test_attention_chosen_by_class_is_refused_packed_and_exact_unpacked(tmp_path, model_type, model_class):
+def test_a_model_with_fixed_attention_is_refused_packed_and_exact_unpacked(tmp_path, model_type, model_class):
     folder = made(tmp_path / "model", model_type)
     assert refusal(loaded, folder, "batch") == (
         f"policy.model_name = {folder}: the attention of {model_class} in transformers cannot be replaced, so packed sequences "
-        "would see each other. Train it unpacked: policy.packing.mode=none."
+        "would attend to each other. Train it unpacked: policy.packing.mode=none."
     )
     assert difference_to_plain(loaded(folder, "none")) < 2e-6
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "nemotron"])
-def test_layers_that_do_not_pass_the_mask_on_are_refused_packed_and_exact_unpacked(tmp_path, model_type):
+def test_a_model_that_does_not_pass_the_mask_on_is_refused_packed_and_exact_unpacked(tmp_path, model_type):
     folder = made(tmp_path / "model", model_type)
     assert refusal(loaded, folder, "batch") == (
         f"policy.model_name = {folder}: this model's layers do not pass the pack's mask on to attention. Train it with "
@@ -98,11 +98,11 @@ def test_layers_that_do_not_pass_the_mask_on_are_refused_packed_and_exact_unpack
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
-def test_is_exact_in_either_mode(tmp_path, model_type, mode):
+def test_models_with_special_attention_or_routers_are_exact_packed_and_unpacked(tmp_path, model_type, mode):
     assert difference_to_plain(loaded(made(tmp_path / "model", model_type), mode)) < 2e-6
 
 
-def test_the_trial_takes_every_kind_of_attention(tmp_path):
+def test_the_trial_passes_with_every_kind_of_attention(tmp_path):
     folder = made(tmp_path / "model", "llama")
     for attention, share_prompts in (("varlen", False), ("sdpa", True)):
         packing = Packing(share_prompts=share_prompts)
@@ -115,8 +115,8 @@ def test_a_model_without_sdpa_is_loaded_unpacked_with_eager_attention(tmp_path):
     assert policy.model.config._attn_implementation == "eager"
 
 
-def test_experts_are_never_sampled_and_the_published_jitter_decides(tmp_path):
-    """PhiMoE's router compares scores by its jitter in evaluation too, and samples experts in training mode."""
+def test_experts_are_never_sampled_and_the_published_jitter_is_kept(tmp_path):
+    """PhiMoE's router uses its jitter as a margin in evaluation too, and samples experts only in training mode."""
     folder = made(tmp_path / "model", "phimoe", router_jitter_noise=0.3)
     policy = loaded(folder, "batch")
     assert not policy.model.training
@@ -128,27 +128,27 @@ def test_experts_are_never_sampled_and_the_published_jitter_decides(tmp_path):
     torch.testing.assert_close(policy.plain_logps(ids[0, :10], ids[0, 10:]), want[:, 0], atol=2e-5, rtol=0)
 
 
-def test_chunks_shorter_than_the_sequences_are_refused_packed():
+def test_attention_chunks_shorter_than_the_sequences_are_refused_packed():
     source = source_of("llama4_text", attention_chunk_size=128)
     assert refusal(check_packable, source, policy()) == (
-        "policy.model_name = it: its attention works in chunks of 128 tokens, which packs do not have. Set "
+        "policy.model_name = it: its attention works in chunks of 128 tokens, which packing does not support. Set "
         "policy.max_total_sequence_length=128 or less, or policy.packing.mode=none."
     )
     check_packable(source, policy(mode="none"))
     check_packable(source_of("llama4_text", attention_chunk_size=256), policy())
 
 
-def test_attention_that_selects_its_tokens_is_refused_packed():
+def test_sparse_attention_is_refused_packed():
     assert refusal(check_packable, source_of("deepseek_v32"), policy()) == (
-        "policy.model_name = it: its attention selects the tokens that it sees (index_topk), which packs cannot pass on to it. "
-        "Train it unpacked: policy.packing.mode=none."
+        "policy.model_name = it: its attention selects the tokens that it attends to (index_topk), which packing does not "
+        "support. Train it unpacked: policy.packing.mode=none."
     )
 
 
-def test_a_window_that_only_the_mask_has_is_refused_where_sequences_are_longer(tmp_path):
+def test_a_window_that_only_the_models_mask_has_is_refused_for_longer_sequences(tmp_path):
     folder = made(tmp_path / "model", "phimoe", sliding_window=100)
     assert refusal(loaded, folder, "batch") == (
-        f"policy.model_name = {folder}: 0 of 4 layers pass their window of 100 tokens on to attention, so in a pack the others "
+        f"policy.model_name = {folder}: only 0 of 4 layers pass their window of 100 tokens to attention, so in a pack the others "
         "would see further back. Set policy.max_total_sequence_length=100 or less, or policy.packing.mode=none."
     )
     config = json.loads((folder / "config.json").read_text())
@@ -156,7 +156,7 @@ def test_a_window_that_only_the_mask_has_is_refused_where_sequences_are_longer(t
     loaded(folder, "batch")
 
 
-def test_what_transformers_cannot_build_is_refused(tmp_path):
+def test_a_model_that_transformers_cannot_build_is_refused(tmp_path):
     folder = made(tmp_path / "model", "diffllama", attention_dropout=0.1)
     given = policy(folder, activation_checkpointing="full")
     assert refusal(check_layers, find_model(given), given, 1) == (
@@ -166,14 +166,14 @@ def test_what_transformers_cannot_build_is_refused(tmp_path):
     )
 
 
-def test_weights_of_another_shape_are_refused(tmp_path):
+def test_weights_of_the_wrong_shape_are_refused(tmp_path):
     folder = made(tmp_path / "model", "llama", intermediate_size=40)
     message = refusal(loaded, folder, "none")
     assert message.startswith(f"policy.model_name = {folder}: transformers cannot load it (RuntimeError: ")
     assert message.endswith("Choose another model, or download it again.")
 
 
-def test_an_error_that_is_not_known_is_refused_by_one_sentence(tmp_path, monkeypatch):
+def test_an_unexpected_error_in_a_model_becomes_one_message(tmp_path, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaModel
 
     def failing(*given, **named):
@@ -182,60 +182,62 @@ def test_an_error_that_is_not_known_is_refused_by_one_sentence(tmp_path, monkeyp
     folder = made(tmp_path / "model", "llama")
     monkeypatch.setattr(LlamaModel, "forward", failing)
     message = refusal(loaded, folder, "batch")
-    assert message.startswith(f"policy.model_name = {folder}: a few tokens through LlamaForCausalLM of transformers 5.")
-    assert message.endswith("end in KeyError: 'nothing'. Try policy.packing.mode=none.")
-    assert refusal(loaded, folder, "none").endswith("end in KeyError: 'nothing'. Choose another model.")
+    assert message.startswith(
+        f"policy.model_name = {folder}: running a few tokens through LlamaForCausalLM of transformers 5."
+    )
+    assert message.endswith("failed (KeyError: 'nothing'). Try policy.packing.mode=none.")
+    assert refusal(loaded, folder, "none").endswith("failed (KeyError: 'nothing'). Choose another model.")
 
 
-def test_a_model_s_own_mask_is_not_ignored():
+def test_a_models_own_mask_is_refused_in_packs():
     query = torch.zeros(1, 1, 4, 8)
     with pytest.raises(TandemError) as refused:
         attend(torch.nn.Module(), query, query, query, torch.ones(4, 4), pack=object())  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "this model's attention has a mask of its own, which packing does not know and must not ignore. Train it with "
+        "this model's attention uses its own mask, which packing does not support and must not ignore. Train it with "
         "policy.packing.mode=none."
     )
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers", "message"),
+    ("settings", "num_ranks", "message"),
     [
         ({"activation_checkpointing": "full"}, 1, "policy.activation_checkpointing = full: {} Leave it out."),
         ({"compile": True}, 1, "policy.compile = true: {} Use policy.compile=auto."),
-        ({}, 2, "2 workers: {} Train it with one."),
+        ({}, 2, "2 ranks: {} Train it with one rank."),
     ],
 )
-def test_a_multimodal_model_s_layers_are_refused_where_they_are_needed(settings, ranks, message):
-    why = "needs the list of a model's layers, which it (model type gemma3) does not have where other models have it."
+def test_settings_that_need_the_list_of_layers_are_refused_for_a_model_without_one(settings, num_ranks, message):
+    why = "needs a model with a list of layers in the usual place, which it (model type gemma3) does not have."
     source = ModelSource("it", None, tiny_config("gemma3"))  # type: ignore[arg-type]
-    assert refusal(check_layers, source, policy(**settings), ranks) == message.format(why)
+    assert refusal(check_layers, source, policy(**settings), num_ranks) == message.format(why)
 
 
-def test_layers_are_looked_for_before_weights_load(tmp_path):
+def test_a_model_without_a_list_of_layers_is_refused_before_weights_load(tmp_path):
     model = made(tmp_path / "model", "gemma3")
     template = {"chat_template": str(embedded_model() / "chat_template.jinja")}
     given = Policy(model_name=str(model), activation_checkpointing="full", tokenizer=template)
     assert refusal(set_up, Config(policy=given), CPU).startswith(
-        "policy.activation_checkpointing = full: needs the list"
+        "policy.activation_checkpointing = full: needs a model with a list of layers"
     )
 
 
-def test_the_layers_of_a_reference_that_is_another_model_are_looked_for_too(tmp_path):
+def test_a_reference_model_without_a_list_of_layers_is_refused_too(tmp_path):
     model = model_folder(tmp_path / "reference", "gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=2048)
     given = {"policy": Policy(activation_checkpointing="full"), "reference": {"model": str(model)}}
     assert refusal(set_up, Config(**given), CPU) == (
-        f"policy.activation_checkpointing = full: needs the list of a model's layers, which {model} (model type gpt2) does not "
-        "have where other models have it. Leave it out."
+        f"policy.activation_checkpointing = full: needs a model with a list of layers in the usual place, which {model} (model "
+        "type gpt2) does not have. Leave it out."
     )
 
 
-def test_without_a_list_of_layers_nothing_is_compiled_unless_asked_for():
+def test_check_layers_says_whether_a_model_has_a_list_of_layers():
     assert not check_layers(ModelSource("it", None, tiny_config("gemma3")), policy(), 1)  # type: ignore[arg-type]
     assert check_layers(ModelSource("it", None, tiny_config("llama4_text")), policy(), 1)  # type: ignore[arg-type]
 
 
 def difference_to_plain(policy):
-    """Largest difference of a token in rows to the plain forward, in nats."""
+    """Mean difference per token between rows and the plain forward, in nats."""
     rng = np.random.default_rng(0)
     preferences = [random_preference(rng, max_prompt=20, max_completion=20) for _ in range(3)]
     arrangement = "shared" if policy.packed else "separate"

@@ -1,4 +1,4 @@
-"""The runs of tokens that a pack without shared prompts is made of."""
+"""The runs of tokens in packs without shared prompts, and the attention within them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def pack(length: int, *, prompt: int = 3, completions: tuple[int, int] = (2, 4))
     return lay_out([0], [sized], length=length, arrangement="repeated")
 
 
-def test_every_sequence_is_a_run_and_filler_is_cut_short():
+def test_every_sequence_is_a_run_and_filler_is_cut_into_short_runs():
     assert bounds(pack(12)) == [0, 5, 12]
     assert bounds(pack(16)) == [0, 5, 12, 16]
     assert bounds(pack(12 + 2 * FILLER_RUN + 7)) == [
@@ -52,26 +52,26 @@ def test_every_sequence_is_a_run_and_filler_is_cut_short():
 
 
 def test_a_run_ends_with_its_row():
-    # A preference that is longer than a row has one row for each sequence: 5 + 3 of filler, 7 + 1.
+    # A preference longer than a row gets one row per sequence: 5 tokens + 3 of filler, 7 + 1.
     assert bounds(pack(8)) == [0, 5, 8, 15, 16]
     assert bounds(pack(12), pack(12)) == [0, 5, 12, 17, 24]
-    full = replace(pack(12), tree=np.zeros((1, 12), np.int64))  # one tree, numbered alike in both rows
+    full = replace(pack(12), tree=np.zeros((1, 12), np.int64))  # one tree with the same number in both rows
     assert bounds(full, full) == [0, 12, 24]
 
 
 @pytest.mark.parametrize(("size", "longest"), [(1, 128), (125, 128), (126, 256), (500, 512), (509, 512), (510, 1024)])
-def test_the_longest_run_is_rounded_up_so_that_few_lengths_occur(size, longest):
+def test_the_length_of_the_longest_run_is_rounded_up_to_a_power_of_two(size, longest):
     assert runs_of(pack(2048, completions=(size, size)), None, CPU).longest == longest
 
 
-def test_no_position_is_left_without_a_number():
+def test_attention_is_finite_at_every_position():
     runs = runs_of(pack(300), 2, CPU)
     query, key = torch.randn(1, 4, 300, 8), torch.randn(1, 2, 300, 8)
     assert attend_runs(query, key, key, runs, None).isfinite().all()
 
 
 @pytest.mark.parametrize("packing", ["{share_prompts: true}", "{mode: none}"])
-def test_varlen_needs_packs_in_which_nothing_is_shared(packing):
+def test_varlen_is_refused_with_shared_prompts_or_without_packing(packing):
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["policy.attention=varlen", f"policy.packing={packing}"])
     assert str(caught.value) == (
@@ -81,7 +81,7 @@ def test_varlen_needs_packs_in_which_nothing_is_shared(packing):
 
 
 @pytest.mark.parametrize("kind", ["flex", "sdpa"])
-def test_attention_of_packs_is_refused_where_nothing_is_packed(kind):
+def test_attention_for_packs_is_refused_without_packing(kind):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"policy.attention={kind}", "policy.packing.mode=none"])
     assert str(caught.value) == (
@@ -93,27 +93,27 @@ def test_attention_of_packs_is_refused_where_nothing_is_packed(kind):
 @pytest.mark.parametrize(
     ("changes", "device", "message"),
     [
-        ({"compile": True}, "cpu", "without a GPU its layers cannot be compiled. Leave out policy.compile."),
+        ({"compile": True}, "cpu", "without a GPU, layers with it cannot be compiled. Leave out policy.compile."),
         ({}, "cuda", "its kernels compute in bfloat16. Use policy.attention=flex."),
     ],
 )
-def test_what_the_kernels_do_not_do_is_refused(changes, device, message):
+def test_settings_that_the_varlen_kernels_do_not_support_are_refused(changes, device, message):
     policy = Policy(attention="varlen", packing=Packing(share_prompts=False), **changes)
     with pytest.raises(ConfigError) as caught:
         check_varlen(find_model(policy), policy, "float32", torch.device(device))
     assert str(caught.value) == f"policy.attention = varlen: {message}"
 
 
-def test_a_model_that_caps_its_scores_is_refused():
+def test_varlen_is_refused_for_a_model_that_caps_its_scores():
     policy = Policy(attention="varlen", packing=Packing(share_prompts=False))
     with pytest.raises(ConfigError) as caught:
         check_varlen(ModelSource("gemma", Path(), tiny_config("gemma2")), policy, "bfloat16", CPU)
     assert str(caught.value) == (
-        "policy.attention = varlen: the attention of gemma caps its scores or has sinks, which these kernels do not know. Use "
+        "policy.attention = varlen: the attention of gemma caps its scores or has sinks, which these kernels do not support. Use "
         "policy.attention=auto."
     )
 
 
-def test_a_run_without_shared_prompts_is_set_up():
+def test_varlen_repeats_prompts():
     given = ["policy.attention=varlen", "policy.packing.share_prompts=false"]
     assert set_up(load_config(None, given).config, CPU).train.arrangement == "repeated"

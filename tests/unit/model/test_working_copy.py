@@ -1,4 +1,4 @@
-"""On one worker: bfloat16 copies of float32 weights to compute with."""
+"""Training on a single rank with bfloat16 copies of float32 weights."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.config.load import load_config
-from tandem.model.distributed.layers import frozen, shard
+from tandem.model.distributed.layers import freeze, shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.load import load_policy
 from tandem.model.precision import working_copy
@@ -44,7 +44,7 @@ def policy(setup, ranks):
 
 
 def run(policy, packs, device):
-    """Log-probabilities and gradients of packs, one after another."""
+    """Return the log-probabilities of packs and the sum of their gradients."""
     logps = []
     with policy.computing():
         for pack in packs:
@@ -55,10 +55,10 @@ def run(policy, packs, device):
     return logps, [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
 
 
-@pytest.mark.parametrize("at_once", [1, 20_000, working_copy.AT_ONCE])
-def test_one_worker_computes_what_each_of_several_does_to_the_bit(setup, ranks, packs, policy, monkeypatch, at_once):
-    monkeypatch.setattr(working_copy, "AT_ONCE", at_once)
-    # on a mesh of one, so that there is nothing to add up
+@pytest.mark.parametrize("max_pending", [1, 20_000, working_copy.MAX_PENDING_GRADIENTS])
+def test_a_single_rank_computes_the_same_bits_as_each_of_several(setup, ranks, packs, policy, monkeypatch, max_pending):
+    monkeypatch.setattr(working_copy, "MAX_PENDING_GRADIENTS", max_pending)
+    # sharded over a mesh of one, so that there is nothing to add up
     several = SimpleNamespace(count=2, mesh=ranks.mesh, device=ranks.device)
     other = load_policy(setup.source, setup.config.policy, ranks.device)
     other = shard(other, several, bfloat16=True)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_copies_follow_the_weights(policy, packs, ranks):
     assert not torch.allclose(before, after)
 
 
-def test_held_in_held_is_held_once(policy, packs, ranks):
+def test_a_nested_computing_context_keeps_the_same_copies(policy, packs, ranks):
     with torch.no_grad(), policy.computing():
         outer = [parameter.data_ptr() for parameter in policy.parameters()]
         policy.plain_logps(torch.tensor([5, 6]), torch.tensor([7]))
@@ -93,23 +93,23 @@ def test_held_in_held_is_held_once(policy, packs, ranks):
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
 
 
-def test_weights_are_back_where_computing_fails(policy):
+def test_the_weights_are_restored_if_computing_fails(policy):
     with pytest.raises(ZeroDivisionError), policy.computing():
         _ = 1 / 0
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
 
 
-def test_a_forward_with_gradients_alone_is_refused(policy, packs, ranks):
-    with pytest.raises(RuntimeError, match="both belong under `computing`"):
+def test_a_forward_with_gradients_outside_computing_is_refused(policy, packs, ranks):
+    with pytest.raises(RuntimeError, match="must both run inside the same `computing` context"):
         policy(policy.inputs(packs[0], ranks.device))
 
 
-def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, ranks):
+def test_a_frozen_policy_keeps_only_its_copies(policy, packs, ranks):
     inputs = policy.inputs(packs[0], ranks.device)
     with torch.no_grad():
         before = policy(inputs)
     weights = [weakref.ref(parameter) for parameter in policy.parameters()]
-    kept = frozen(policy)
+    kept = freeze(policy)
     gc.collect()
     assert not any(weight() is not None for weight in weights)
     assert kept.working_copy is None
@@ -117,7 +117,7 @@ def test_a_frozen_policy_keeps_its_copies_alone(policy, packs, ranks):
     assert torch.equal(kept(inputs), before)
 
 
-def test_no_copies_where_nothing_is_cast(setup, ranks):
+def test_there_are_no_copies_if_nothing_is_cast(setup, ranks):
     for dtype, bfloat16 in ((torch.float32, False), (torch.bfloat16, True)):
         loaded = load_policy(setup.source, setup.config.policy, ranks.device, dtype=dtype)
         assert shard(loaded, ranks, bfloat16=bfloat16).working_copy is None
@@ -143,7 +143,7 @@ def test_tied_weights_have_one_copy_and_add_their_gradients():
     assert torch.equal(tied.first.weight.grad, torch.full((3, 3), 4.0))
 
 
-def test_a_backward_that_fails_leaves_nothing_behind():
+def test_a_failed_backward_leaves_no_gradients():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     copy = WorkingCopy(model)
     x = torch.ones(1, 2, dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_a_backward_that_fails_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), copy.held():
         forward(failing=True).backward()
     assert all(one.copy.grad is None and one.weight.grad is None for one in copy.copies)
-    with pytest.raises(AssertionError, match="a backward did not end"), copy.held():
+    with pytest.raises(AssertionError, match="a backward did not finish"), copy.held():
         with pytest.raises(ZeroDivisionError):
             forward(failing=True).backward()
         forward(failing=False).backward()
@@ -172,7 +172,7 @@ def test_a_backward_that_fails_leaves_nothing_behind():
     assert torch.equal(model[1].weight.grad, hidden.float().detach().expand(2, 2))
 
 
-def test_a_frozen_weight_takes_no_gradient():
+def test_a_frozen_weight_gets_no_gradient():
     linear = nn.Linear(2, 2, bias=False).requires_grad_(False)
     copy = WorkingCopy(linear)
     x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)

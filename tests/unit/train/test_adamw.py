@@ -76,7 +76,7 @@ def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
     value = torch.full((100_000,), 1.0)
     smaller = value * 0.999
     assert (smaller.to(torch.bfloat16) == value.to(torch.bfloat16)).all()
-    chance = rounding.mixed(torch.arange(100_000, dtype=torch.int32))
+    chance = rounding.hash_int32(torch.arange(100_000, dtype=torch.int32))
     assert rounding.to_bfloat16(smaller, chance).float().mean().item() == pytest.approx(0.999, abs=1e-4)
 
 
@@ -84,7 +84,7 @@ def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
 def test_what_is_not_finite_stays_so_whatever_the_chance(bits):
     """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
     value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
-    chance = rounding.mixed(torch.arange(1000, dtype=torch.int32))
+    chance = rounding.hash_int32(torch.arange(1000, dtype=torch.int32))
     assert torch.equal(rounding.to_bfloat16(value, chance).isnan(), value.isnan())
     assert not rounding.to_bfloat16(value, chance).isfinite().any()
 
@@ -163,7 +163,7 @@ def test_codes_keep_the_mean_and_the_largest(how):
         values = values * torch.tensor([1.0, -1.0]).repeat(128)
     total = torch.zeros_like(values)
     for draw in range(2000):
-        chance = rounding.mixed(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
+        chance = rounding.hash_int32(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
         codes, top = adamw._encoded(values, how, chance)
         assert top.item() == 1.0
         assert codes.abs().max() <= levels
@@ -225,7 +225,7 @@ def test_a_row_of_zeros_has_codes_of_zero():
 
 
 def test_chances_are_even():
-    draws = rounding.mixed(torch.arange(200_000, dtype=torch.int32))
+    draws = rounding.hash_int32(torch.arange(200_000, dtype=torch.int32))
     for bits in (draws & 0xFFFF, (draws >> 16) & 0xFFFF):
         share = bits.double() / 0x10000
         assert share.mean().item() == pytest.approx(0.5, abs=0.003)

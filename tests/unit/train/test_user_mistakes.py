@@ -73,7 +73,7 @@ def test_weights_that_are_cut_off_are_told_by_their_name(tmp_path):
         short_run(tmp_path / "run", f"policy.model_name={folder}", "policy.train_global_batch_size=8")
     message = str(refused.value)
     assert message.startswith(f"policy.model_name = {folder}: its weights are not readable as safetensors (")
-    assert message.endswith("Is the download whole?")
+    assert message.endswith("Is the download complete?")
 
 
 def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
@@ -190,7 +190,7 @@ def test_a_model_that_has_no_revisions_is_not_asked_for_one(tmp_path, name):
     given = name if name == "embedded" else str(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     asked = ["data.train=embedded", f"policy.model_name={given}", "policy.revision=v2"]
-    what = "built here" if name == "embedded" else "a folder"
+    what = "the embedded model" if name == "embedded" else "a folder"
     with pytest.raises(ConfigError) as refused:
         check_models(load_config(None, asked).config)
     assert str(refused.value) == (

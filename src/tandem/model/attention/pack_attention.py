@@ -1,4 +1,4 @@
-"""The rule of attention inside a pack, as the function that transformers calls in every attention layer."""
+"""Attention inside a pack: the masks, and the function that transformers calls in every attention layer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,41 +21,48 @@ from tandem.packing.layout import Pack
 from tandem.packing.packer import BLOCK
 
 IMPLEMENTATION = "tandem_pack"
-# sdpa: whole rows under a dense mask; trees: each tree of them by itself.
+# sdpa: rows with a dense mask; trees: each tree of a row separately.
 AttentionKind = Literal["flex", "varlen", "sdpa", "trees"]
 
-# Smaller blocks hold less that nobody may see; what is told to the kernels for them was the fastest of what was tried on an
-# H200 (benchmarks/LAB_NOTES.md). Torch's own tiles for a backward do not divide such a block, and it compares them with what the
-# mask says of itself: that it has the usual blocks.
+# Smaller blocks contain fewer masked positions. These kernel options were the fastest of those tried on an H200
+# (benchmarks/LAB_NOTES.md). Torch's default tiles for a backward do not divide a small block, and torch checks them against the
+# block size that the mask declares: so the mask declares the usual size (see block_mask).
 SMALL_BLOCK = 64
-SIDES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
-FOR_SMALL_BLOCKS = {
+TILE_SIZES = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
+SMALL_BLOCK_OPTIONS = {
     "SPARSE_Q_BLOCK_SIZE": SMALL_BLOCK,
     "SPARSE_KV_BLOCK_SIZE": SMALL_BLOCK,
-    **dict.fromkeys(SIDES, SMALL_BLOCK),
+    **dict.fromkeys(TILE_SIZES, SMALL_BLOCK),
     "fwd_num_warps": 4,
     "fwd_num_stages": 3,
     "bwd_num_warps": 4,
     "bwd_num_stages": 2,
 }
-HEAD_DIMS = {64, 128}
+MEASURED_HEAD_DIMS = {64, 128}
 HOPPER = (9, 0)
-UNREAD_TORCH = "2.14.dev0"  # whether it heeds these is not known
+FIRST_UNTESTED_TORCH = "2.14.dev0"  # from this version on, it is not known whether the options have an effect
 
-# Arguments that layers pass along and that do not change attention.
-HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal"}
+# Arguments that layers pass to attention but that do not change it.
+IGNORED_ARGUMENTS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_router_logits",
+    "is_causal",
+}
 
 
 class PackMask:
-    """Who may see whom in a pack, for every window the model's layers have (None: no window).
+    """Which positions of a pack may attend to which, for every sliding window of the model's layers (None: no window).
 
-    Passed to the model as the keyword `pack`; transformers hands it down to `attend` in every layer.
+    Passed to the model as the keyword argument `pack`; transformers passes it on to `attend` in every layer.
     """
 
     def __init__(self, masks: dict[int | None, Any], kind: AttentionKind, block: int):
         self.masks = masks
         self.kind = kind
-        self.block = block  # of FlexAttention
+        self.block = block  # block size of FlexAttention
 
 
 def make_mask(
@@ -67,38 +74,41 @@ def make_mask(
     longest = int(pack.position_ids.max()) + 1
     masks: dict[int | None, Any] = {}
     for window in sorted(windows, key=lambda w: -1 if w is None else w):
-        # A window that reaches past the longest sequence is no window: layers with it share the plain mask.
+        # A window longer than the longest sequence has no effect: layers with it share the mask without a window.
         masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
     return PackMask(masks, kind, block)
 
 
 def windows_of(model: Any) -> set[int | None]:
-    """The sliding windows of a model's layers, and None."""
+    """Return the sliding windows of a model's layers, and None."""
     config = model.config.get_text_config()
     found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
 
 
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
-    """Of FlexAttention's blocks for a model that computes in bfloat16, or not: small where that was measured to pay."""
+    """Choose the block size of FlexAttention: small where measurements showed that it is faster.
+
+    bfloat16: whether the model computes in bfloat16.
+    """
     dims = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
-    if not bfloat16 or device.type != "cuda" or torch.__version__ >= UNREAD_TORCH:
+    if not bfloat16 or device.type != "cuda" or torch.__version__ >= FIRST_UNTESTED_TORCH:
         return BLOCK
-    measured = dims and dims <= HEAD_DIMS and torch.cuda.get_device_capability(device) == HOPPER
+    measured = dims and dims <= MEASURED_HEAD_DIMS and torch.cuda.get_device_capability(device) == HOPPER
     return SMALL_BLOCK if measured else BLOCK
 
 
 def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
-    """The rule: q sees k when k is not later, and as far as k is seen (packing/blocks.py).
+    """The attention rule: column q sees column k if k <= q and q is before the end of k's visibility (packing/blocks.py).
 
-    A window counts position ids, not columns: a completion may stand far from its prompt in the row.
+    A window counts position ids, not columns: in a row, a completion may be far from its prompt.
     """
     seen = (k <= q) & (q < until[k])
     return seen if window is None else seen & (position[q] - position[k] < window)
 
 
 def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
-    """[rows, 1, length, length] bool."""
+    """Return a mask for rows: [rows, 1, length, length] bool."""
     columns = torch.arange(pack.token_ids.shape[1], device=device)
     q, k = columns[:, None], columns[None, :]
     arrays = seen_until(pack.tree, pack.branch), pack.position_ids
@@ -107,7 +117,7 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
 
 
 def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Tensor]:
-    """Of each tree, the rows taken as one: [size, size] bool."""
+    """Return a mask for each tree of the concatenated rows: [size, size] bool."""
     rows = np.arange(pack.tree.shape[0])[:, None] * pack.tree.shape[1]
     until = to_device((seen_until(pack.tree, pack.branch) + rows).ravel(), device)
     position = to_device(pack.position_ids.ravel(), device)
@@ -116,6 +126,7 @@ def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Te
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
+    """Return the mask for FlexAttention."""
     lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, window)
 
     def on_device(array: Any) -> Tensor:
@@ -127,7 +138,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return may_attend(until[b], position[b], q, k, window)
 
-    length, said = pack.token_ids.shape[1], max(block, BLOCK)
+    length, declared = pack.token_ids.shape[1], max(block, BLOCK)
     return BlockMask(
         seq_lengths=(length, length),
         kv_num_blocks=on_device(lists.kv_partial_counts),
@@ -138,7 +149,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
         q_indices=on_device(lists.q_partial),
         full_q_num_blocks=on_device(lists.q_full_counts),
         full_q_indices=on_device(lists.q_full),
-        BLOCK_SIZE=(said, said),
+        BLOCK_SIZE=(declared, declared),
         mask_mod=rule,
     )
 
@@ -152,45 +163,45 @@ def attend(
     *,
     pack: PackMask | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,  # not applied: models are in evaluation mode, but some of transformers' pass it even then
+    dropout: float = 0.0,  # ignored: models are in evaluation mode, but some in transformers pass it even then
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[rows, heads, length, dim] in; [rows, length, heads, dim] out, by the rule of the pack."""
+    """Compute attention in a pack: [rows, heads, length, dim] in; [rows, length, heads, dim] out."""
     if pack is None:
         raise TandemError(
             "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
         )
     if attention_mask is not None:
         raise TandemError(
-            "this model's attention has a mask of its own, which packing does not know and must not ignore. Train it with "
+            "this model's attention uses its own mask, which packing does not support and must not ignore. Train it with "
             "policy.packing.mode=none."
         )
     for name, given in others.items():
-        if given is not None and name not in HARMLESS:
+        if given is not None and name not in IGNORED_ARGUMENTS:
             raise TandemError(
-                f"this model's attention takes {name}, which packing does not know and must not ignore. "
+                f"this model's attention takes {name}, which packing does not support and must not ignore. "
                 "Train it with policy.packing.mode=none."
             )
     if sliding_window not in pack.masks:
         raise TandemError(
-            f"this model's attention has a window of {sliding_window} tokens that its configuration does not name. Train it with "
+            f"this model's attention has a window of {sliding_window} tokens that is not in its configuration. Train it with "
             "policy.packing.mode=none."
         )
     if _calls is not None:
         _calls.append(sliding_window)
-        # Only counted: uncompiled, FlexAttention would fill the memory with the scores of whole rows.
+        # Nothing is computed: uncompiled, FlexAttention would fill the memory with the scores of full rows.
         return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     mask = pack.masks[sliding_window]
     if pack.kind == "flex":
-        options = FOR_SMALL_BLOCKS if pack.block == SMALL_BLOCK else None
+        options = SMALL_BLOCK_OPTIONS if pack.block == SMALL_BLOCK else None
         out = _flex(query, key, value, mask, scaling, softcap, s_aux, options)
     elif pack.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise TandemError(
-                "this model's attention caps its scores or has sinks, which policy.attention=varlen does not know. Use "
+                "this model's attention caps its scores or has sinks, which policy.attention=varlen does not support. Use "
                 "policy.attention=auto."
             )
         out = attend_runs(query, key, value, mask, scaling)
@@ -203,7 +214,7 @@ def attend(
 def _tree_by_tree(
     query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor], dense: Callable[..., Tensor]
 ) -> Tensor:
-    """No tree sees another, so that nothing between them is computed."""
+    """Compute attention for each tree separately: trees do not see each other, so nothing between them is computed."""
     rows, _, length, _ = query.shape
     sizes = [len(mask) for mask in masks]
     trees = (tensor.transpose(1, 2).flatten(0, 1).split(sizes) for tensor in (query, key, value))  # [size, heads, dim]
@@ -227,10 +238,10 @@ def _dense(
     if softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
-    return _explicit(query, key, value, mask, scaling, softcap, s_aux)
+    return _eager(query, key, value, mask, scaling, softcap, s_aux)
 
 
-def _explicit(
+def _eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,7 +250,7 @@ def _explicit(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention written out, for what SDPA does not know: a soft-cap of the scores, sinks in the softmax."""
+    """Compute attention step by step, for features that SDPA does not support: soft-capped scores, sinks in the softmax."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
@@ -254,13 +265,16 @@ def _explicit(
 
 
 def allow_many_graphs() -> None:
-    """One for every length of rows, with and without gradients: beyond torch's own limit of 8, code quietly runs uncompiled."""
+    """Raise torch's limit of 8 compiled graphs, beyond which code silently runs uncompiled.
+
+    There is one graph for every row length, with and without gradients.
+    """
     torch._dynamo.config.recompile_limit = 64
 
 
 @cache
 def _flex_compiled() -> Any:
-    """FlexAttention compiled by itself. Made when it is first called, since torch takes a second to import its compiler."""
+    """FlexAttention compiled separately. Created on first use, since importing torch's compiler takes a second."""
     allow_many_graphs()
     return torch.compile(flex_attention, dynamic=False)
 
@@ -280,7 +294,8 @@ def _flex(
         return softcap * torch.tanh(score / softcap)
 
     score_mod = None if softcap is None else cap
-    # Inside a compiled layer flex_attention is part of its graph; outside it would run unfused and fill the memory.
+    # Inside a compiled layer, flex_attention is part of the layer's graph. Elsewhere it must be compiled: unfused, it would fill
+    # the memory.
     call = flex_attention if torch.compiler.is_compiling() else _flex_compiled()
     grouped = query.shape[1] != key.shape[1]
     if s_aux is None:
@@ -297,8 +312,8 @@ _calls: list[int | None] | None = None
 
 
 @contextmanager
-def counted_calls() -> Iterator[list[int | None]]:
-    """Collect the sliding window of every call of `attend` inside the block, which computes nothing there."""
+def record_calls() -> Iterator[list[int | None]]:
+    """Record the sliding window of every call of `attend` inside this context. The calls compute nothing."""
     global _calls
     _calls = []
     try:

@@ -1,4 +1,4 @@
-"""Attention over runs of tokens laid end to end, each run by itself: packs whose prompts are repeated, not shared."""
+"""Attention within runs of consecutive tokens, for packs whose prompts are repeated, not shared. Runs do not see each other."""
 
 import inspect
 from functools import cache
@@ -13,14 +13,14 @@ from torch import Tensor
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, IntArray, Pack
 
-# Filler is cut into runs of this many tokens at most, so that the longest run is one that counts.
+# Filler is cut into runs of at most this many tokens, so that it does not become the longest run.
 FILLER_RUN = 128
-# Few shapes occur: bounds are padded with empty runs to a multiple of this.
+# Bounds are padded with empty runs to a multiple of this, so that there are few different shapes.
 BOUNDS_MULTIPLE = 64
 
 
 class Runs:
-    """Where the runs of a micro-batch begin and end, its rows taken as one: runs of 3 and 2 tokens are 0, 3, 5."""
+    """Where the runs of a micro-batch begin and end, in its concatenated rows: for runs of 3 and 2 tokens 0, 3, 5."""
 
     def __init__(self, bounds: Tensor, longest: int, window: int | None):
         self.bounds = bounds  # [runs + 1, padded] int32
@@ -37,7 +37,7 @@ def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
 
 
 def bounds_of(tree: IntArray) -> IntArray:
-    """Every tree is a run. tree [[0, 0, 1], [1, 1, -1]]: 0, 2, 3, 5, 6; a run ends with its row."""
+    """Return the bounds of the runs. Each tree is a run, and a run ends with its row: [[0, 0, 1], [1, 1, -1]]: 0, 2, 3, 5, 6."""
     flat, length = tree.ravel(), tree.shape[1]
     starts = np.flatnonzero((flat[1:] != flat[:-1]) | (np.arange(1, flat.size) % length == 0)) + 1
     bounds = np.concatenate([[0], starts, [flat.size]])
@@ -46,10 +46,10 @@ def bounds_of(tree: IntArray) -> IntArray:
 
 
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
-    """[rows, heads, length, dim] in and out; a token sees those before it in its own run, within the window if there is one."""
+    """Compute attention, [rows, heads, length, dim] in and out. A token sees earlier ones in its run, within the window."""
     rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]
-    out = (_flash if query.is_cuda else _one_by_one)(q, k, v, runs, scaling)
+    out = (_flash if query.is_cuda else _run_by_run)(q, k, v, runs, scaling)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
@@ -58,31 +58,31 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
 
     grouped: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if _knows_groups():
+        if _supports_gqa():
             grouped = {"enable_gqa": True}
         else:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    # What it calls a window does not count the token itself.
+    # The window of varlen_attn does not count the token itself.
     before = -1 if runs.window is None else runs.window - 1
     bounds, longest = runs.bounds, runs.longest
     out = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(before, 0), **grouped
     )
-    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
+    assert isinstance(out, Tensor)  # not a tuple: no log-sum-exp was requested
     return out
 
 
 @cache
-def _knows_groups() -> bool:
-    """Since torch 2.12."""
+def _supports_gqa() -> bool:
+    """Whether varlen_attn supports grouped queries, as it does since torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
-    """The same in plain steps, where there are no flash kernels."""
+def _run_by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
+    """The same without flash kernels, one run at a time."""
     sizes = runs.bounds.diff()
     sizes = sizes[sizes > 0].tolist()
     grouped = query.shape[1] != key.shape[1]

@@ -1,7 +1,7 @@
-"""Before a model computes anything that is kept: is what it computes in packs what its plain forward computes?
+"""The audit: checks that a model computes the same log-probabilities in packs as in its plain forward pass.
 
-A few preferences, exact answers. The policy is audited before its reference is computed, and so is a reference that is another
-model: a model that is refused leaves nothing in the cache.
+It compares a few preferences. The policy is audited before its reference is computed, and so is a reference that is a different
+model: a model that fails the audit leaves nothing in the cache.
 """
 
 import math
@@ -18,28 +18,27 @@ from torch import Tensor
 
 from tandem.data.store.selection import Preferences
 from tandem.errors import AuditError
-from tandem.model.attention.pack_attention import counted_calls
+from tandem.model.attention.pack_attention import record_calls
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
 from tandem.packing.layout import Pack
 from tandem.packing.packer import Packer
 
-# Mean absolute difference per token that rounding makes at least (docs/exactness.md).
-LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-# Some models round more. How much is seen where the plain forward differs from itself with filler after the sequence, or
-# with embeddings that are off by one rounding; packing differed by up to 1.5 times that where it was measured
-# (docs/exactness.md).
-TIMES_ROUNDING = 4
-# But filler changes what some models compute (RoPE scaled by the longest position), and then it does not measure rounding.
-MOST_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
-FILLER = 100
+# Tolerated mean absolute difference per token, for models with ordinary rounding error (docs/exactness.md).
+MIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+# Some models have larger rounding error. It is measured by repeating the plain forward with filler after the sequence, and with
+# embeddings that are off by one rounding step. Measured packing differences were up to 1.5 times that (docs/exactness.md).
+ROUNDING_FACTOR = 4
+# Filler changes what some models compute (RoPE scaled by the longest position), so the measured tolerance is capped.
+MAX_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
+NUM_FILLER_TOKENS = 100
 NUM_PREFERENCES = 4
-# The eager forward keeps matrices of length x length per head: a preference is audited as far as they fit in free memory, and
-# no longer than this, which is past every sliding window and chunk in use.
+# The eager forward keeps a length x length matrix per head. Preferences are audited up to the length whose matrices fit in free
+# memory, and up to this length, which is beyond every sliding window and chunk in use.
 MAX_AUDIT_TOKENS = 16_384
-SHARE_OF_FREE_MEMORY = 0.5
-MEMORY = Path("/proc/meminfo")  # of the host; Linux has it
+FREE_MEMORY_FRACTION = 0.5
+MEMINFO = Path("/proc/meminfo")  # free memory of the host, on Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,48 +48,48 @@ class AuditedCompletion:
     place: str
     packed: Tensor
     plain_difference: float  # mean absolute difference per token
-    rounding: Callable[[], float]  # of the plain forward to itself, rounded in another way; takes two more forwards
+    rounding: Callable[[], float]  # measures the rounding error of the plain forward; costs two more forward passes
     is_best: bool
 
 
 @dataclass(slots=True)
 class Audit:
-    """What the audit of a model found."""
+    """The result of auditing a model."""
 
     packs: list[Pack]
     completions: list[AuditedCompletion]
     precision: str
     num_longer: int  # preferences too long to be audited
-    longest: int  # tokens of the longest that was
+    longest: int  # tokens of the longest audited preference
     _tolerance: float | None = field(default=None, init=False)
 
     @property
     def plain_difference(self) -> float:
-        """The largest of any completion."""
+        """The largest difference of any completion."""
         return max(one.plain_difference for one in self.completions)
 
     @property
     def chosen_nats(self) -> float:
-        """The model's mean loss per token of the best completions that were looked at."""
+        """The model's mean loss per token on the best completions in the sample."""
         best = torch.cat([one.packed for one in self.completions if one.is_best])
         return -float(best.double().mean())
 
     def tolerance(self, differences: list[float], ranks: Ranks) -> float:
-        """What rounding explains of a difference. It is measured only if some difference is above the least tolerance."""
-        least = LEAST_TOLERANCE[self.precision]
-        # Forwards are computed by all ranks or by none, even where one finds what another just does not.
-        if self._tolerance is None and ranks.highest(not all(one <= least for one in differences)):
-            rounding = TIMES_ROUNDING * float(np.mean([one.rounding() for one in self.completions]))
-            self._tolerance = min(max(least, rounding), MOST_TOLERANCE[self.precision])
-        return least if self._tolerance is None else self._tolerance
+        """The difference that rounding explains. Rounding is measured only if a difference exceeds the minimum tolerance."""
+        minimum = MIN_TOLERANCE[self.precision]
+        # All ranks run the extra forward passes or none does, even if only one rank finds a difference above the minimum.
+        if self._tolerance is None and ranks.highest(not all(one <= minimum for one in differences)):
+            rounding = ROUNDING_FACTOR * float(np.mean([one.rounding() for one in self.completions]))
+            self._tolerance = min(max(minimum, rounding), MAX_TOLERANCE[self.precision])
+        return minimum if self._tolerance is None else self._tolerance
 
 
 def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model: str) -> Audit:
-    """Compare packed log-probabilities with the plain eager forward; AuditError if they differ.
+    """Compare packed log-probabilities with the plain eager forward, and raise AuditError if they differ.
 
-    `model`: its key and name in the configuration.
+    `model` is the model's key and name in the configuration.
     """
-    packer = packer.alone()  # every rank looks at the same, so that all find the same
+    packer = packer.alone()  # every rank audits the same preferences, so all reach the same result
     longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))
@@ -98,9 +97,9 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
     completions = [one for pack in packs for one in _compare(policy, packer.store, pack, ranks.device)]
     lengths = packer.store.longest
     found = Audit(
-        packs,
-        completions,
-        precision,
+        packs=packs,
+        completions=completions,
+        precision=precision,
         num_longer=int((lengths > max(longest, lengths[sample].max())).sum()),
         longest=int(lengths[sample].max()),
     )
@@ -113,27 +112,27 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
 
 
 def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: Ranks) -> float:
-    """Compare a policy, as it was audited, with the reference made of it; the largest mean difference per token."""
-    against: list[Tensor] = []
+    """Compare an audited policy with the reference computed from it, and return the largest mean difference per token."""
+    reference_logps: list[Tensor] = []
     for pack in found.packs:
         inputs = policy.inputs(pack, ranks.device)
         values = reference.token_logps(pack, inputs)[: inputs.num_scored]
-        against += values.split(pack.completion_lengths.tolist())
-    pairs = list(zip(found.completions, against, strict=True))
+        reference_logps += values.split(pack.completion_lengths.tolist())
+    pairs = list(zip(found.completions, reference_logps, strict=True))
     differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
     tolerance = found.tolerance(differences, ranks)
     for (one, _), difference in zip(pairs, differences, strict=True):
         if not difference <= tolerance:
             raise AuditError(
-                f"audit: {one.place}: the reference differs from the model it was made of by {difference:.2g} nats a token "
-                f"(rounding explains {tolerance:.2g}). Nothing was trained. Remove the cached reference "
+                f"audit: {one.place}: the reference differs from the model it was computed with by {difference:.2g} nats a "
+                f"token (rounding explains {tolerance:.2g}). Nothing was trained. Remove the cached reference "
                 "(reference.cache_dir) and start again."
             )
     return max(differences)
 
 
 def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.device) -> Iterator[AuditedCompletion]:
-    """Every completion of a pack."""
+    """Yield every completion of a pack, compared with the plain forward."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
         packed = policy(inputs)[: inputs.num_scored]
@@ -147,25 +146,25 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
         scored = _ids(preference.scored(number), device)
         plain = policy.plain_logps(*ids)[scored]
         yield AuditedCompletion(
-            f"{store.place(index)} (completion {number})",
-            own,
+            place=f"{store.place(index)} (completion {number})",
+            packed=own,
             plain_difference=_mean_difference(own, plain),
-            rounding=partial(_rounding, policy, ids, scored, plain),
+            rounding=partial(_measure_rounding, policy, ids, scored, plain),
             is_best=at in best,
         )
 
 
 def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, model: str) -> None:
-    """AuditError if a preference at the end of the longest row is not what it was near the beginning of its row.
+    """Raise AuditError if a preference gets other log-probabilities at the end of the longest row than near its beginning.
 
-    The sample fills only the first columns. A model that computes something from columns, not from position ids, may do so only
-    beyond a number of them: the attention temperature of Llama 4 changes every 8,192.
+    The sample fills only the first columns of a row. A model may compute something from columns instead of position ids, and only
+    beyond a certain column: the attention temperature of Llama 4 changes every 8,192 columns.
     """
     sample = np.concatenate([pack.preferences for pack in found.packs])
     index = int(sample[np.argmin(packer.sizes[sample])])
-    if packer.sizes[index] > packer.length:  # has several rows
+    if packer.sizes[index] > packer.length:  # it takes several rows
         return
-    pack = _at_the_end(packer.row([index], packer.length))
+    pack = _move_to_end(packer.row([index], packer.length))
     inputs = policy.inputs(pack, ranks.device)
     with torch.no_grad():
         last = policy(inputs)[: inputs.num_scored].split(pack.completion_lengths.tolist())
@@ -177,27 +176,27 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
         if not difference <= tolerance:
             raise AuditError(
                 f"audit: {model}: {one.place}: its log-probabilities at the end of a row of {packer.length:,} tokens differ from "
-                f"those at the beginning by {difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training would "
-                "not be exact. Nothing was trained. Lower policy.packing.pack_length, or train this model with "
+                f"those at the beginning by {difference:.2g} nats a token (rounding explains {tolerance:.2g}), so training "
+                "would not be exact. Nothing was trained. Lower policy.packing.pack_length, or train this model with "
                 "policy.packing.mode=none, and report it."
             )
 
 
-def _at_the_end(pack: Pack) -> Pack:
-    """A pack of one row with its filler first: tokens 5 6 7 and two of filler -> two of filler and 5 6 7."""
+def _move_to_end(pack: Pack) -> Pack:
+    """Move the filler of a one-row pack to the front: tokens 5 6 7 F F become F F 5 6 7."""
     by = pack.token_ids.shape[1] - pack.num_tokens
     rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
     return replace(pack, **rows, predicting=pack.predicting + by)
 
 
-def _rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """How far the plain forward of a prompt and a completion is from itself where it is rounded in another way."""
-    others = policy.plain_logps(*ids, filler=FILLER), policy.plain_logps(*ids, nudged=True)
+def _measure_rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
+    """How much the plain forward of a prompt and a completion changes when it is rounded differently."""
+    others = policy.plain_logps(*ids, filler=NUM_FILLER_TOKENS), policy.plain_logps(*ids, perturbed=True)
     return max(_mean_difference(plain, one[scored]) for one in others)
 
 
 def _sample(store: Preferences, longest: int) -> np.ndarray:
-    """The first few preferences, and the longest up to so many tokens: it is the one that passes a window."""
+    """Choose the first few preferences, and the longest of at most `longest` tokens, which may exceed a sliding window."""
     fitting = np.flatnonzero(store.longest <= longest)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
     last = fitting[np.argmax(store.longest[fitting])]
@@ -205,15 +204,16 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
-    """Tokens of a sequence whose eager forward surely fits in free memory, up to MAX_AUDIT_TOKENS."""
+    """Length of a sequence whose eager forward is certain to fit in free memory, up to MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
-    # Scores and the same masked in the model's dtype, their softmax in float32; logits, the same in float32, their softmax.
+    # Per head and pair of positions: scores and masked scores in the model's dtype, their softmax in float32.
+    # Per token: logits in the model's dtype, in float32, and their softmax.
     per_square, per_token = heads * (2 * size + 4), config.vocab_size * (size + 8)
-    room = SHARE_OF_FREE_MEMORY * _free_memory(device)
-    # per_square * n^2 + per_token * n = room
-    root = math.sqrt(per_token**2 + 4 * per_square * room)
+    available = FREE_MEMORY_FRACTION * _free_memory(device)
+    # per_square * n^2 + per_token * n = available
+    root = math.sqrt(per_token**2 + 4 * per_square * available)
     return min(MAX_AUDIT_TOKENS, int((root - per_token) / (2 * per_square)))
 
 
@@ -221,8 +221,8 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    # Most of what is not free holds files that were read, the model's among them, and is given up when it is needed.
-    if MEMORY.is_file() and (found := re.search(r"^MemAvailable: +(\d+) kB", MEMORY.read_text(), re.MULTILINE)):
+    # MemAvailable, not MemFree: most memory that is not free caches files, and is released when it is needed.
+    if MEMINFO.is_file() and (found := re.search(r"^MemAvailable: +(\d+) kB", MEMINFO.read_text(), re.MULTILINE)):
         return int(found[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -231,14 +231,13 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
     if not torch.isfinite(one.packed).all():
         raise AuditError(
             f"audit: {model}: {one.place}: its log-probabilities are not finite, so no loss can be computed. Nothing was "
-            "trained. Either its weights hold numbers that are not finite, and it must be downloaded again, or it overflows: try "
-            "policy.precision=float32."
+            "trained. Either the model's weights are damaged: download it again; or it overflows: try policy.precision=float32."
         )
     if not one.plain_difference <= tolerance:
         rows, advice = (
             ("packed", "Train this model with policy.packing.mode=none, and report it.")
             if packed
-            else ("padded", "This model cannot be trained exactly here: please report it.")
+            else ("padded", "This model cannot be trained exactly: please report it.")
         )
         raise AuditError(
             f"audit: {model}: {one.place}: {rows} log-probabilities differ from the model's plain forward by "
@@ -248,22 +247,22 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
 
 
 def _mean_difference(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference; NaN, which passes no comparison, if any number is not finite."""
+    """Mean absolute difference. NaN, for which `<=` is false, if any number is not finite."""
     return float((a.double() - b.double()).abs().mean())
 
 
 def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -> None:
-    """Every attention layer must ask for the pack's mask once; seen uncompiled, where calls can be counted."""
+    """Raise AuditError unless every attention layer uses the pack's mask. Runs uncompiled, so that calls can be counted."""
     if not policy.packed:
         return
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), counted_calls() as calls:
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
         policy(policy.inputs(pack, device))
     config = policy.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
-    if len(calls) < expected:  # some ask twice
+    if len(calls) < expected:  # in some models a layer calls twice
         raise AuditError(
-            f"audit: {model}: {len(calls)} of {expected} attention layers asked for the pack's mask, so sequences would see each "
+            f"audit: {model}: only {len(calls)} of {expected} attention layers use the pack's mask, so sequences would see each "
             "other. Nothing was trained. Train this model with policy.packing.mode=none."
         )
 
@@ -273,10 +272,10 @@ def _ids(ids: np.ndarray, device: torch.device) -> Tensor:
 
 
 def start_loss_verdict(nats: float, vocabulary: int) -> str:
-    """What the start model's mean loss per token of the chosen completions says about model and template."""
+    """Describe the start model's mean loss per token on the chosen completions, and whether it is plausible."""
     guessing = math.log(vocabulary)
     if nats > 0.95 * guessing:
         return f"{nats:.2f} nats a token, as much as guessing ({guessing:.2f}): these weights are untrained"
     if nats > 4.0:
-        return f"{nats:.2f} nats a token: implausible; is this the template it was trained with?"
+        return f"{nats:.2f} nats a token: implausibly high; is this the template the model was trained with?"
     return f"{nats:.2f} nats a token"

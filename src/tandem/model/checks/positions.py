@@ -1,4 +1,4 @@
-"""A model and sets in; out, which sequences are longer than the positions the model has, or was trained with."""
+"""Finds sequences that are longer than the positions a model has, or than it was trained with."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,22 +10,22 @@ from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 
-# Types whose tables of positions are no embeddings and no buffers.
-TABLES_ELSEWHERE = ("ctrl", "mpt")
+# Model types with a table of positions that is neither an embedding nor a buffer.
+TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
 
 
 def position_limit(config: Any) -> int | None:
-    """Tokens that a model was made for; None where its configuration names no number.
+    """Return how many tokens a model was trained for, or None if its configuration does not say.
 
     YaRN extends `original_max_position_embeddings` by a factor, and some configurations keep the shorter number in
-    `max_position_embeddings`. For every other kind of RoPE scaling that is the extended number already.
+    `max_position_embeddings`. With every other kind of RoPE scaling, that setting already is the extended number.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer, in some
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # some models: one per type of layer
     extended = [
         int(kind["factor"] * (kind.get("original_max_position_embeddings") or limit))
         for kind in kinds
@@ -35,7 +35,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def check_positions(sets: Sets, *models: ModelSource | None) -> None:
-    """Refuse sequences longer than a model's table of positions: the forward would fail there."""
+    """Refuse sequences longer than a model's table of positions: the forward pass would fail on them."""
     for source, limit, found in _longer(sets, models):
         if _has_table(source):
             raise ConfigError(
@@ -43,17 +43,17 @@ def check_positions(sets: Sets, *models: ModelSource | None) -> None:
             )
 
 
-def long_sequences(sets: Sets, *models: ModelSource | None) -> list[str]:
-    """A warning for each set with sequences longer than a model was made for."""
+def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]:
+    """Return a warning for each set with sequences longer than a model was trained for."""
     return [
-        f"{found}, and the model was made for {limit:,} (max_position_embeddings): beyond that its log-probabilities mean "
-        f"little. policy.max_total_sequence_length={limit} leaves such preferences to data.overlong."
+        f"{found}, and the model was trained for {limit:,} (max_position_embeddings): beyond that its log-probabilities are "
+        f"unreliable. With policy.max_total_sequence_length={limit}, data.overlong decides what happens to such preferences."
         for _, limit, found in _longer(sets, models)
     ]
 
 
 def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
-    """Each model and its limit, and the beginning of a sentence about each set with sequences beyond it."""
+    """Yield a model, its limit and the start of a sentence, for each set that has sequences beyond the limit."""
     for source in models:
         if source is None or (limit := position_limit(source.config)) is None:
             continue
@@ -68,12 +68,12 @@ def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[
 
 
 def _has_table(source: ModelSource) -> bool:
-    """Whether positions are looked up, rather than computed."""
-    if source.config.get_text_config().model_type in TABLES_ELSEWHERE:
+    """Whether positions are looked up in a table rather than computed."""
+    if source.config.get_text_config().model_type in TYPES_WITH_HIDDEN_TABLE:
         return True
     model = empty_model(source)
     embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    # GPT-J and CodeGen keep sines and cosines of each position; XGLM's table, called weights, grows.
+    # GPT-J and CodeGen keep the sines and cosines of each position; XGLM's table is called weights and grows.
     buffers = [name for name, buffer in model.named_buffers() if buffer.dim() > 1]
     last = [name.rpartition(".")[2] for name in (*embeddings, *buffers)]
     return any("pos" in name or name == "wpe" for name in last)

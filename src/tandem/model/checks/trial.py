@@ -1,4 +1,4 @@
-"""A few tokens through a model that was just loaded: whatever it cannot do is refused here, in one sentence."""
+"""Runs a few tokens through a newly loaded model, and refuses one that fails or that cannot be trained exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,24 +9,25 @@ from transformers import __version__ as transformers_version
 
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, TandemError
-from tandem.model.attention.pack_attention import counted_calls
-from tandem.model.files.source import ModelSource, described
+from tandem.model.attention.pack_attention import record_calls
+from tandem.model.files.source import ModelSource, describe
 from tandem.model.policy import PackInputs, Policy
 from tandem.packing.layout import Pack, lay_out
 from tandem.packing.packer import BLOCK
 
-# Nats a token that another last token may change those before it by: rounding, where experts get other tokens.
+# How far, in nats per token, a different last token may change the log-probabilities before it. They change by rounding
+# where the tokens are routed to experts differently.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
 def check_forward(policy: Policy, source: ModelSource, device: torch.device, *, longest: int) -> None:
-    """Refuse a model that fails in a forward, that sees later tokens, or whose layers lose their sliding windows.
+    """Refuse a model whose forward pass fails, that sees later tokens, or whose layers lose their sliding windows.
 
-    longest: tokens that a sequence may have.
+    longest: maximum length of a sequence, in tokens.
     """
-    with _refused(policy, source):
-        with counted_calls() if policy.packed else nullcontext() as windows:
+    with _as_config_error(policy, source):
+        with record_calls() if policy.packed else nullcontext() as windows:
             _forward_and_backward(policy, policy.inputs(_tiny_pack(policy), device))
         if windows is not None:
             _check_windows(policy, source, windows, longest)
@@ -34,10 +35,13 @@ def check_forward(policy: Policy, source: ModelSource, device: torch.device, *, 
 
 
 def _forward_and_backward(policy: Policy, inputs: PackInputs) -> None:
-    """As in training, but gradients end at the embeddings' output: those of weights would take as much memory as they do."""
+    """Run both passes as in training, but with gradients only down to the output of the embeddings.
+
+    Gradients of the weights would need as much memory as the weights.
+    """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     embeddings = policy.model.get_input_embeddings()
-    # A copy, as what follows may add to it in place.
+    # A clone, because the next layer may add to it in place.
     hook = embeddings.register_forward_hook(lambda module, given, output: output.requires_grad_().clone())
     policy.requires_grad_(False)
     try:
@@ -51,32 +55,35 @@ def _forward_and_backward(policy: Policy, inputs: PackInputs) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of the device, or of the host: train/memory.py says what to do about it."""
-    # The CPU's says "can't allocate", or "not enough memory"
+    """Whether the device or the host ran out of memory. train/memory.py turns such an error into advice."""
+    # The message of the CPU allocator contains "can't allocate" or "not enough memory".
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 @contextmanager
-def _refused(policy: Policy, source: ModelSource) -> Iterator[None]:
-    """What a model raises that has not been met before, as a refusal."""
+def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
+    """Turn any error that a model raises into a ConfigError that names the model."""
     try:
         yield
     except ConfigError:
         raise
-    except TandemError as error:  # of attention inside a pack, which does not know whose it is
+    except TandemError as error:  # raised by attention in a pack, which does not know the name of the model
         raise ConfigError(f"{source.key} = {source.name}: {error}") from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
         way_out = "Try policy.packing.mode=none." if policy.packed else "Choose another model."
         raise ConfigError(
-            f"{source.key} = {source.name}: a few tokens through {type(policy.model).__name__} of transformers "
-            f"{transformers_version} end in {described(error)}. {way_out}"
+            f"{source.key} = {source.name}: running a few tokens through {type(policy.model).__name__} of transformers "
+            f"{transformers_version} failed ({describe(error)}). {way_out}"
         ) from error
 
 
 def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None], longest: int) -> None:
-    """A window that only transformers' own mask has would be lost in a pack, and no short sequence shows it."""
+    """Refuse a model that applies its sliding window only through transformers' mask: in a pack the window would be lost.
+
+    Comparing short sequences does not reveal this.
+    """
     config = policy.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window >= longest:
@@ -86,24 +93,24 @@ def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None
     found = sum(window is not None for window in windows)
     if found < expected:
         raise ConfigError(
-            f"{source.key} = {source.name}: {found} of {expected} layers pass their window of {window} tokens on to attention, "
+            f"{source.key} = {source.name}: only {found} of {expected} layers pass their window of {window} tokens to attention, "
             f"so in a pack the others would see further back. Set policy.max_total_sequence_length={window} or less, or "
             "policy.packing.mode=none."
         )
 
 
 def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> None:
-    """Another last token must change nothing before it."""
+    """Refuse a model in which a different last token changes the log-probabilities before it."""
     prompt, completion = (torch.arange(start, start + 4, device=device) for start in (3, 7))
     other = completion.clone()
     other[-1] += 1
     before = [policy.plain_logps(prompt, one)[:-1] for one in (completion, other)]
     difference = float((before[0] - before[1]).abs().mean())
     if difference > TOLERANCE.get(policy.model.dtype, TOLERANCE_16_BIT):
-        hint = " Its configuration says is_decoder=false." if _is_encoder(policy) else ""
+        hint = " Its configuration has is_decoder=false." if _is_encoder(policy) else ""
         raise ConfigError(
-            f"{source.key} = {source.name}: not a causal language model: a later token changes the log-probabilities of those "
-            f"before it by {difference:.2g} nats.{hint} Choose a model that continues text."
+            f"{source.key} = {source.name}: not a causal language model: a later token changes the log-probabilities of earlier "
+            f"ones by {difference:.2g} nats.{hint} Choose a model that generates text."
         )
 
 
@@ -112,14 +119,14 @@ def _is_encoder(policy: Policy) -> bool:
 
 
 def _tiny_pack(policy: Policy) -> Pack:
-    """Two preferences: in a row, or each sequence in a row of its own."""
+    """A pack of two preferences: in one row, or unpacked with one sequence per row."""
 
     def preference(start: int) -> TokenizedPreference:
         # prompt of 3, completions of 2 and 3
         prompt, chosen, rejected = np.split(np.arange(start, start + 8, dtype=np.int32), [3, 5])
         return TokenizedPreference(prompt, (chosen, rejected), ((0, 1),), (float("nan"),) * 2, "trial")
 
-    # Runs of tokens share no prompts.
+    # With varlen attention, prompts are not shared.
     arrangement = ("repeated" if policy.attention == "varlen" else "shared") if policy.packed else "separate"
     length = BLOCK if policy.packed and policy.attention == "flex" else 32
     return lay_out([0, 1], [preference(3), preference(11)], length=length, arrangement=arrangement)

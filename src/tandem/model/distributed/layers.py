@@ -1,4 +1,4 @@
-"""The policy sharded over the workers, and its layers compiled."""
+"""Shards a policy over ranks, compiles its layers and sets up activation recomputation."""
 
 import logging
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.attention.varlen  # which registers its operation
+import torch.nn.attention.varlen  # registers the operation named below
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -22,9 +22,10 @@ from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
 
 def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
-    """Shard layers and root. bfloat16: computation in bfloat16 over float32 weights, gradients reduced in float32.
+    """Shard the layers and the root over the ranks.
 
-    One worker has all of them. It keeps copies to compute with instead, where it computes in another dtype.
+    bfloat16: compute in bfloat16 with float32 weights, and reduce gradients in float32. A single rank is not sharded; with
+    bfloat16 it computes with copies of its weights instead.
     """
     policy.block = block_size(policy, ranks.device, bfloat16=bfloat16)
     if ranks.count == 1:
@@ -37,19 +38,19 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
         if bfloat16
         else MixedPrecisionPolicy()
     )
-    # Quantised weights, which are integers, are frozen: every worker holds them whole.
-    whole = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
+    # Quantised weights are integers and frozen: every rank holds all of them.
+    unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, ignored_params=whole)
-    # The root too gives its gathered weights back after a forward. By default it keeps them until a backward, and after
-    # a forward without one (validation, reference) `parameters()` would not be what the optimizer updates.
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, ignored_params=unsharded)
+    # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
+    # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
+    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the pairs of the whole global batch: workers add up, nothing more.
+            # The loss is already divided by the number of pairs in the global batch, so gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for method in ("plain_logps", "answer"):
+    for method in ("plain_logps", "generate"):
         register_fsdp_forward_method(policy, method)
     for name, parameter in policy.named_parameters():
         if bfloat16 and parameter.dtype == torch.float32:
@@ -59,12 +60,12 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
 
 
 def _sum_gradients_in_float32(policy: Policy) -> None:
-    rounded = [parameter for _, parameter in policy.trained() if parameter.dtype == torch.bfloat16]
-    policy.gradient_sums = GradientSums(rounded) if rounded else None
+    in_bfloat16 = [parameter for _, parameter in policy.trained() if parameter.dtype == torch.bfloat16]
+    policy.gradient_sums = GradientSums(in_bfloat16) if in_bfloat16 else None
 
 
-def frozen(policy: Policy) -> Policy:
-    """One that is never updated. Where it has copies to compute with, they are all it keeps."""
+def freeze(policy: Policy) -> Policy:
+    """Make a policy untrainable. If it computes with copies of its weights, only the copies are kept."""
     if policy.working_copy is not None:
         policy.working_copy.keep_copies()
         policy.working_copy = None
@@ -77,35 +78,38 @@ def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
 
 
 def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> bool:
-    """Whether `decoder_layers` finds the layers of a model. Refused where they are needed, before any weights load."""
+    """Whether `decoder_layers` finds the layers of a model. If it does not, refuse settings that need them.
+
+    Called before any weights load.
+    """
     if isinstance(getattr(trunk_of(empty_model(source)), "layers", None), torch.nn.ModuleList):
         return True
-    again = policy.activation_checkpointing
+    checkpointing = policy.activation_checkpointing
     needed = {
-        f"policy.activation_checkpointing = {again}": (again != "none", "Leave it out."),
+        f"policy.activation_checkpointing = {checkpointing}": (checkpointing != "none", "Leave it out."),
         "policy.compile = true": (policy.compile is True, "Use policy.compile=auto."),
-        f"{num_ranks} workers": (num_ranks > 1, "Train it with one."),
+        f"{num_ranks} ranks": (num_ranks > 1, "Train it with one rank."),
     }
     for what, (is_needed, way_out) in needed.items():
         if is_needed:
             raise ConfigError(
-                f"{what}: needs the list of a model's layers, which {source.name} (model type {source.config.model_type}) does "
-                f"not have where other models have it. {way_out}"
+                f"{what}: needs a model with a list of layers in the usual place, which {source.name} (model type "
+                f"{source.config.model_type}) does not have. {way_out}"
             )
     return False
 
 
 def compile_layers(policy: Policy) -> None:
-    """Compile each layer on its own: one graph serves all layers of a kind.
+    """Compile each layer separately, so that layers of the same kind share a graph.
 
-    A layer has a graph per pack length, with and without gradients, and per kind of attention.
+    There is one graph for each pack length and each kind of attention, with and without gradients.
     """
     allow_many_graphs()
     for layer in decoder_layers(policy):
         layer.compile(fullgraph=True, dynamic=False)
 
 
-# It tells of in-place operations, of which a layer has none, at every start.
+# At every start this logger warns about in-place operations, which the layers do not have.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 aten = torch.ops.aten
@@ -121,20 +125,22 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped
 
 
 def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
-    """Selective keeps attention and every second wide matrix product of a layer; full keeps a layer's input alone.
+    """Recompute activations in the backward pass.
 
-    Inside a layer's forward, so that compiling a layer sees it: around a compiled one, selective would do nothing.
+    "selective" keeps the outputs of attention and of every second wide matrix product of a layer; "full" keeps only the input
+    of a layer. The layer's forward itself is wrapped, so that compilation sees it: around a compiled layer, "selective" would
+    have no effect.
     """
     ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
-    contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _nothing
+    contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
     for layer in decoder_layers(policy):
         layer.forward = _recomputed(layer.forward, contexts, by_policy=how == "selective")
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *, by_policy: bool) -> Callable[..., Any]:
     def recomputed(*given: Any, **named: Any) -> Any:
-        # Up to torch 2.12 a compiled layer would keep what is computed inside an autograd.Function, as adapters are, unless
-        # a policy says otherwise.
+        # Up to torch 2.12, without a policy a compiled layer keeps what is computed inside an autograd.Function, as adapters
+        # are.
         more: dict[str, Any] = {"context_fn": contexts} if by_policy or torch.compiler.is_compiling() else {}
         return checkpoint(forward, *given, use_reentrant=False, **more, **named)
 
@@ -145,15 +151,16 @@ def _selective(rank: int) -> Any:
     return create_selective_checkpoint_contexts(_every_second_product(rank))
 
 
-def _nothing() -> Any:
+def _keep_nothing() -> Any:
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _every_second_product(rank: int) -> Callable[..., CheckpointPolicy]:
-    """Forward and recomputation meet the same operations in the same order; each is counted apart.
+    """A checkpointing policy that keeps every second matrix product.
 
-    Products into and out of adapters of that rank are not counted: the first leave little to keep, the second little to
-    compute again.
+    The forward and the recomputation run the same operations in the same order, and are counted separately. Products into and
+    out of adapters of the given rank are not counted: the outputs of the first are small to keep, the second are cheap to
+    recompute.
     """
     counts = {False: 0, True: 0}
 

@@ -1,4 +1,4 @@
-"""The processes that train together: which one this is, and how they agree. One process is a mesh of one."""
+"""The ranks of a training run: joining their process group, and collective operations. One process is a mesh of one."""
 
 import ipaddress
 import os
@@ -17,23 +17,23 @@ from tandem.errors import AlreadyReportedError, ConfigError, MachineError, Tande
 
 T = TypeVar("T")
 
-# How long workers wait for one of them, which may be tokenising; then all end.
-PATIENCE = timedelta(minutes=30)
+# How long ranks wait for each other before they fail. A rank may be tokenising meanwhile.
+TIMEOUT = timedelta(minutes=30)
 LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together, this one's device and its number among them.
+    """The processes that train together, with this one's device and number.
 
-    What is said on the host goes by the CPU's own channel: it never waits for a GPU.
+    Values on the host are exchanged over a CPU channel (gloo), which never waits for a GPU.
     """
 
     mesh: DeviceMesh
     device: torch.device
     number: int = 0
-    is_first_here: bool = True  # on its machine
-    host_group: dist.ProcessGroup | None = None  # null: the group of all
+    is_first_here: bool = True  # the first rank on its machine
+    host_group: dist.ProcessGroup | None = None  # None: the default group
 
     @property
     def count(self) -> int:
@@ -44,7 +44,7 @@ class Ranks:
         return self.number == 0
 
     def gather(self, value: T) -> list[T]:
-        """What each worker has, in the order of their numbers; waits for the others."""
+        """Return the values of all ranks, in the order of the ranks. Waits for the others."""
         if self.count == 1:
             return [value]
         values: list[T] = [value] * self.count
@@ -52,7 +52,7 @@ class Ranks:
         return values
 
     def highest(self, number: int) -> int:
-        """The highest number that any worker gives; waits for the others."""
+        """Return the highest number of any rank. Waits for the others."""
         if self.count == 1:
             return number
         given = torch.tensor(number)
@@ -60,19 +60,19 @@ class Ranks:
         return int(given)
 
     def lowest(self, number: int) -> int:
-        """The lowest number that any worker gives; waits for the others."""
+        """Return the lowest number of any rank. Waits for the others."""
         return -self.highest(-number)
 
-    def everywhere(self, flag: Tensor) -> Tensor:
-        """Whether a flag is true on every worker; known on the device, where it costs no wait of the host."""
+    def all_true(self, flag: Tensor) -> Tensor:
+        """Whether a flag is true on every rank, as a tensor on the device. The host does not wait."""
         if self.count == 1:
             return flag
         true = flag.to(torch.int32)
         dist.all_reduce(true, dist.ReduceOp.MIN, group=self.mesh.get_group())
         return true.to(torch.bool)
 
-    def concatenated(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all workers, one after another, and where this one's stand. Hosts wait, devices do not."""
+    def concatenate(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of all ranks in order, and the slice of this rank's own. The hosts wait, the devices do not."""
         counts = self.gather(len(rows))
         start = sum(counts[: self.number])
         own = slice(start, start + len(rows))
@@ -85,7 +85,7 @@ class Ranks:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]), own
 
     def agreed(self, do: Callable[[], T], *, by: bool) -> T | None:
-        """Let the workers for which `by` is true do something. What fails on one ends all, and is told once."""
+        """Call `do` on the ranks for which `by` is true. If it fails on one, all ranks stop and the error is reported once."""
         if self.count == 1:
             return do() if by else None
         done, failure = None, None
@@ -104,38 +104,38 @@ class Ranks:
         return done
 
     def from_first(self, do: Callable[[], T]) -> T:
-        """What `do` gives on the first worker, on all of them."""
+        """Call `do` on the first rank and return its result on all ranks."""
         done = self.agreed(do, by=self.is_first)
         return self.gather(done)[0]  # type: ignore[return-value]
 
     def one_then_all(self, do: Callable[[], T]) -> T:
-        """`do` on every worker; on one of each machine first, which leaves in the caches what the others find there."""
+        """Call `do` on every rank, on the first rank of each machine before the others, so that these find its caches."""
         early = self.agreed(do, by=self.is_first_here)
         late = self.agreed(do, by=not self.is_first_here)
         return early if self.is_first_here else late  # type: ignore[return-value]
 
-    def apart(self) -> "Ranks":
-        """The same workers with a channel of their own, for a thread that talks beside the run."""
+    def with_separate_channel(self) -> "Ranks":
+        """The same ranks with another host channel, for a thread that communicates while the run does."""
         if self.count == 1:
             return self
-        return replace(self, host_group=dist.new_group(backend="gloo", timeout=PATIENCE))
+        return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def compute_deterministically() -> None:
-    """Only kernels that give the same bits every time; to be called before the GPU is first used."""
+    """Allow only kernels that give the same bits every time. Must be called before the GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def join_process_group() -> Ranks:
-    """This process alone, or among those that torchrun started with it."""
+    """Join the ranks that torchrun started, or create a group of this process alone."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ConfigError(
-                f"worker {local} of this machine has no GPU: there are {torch.cuda.device_count()}. Start no more workers "
-                "than GPUs (torchrun --nproc-per-node)."
+                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}. Start at most one rank per GPU "
+                "(torchrun --nproc-per-node)."
             )
         torch.cuda.set_device(local)
         device = torch.device("cuda", local)
@@ -144,17 +144,20 @@ def join_process_group() -> Ranks:
         stay_on_loopback()
         if (store := loopback_store()) is not None:
             number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
+            dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
         elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            dist.init_process_group(backend, timeout=PATIENCE)
+            dist.init_process_group(backend, timeout=TIMEOUT)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     return Ranks(mesh, device, dist.get_rank(), is_first_here=local == 0)
 
 
 def stay_on_loopback() -> None:
-    """Let gloo listen where only this machine reaches it, if all ranks are here. Unless told, it listens where its name leads."""
+    """If all ranks are on this machine, make gloo listen on the loopback interface only.
+
+    By default it listens at the address of the machine's host name.
+    """
     world = os.environ.get("WORLD_SIZE", "1")
     is_here = world in ("1", os.environ.get("LOCAL_WORLD_SIZE")) or _is_loopback(os.environ.get("MASTER_ADDR", ""))
     interface = next((name for _, name in socket.if_nameindex() if name in LOOPBACK_INTERFACES), None)
@@ -163,29 +166,32 @@ def stay_on_loopback() -> None:
 
 
 def loopback_store() -> dist.Store | None:
-    """The store at which ranks find each other, at a loopback address; None where torchrun serves one, or the address is another.
+    """Return the store through which ranks find each other, listening on a loopback address only.
 
-    torch's own would listen on every interface, whatever MASTER_ADDR says.
+    None if torchrun provides a store, or if MASTER_ADDR is not a loopback address. torch's own store would listen on every
+    interface, whatever MASTER_ADDR is.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_complete = "RANK" in os.environ and port.isdecimal() and int(port) < 2**16  # torch says what is missing
+    is_complete = (
+        "RANK" in os.environ and port.isdecimal() and int(port) < 2**16
+    )  # if not, torch reports what is missing
     count = int(os.environ.get("WORLD_SIZE", 1))
     if count == 1 or is_served or not is_complete or not _is_loopback(address):
         return None
-    listening = _listening(address, int(port)) if os.environ["RANK"] == "0" else None
+    listening = _listen(address, int(port)) if os.environ["RANK"] == "0" else None
     return dist.TCPStore(
         host_name=address,
         port=int(port),
         world_size=count,
         is_master=listening is not None,
-        timeout=PATIENCE,
-        wait_for_workers=False,  # the group does
+        timeout=TIMEOUT,
+        wait_for_workers=False,  # the process group waits
         master_listen_fd=None if listening is None else listening.detach(),
     )
 
 
-def _listening(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -194,7 +200,7 @@ def _listening(address: str, port: int) -> socket.socket:
         listening.listen()
     except OSError as error:
         raise MachineError(
-            f"MASTER_ADDR = {address}, MASTER_PORT = {port}: the ranks cannot meet there ({error.strerror}). Choose "
+            f"MASTER_ADDR = {address}, MASTER_PORT = {port}: the first rank cannot listen there ({error.strerror}). Choose "
             "another port."
         ) from None
     return listening
@@ -203,11 +209,11 @@ def _listening(address: str, port: int) -> socket.socket:
 def _is_loopback(address: str) -> bool:
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:  # the name of a machine
+    except ValueError:  # a host name
         return False
 
 
 def leave_process_group() -> None:
-    """Leave the group; a process that ends without it is warned about."""
+    """Leave the process group. Without this, torch prints a warning when the process ends."""
     if dist.is_initialized():
         dist.destroy_process_group()

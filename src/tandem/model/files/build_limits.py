@@ -1,4 +1,4 @@
-"""Limits while a model is built from its configuration: no more modules and weights than its files could ever fill."""
+"""Stops building a model whose configuration asks for far more modules or weights than its weight files hold."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,35 +9,39 @@ from torch.nn.modules import module as torch_modules
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 
-# A byte holds 8 weights of one bit, and each is made twice: on the meta device, and when it is read. The rest is for models
-# of a few bytes.
-WEIGHTS_PER_BYTE, MORE_WEIGHTS = 16, 100_000_000
-# Real models have 1 to 4 modules for each tensor.
-MODULES_PER_TENSOR, MORE_MODULES = 20, 2_000
-BUFFERS = 2**32  # elements. Masks and tables of positions are in no file: 24 masks of 2,048 squared are 10**8
+# A byte holds at most 8 one-bit weights, and each weight is created twice: on the meta device and when it is read. The
+# extra allowances are for models with very small files.
+WEIGHTS_PER_BYTE, EXTRA_WEIGHTS = 16, 100_000_000
+# Real models have 1 to 4 modules per tensor.
+MODULES_PER_TENSOR, EXTRA_MODULES = 20, 2_000
+# Masks and position tables are not stored in files: 24 masks of 2,048 x 2,048 have 10**8 elements.
+EXTRA_BUFFER_ELEMENTS = 2**32
 
 
 @contextmanager
 def within_limits(source: ModelSource) -> Iterator[None]:
-    """Within: refuse a model as soon as it is far larger than its weight files. It should be built on the meta device."""
-    if source.held is None:
+    """Refuse a model built inside this context as soon as it is far larger than its weight files.
+
+    Build it on the meta device, so that nothing is allocated before it is refused.
+    """
+    if source.stored is None:
         yield
         return
-    held = source.held
-    counted = {"modules": 0, "weights": 0, "elements of buffers": 0}
+    stored = source.stored
+    counts = {"modules": 0, "weights": 0, "buffer elements": 0}
     limits = {
-        "modules": MODULES_PER_TENSOR * held.num_tensors + MORE_MODULES,
-        "weights": WEIGHTS_PER_BYTE * held.num_bytes + MORE_WEIGHTS,
-        "elements of buffers": WEIGHTS_PER_BYTE * held.num_bytes + BUFFERS,
+        "modules": MODULES_PER_TENSOR * stored.num_tensors + EXTRA_MODULES,
+        "weights": WEIGHTS_PER_BYTE * stored.num_bytes + EXTRA_WEIGHTS,
+        "buffer elements": WEIGHTS_PER_BYTE * stored.num_bytes + EXTRA_BUFFER_ELEMENTS,
     }
 
     def count(what: str, number: int) -> None:
-        counted[what] += number
-        if counted[what] > limits[what]:
+        counts[what] += number
+        if counts[what] > limits[what]:
             raise ConfigError(
-                f"{source.key} = {source.name}: its config.json describes a model of more than {limits[what]:,} {what}, but its "
-                f"weight files hold {held.num_tensors:,} tensors in {held.num_bytes:,} bytes. Download the model again, or "
-                "choose another."
+                f"{source.key} = {source.name}: its config.json describes a model with more than {limits[what]:,} {what}, but "
+                f"its weight files hold {stored.num_tensors:,} tensors in {stored.num_bytes:,} bytes. Download the model again, "
+                "or choose another."
             )
 
     def size(tensor: Any) -> int:
@@ -46,9 +50,7 @@ def within_limits(source: ModelSource) -> Iterator[None]:
     hooks = (
         torch_modules.register_module_module_registration_hook(lambda *_: count("modules", 1)),
         torch_modules.register_module_parameter_registration_hook(lambda *given: count("weights", size(given[2]))),
-        torch_modules.register_module_buffer_registration_hook(
-            lambda *given: count("elements of buffers", size(given[2]))
-        ),
+        torch_modules.register_module_buffer_registration_hook(lambda *given: count("buffer elements", size(given[2]))),
     )
     with ExitStack() as stack:
         for hook in hooks:

@@ -1,4 +1,4 @@
-"""A model's folder in; its JSON files and the weight files that will be read, checked, out. Nothing large is imported."""
+"""Reads and checks a model folder: its JSON files and the weight files that will be loaded. Does not import torch."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from tandem.storage.cache import outside_of, refuse_outside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-# Files that transformers reads instead of the two above, wherever they are found.
+# If files with these names exist, transformers reads them instead of the two above.
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-MAX_JSON_BYTES = 256 * 1024 * 1024  # the largest tokenizers have 35 MB, the largest indexes 10 MB
-MAX_NESTING = 64  # a configuration of several models, quantised, is 6 deep
-# Keys of config.json that count parts of a model, each of which is built.
+MAX_JSON_BYTES = 256 * 1024 * 1024  # the largest tokenizers are 35 MB, the largest indexes 10 MB
+MAX_NESTING = 64  # the configuration of a quantised multi-model checkpoint is 6 levels deep
+# Keys of config.json that set how many parts of a kind are built.
 COUNT = re.compile(r"(layer|expert|head|block|group|label|stage)s?$|depth", re.IGNORECASE)
 MAX_COUNT = 65_536
 
-# Settings of a model that tandem computes with: numbers, or null; and of its RoPE.
+# Settings that tandem computes with, of the model and of its RoPE. Each is a number or null.
 NUMBERS = (
     "attention_chunk_size", "hidden_size", "index_topk", "max_position_embeddings", "max_seq_len", "moe_intermediate_size",
     "num_experts_per_tok", "num_hidden_layers", "sliding_window", "vocab_size",
@@ -30,37 +30,37 @@ LARGEST = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeights:
-    """What the weight files of a model hold, by their headers."""
+class StoredWeights:
+    """Size of a model's weight files, according to their headers."""
 
     num_tensors: int
     num_bytes: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a model's folder that holds one JSON object, nested no deeper than any real one."""
+    """Parse a file that holds one JSON object. Refuse a file that is too large or nested too deep."""
     refuse_outside(path.parent, path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: {size:,} bytes, more than the {MAX_JSON_BYTES:,} that are read of such a file.")
+            raise ConfigError(f"{path}: {size:,} bytes. At most {MAX_JSON_BYTES:,} bytes are read from a JSON file.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: not readable as JSON: {error}") from None
     except RecursionError:
-        raise _too_deep(path) from None
+        raise _nesting_error(path) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a {type(value).__name__}, not a JSON object. Download it again.")
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_NESTING:
-            raise _too_deep(path)
+            raise _nesting_error(path)
         level = [inner for outer in level for inner in _values(outer) if isinstance(inner, dict | list)]
     return value
 
 
 def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -> list[Path]:
-    """The files that transformers reads weights from, in order; refused unless all are safetensors in the folder itself.
+    """Return the files that transformers reads weights from, in order. All must be safetensors files in `folder` itself.
 
     `described` is the folder's config.json.
     """
@@ -68,22 +68,22 @@ def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -
     for file in folder.iterdir():
         if DISTRIBUTED.fullmatch(file.name):
             raise ConfigError(
-                f"{place}: {folder} holds a part of a distributed checkpoint ({file.name}), which tandem does not read. Save the "
+                f"{place}: {folder} holds part of a distributed checkpoint ({file.name}), which tandem does not read. Save the "
                 "model again with transformers' save_pretrained."
             )
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{place}: {folder} holds an adapter (adapter_config.json) next to the model, and transformers would add it to the "
-            "weights. Move the adapter to a folder of its own; policy.lora.adapter takes it from there."
+            "weights. Move the adapter to a separate folder and set policy.lora.adapter to that folder."
         )
     first = described.get("transformers_weights")
     if first is None:
         first = next((file for file in (SINGLE, INDEX) if (folder / file).is_file()), None)
         if first is None:
-            raise _without_weights(place, folder)
-    elif not (_is_bare(first, SUFFIX) or _is_bare(first, f"{SUFFIX}.index.json")):
-        raise _outside(place, folder / "config.json", first)
-    names = [first] if first.endswith(SUFFIX) else _indexed(place, folder / first)
+            raise _no_weights_error(place, folder)
+    elif not (_is_file_name(first, SUFFIX) or _is_file_name(first, f"{SUFFIX}.index.json")):
+        raise _outside_error(place, folder / "config.json", first)
+    names = [first] if first.endswith(SUFFIX) else _read_index(place, folder / first)
     files = [folder / name for name in names]
     for file in files:
         check_weight_file(place, file)
@@ -91,18 +91,18 @@ def weight_files(key: str, name: str, folder: Path, described: dict[str, Any]) -
 
 
 def check_weight_file(place: str, file: Path) -> None:
-    """Refuse a file that is missing, or that is a link to anything but its own folder or the hub's cache."""
+    """Refuse a file that is missing, or that links to anything outside its own folder and the hub's cache."""
     if not file.is_file():
         raise ConfigError(f"{place}: {file} is missing or is not a file. Is the download complete?")
     if target := outside_of(file.parent, file):
         raise ConfigError(
-            f"{place}: {file} is a link to {target}, outside of its folder, and weights are read from nowhere else. Copy the "
-            "file to where the link is."
+            f"{place}: {file} is a link to {target}, which is outside its folder, and weights are read only from the folder "
+            "itself. Replace the link with a copy of the file."
         )
 
 
-def held_by(place: str, files: list[Path]) -> HeldWeights:
-    """By the headers of the files; one that is not safetensors is refused."""
+def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
+    """Count tensors and bytes of the weight files. Refuse a file that is not safetensors."""
     from safetensors import SafetensorError, safe_open
 
     num_tensors = 0
@@ -113,41 +113,44 @@ def held_by(place: str, files: list[Path]) -> HeldWeights:
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"{place}: its weights are not readable as safetensors ({reason}). Is the download whole?"
+                f"{place}: its weights are not readable as safetensors ({reason}). Is the download complete?"
             ) from None
-    return HeldWeights(num_tensors, sum(file.stat().st_size for file in files))
+    return StoredWeights(num_tensors, sum(file.stat().st_size for file in files))
 
 
-def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], held: HeldWeights) -> None:
-    """Refuse a config.json with more layers, experts or heads than any real one: building them would take all memory."""
-    limit = max(MAX_COUNT, held.num_tensors)
+def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], stored: StoredWeights) -> None:
+    """Refuse a config.json with more layers, experts or heads than any real model: building them would exhaust memory."""
+    limit = max(MAX_COUNT, stored.num_tensors)
     for key, value in _numbers(described):
         if COUNT.search(key) and value > limit:
             raise ConfigError(
-                f"{place}: {folder / 'config.json'} asks for {key} = {_shown(value)}, but the weights are {held.num_tensors:,} "
-                "tensors. Download the model again, or choose another."
+                f"{place}: {folder / 'config.json'} asks for {key} = {_shown(value)}, but the weight files hold "
+                f"{stored.num_tensors:,} tensors. Download the model again, or choose another."
             )
 
 
 def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> None:
-    """Refuse settings by which transformers would put other layers in place of a model's own, unless they are quantised ones."""
+    """Refuse settings that make transformers replace a model's layers with anything but quantised ones."""
     if described.get("fusion_config"):
         raise ConfigError(
-            f"{place}: {folder / 'config.json'} has a fusion_config, by which transformers replaces layers of every model in the "
-            "process. tandem trains the layers as they are; remove fusion_config."
+            f"{place}: {folder / 'config.json'} has a fusion_config, which makes transformers replace layers of every model in "
+            "the process. tandem trains the layers as they are; remove fusion_config."
         )
     inner = described.get("text_config")
     for level in (described, inner if isinstance(inner, dict) else {}):
         given = level.get("quantization_config")
         if given is not None and not (isinstance(given, dict) and isinstance(given.get("quant_method", ""), str)):
             raise ConfigError(
-                f"{place}: {folder / 'config.json'} gives quantization_config = {_shown(given)}, which names no quant_method. "
+                f"{place}: {folder / 'config.json'} has quantization_config = {_shown(given)}, which has no quant_method. "
                 "Download the model again, or choose another."
             )
 
 
 def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
-    """Refuse a setting that tandem computes with and that is not what it should be. `text`: the language model's, as parsed."""
+    """Refuse a setting that tandem computes with and that has the wrong type.
+
+    `text` is the parsed configuration of the language model.
+    """
     rope = getattr(text, "rope_parameters", None)
     kinds = getattr(text, "layer_types", None)
     found = {key: getattr(text, key, None) for key in NUMBERS}
@@ -161,32 +164,32 @@ def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
         wrong["layer_types"] = (kinds, "a list of names")
     for key, (value, wanted) in wrong.items():
         raise ConfigError(
-            f"{place}: {folder / 'config.json'} gives {key} = {_shown(value)}, which is not {wanted}. Download the model again, "
+            f"{place}: {folder / 'config.json'} has {key} = {_shown(value)}, which is not {wanted}. Download the model again, "
             "or choose another."
         )
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that can be computed with, or null."""
+    """Whether a value is null or a number in the range that tandem computes with."""
     return value is None or (isinstance(value, int | float) and -LARGEST < value < LARGEST)
 
 
-def _indexed(place: str, index: Path) -> list[str]:
-    """The names of the files in an index, each once."""
+def _read_index(place: str, index: Path) -> list[str]:
+    """Return the names of the files in an index, each once."""
     if not index.is_file():
         raise ConfigError(f"{place}: {index} is missing or is not a file. Is the download complete?")
     described = read_json(index)
     weights = described.get("weight_map")
     if not isinstance(weights, dict) or not weights or not isinstance(described.get("metadata", {}), dict):
-        raise ConfigError(f"{place}: {index} holds no weight_map, so it is not an index of weights. Download it again.")
+        raise ConfigError(f"{place}: {index} has no weight_map, so it is not an index of weights. Download it again.")
     for named in weights.values():
-        if not _is_bare(named, SUFFIX):
-            raise _outside(place, index, named)
+        if not _is_file_name(named, SUFFIX):
+            raise _outside_error(place, index, named)
     return sorted(set(weights.values()))
 
 
-def _is_bare(name: Any, suffix: str) -> bool:
-    """Whether a name is one of a file in the folder itself, with this suffix: no path, no hidden file."""
+def _is_file_name(name: Any, suffix: str) -> bool:
+    """Whether `name` is a plain file name with this suffix: not a path, not a hidden file."""
     return (
         isinstance(name, str)
         and name.endswith(suffix)
@@ -195,11 +198,11 @@ def _is_bare(name: Any, suffix: str) -> bool:
     )
 
 
-def _without_weights(place: str, folder: Path) -> ConfigError:
+def _no_weights_error(place: str, folder: Path) -> ConfigError:
     if any(folder.glob(f"*{SUFFIX}")):
         return ConfigError(
             f"{place}: {folder} holds neither {SINGLE} nor {INDEX}, so transformers does not know which weights to read. Save "
-            "the model again with its save_pretrained."
+            "the model again with transformers' save_pretrained."
         )
     return ConfigError(
         f"{place}: {folder} holds no .safetensors weights. "
@@ -207,15 +210,15 @@ def _without_weights(place: str, folder: Path) -> ConfigError:
     )
 
 
-def _outside(place: str, file: Path, named: Any) -> ConfigError:
+def _outside_error(place: str, file: Path, named: Any) -> ConfigError:
     return ConfigError(
         f"{place}: {file} names {_shown(named)} as weights. Only .safetensors files in the folder itself are read; save the "
         "model again with transformers' save_pretrained."
     )
 
 
-def _too_deep(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: nested more than {MAX_NESTING} levels deep, as no real file is. Download it again.")
+def _nesting_error(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: nested more than {MAX_NESTING} levels deep, unlike any real file. Download it again.")
 
 
 def _values(value: dict[str, Any] | list[Any]) -> Any:
@@ -223,7 +226,7 @@ def _values(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """Every number inside, with the key that it is under."""
+    """Yield every number in a JSON value, with its key."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _numbers(inner, name)

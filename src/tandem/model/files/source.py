@@ -1,4 +1,4 @@
-"""A model's name in; its folder and its checked configuration out. No weights are loaded, and little is imported."""
+"""Finds a model by name and returns its folder and its checked configuration, without loading weights."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,9 +10,9 @@ from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
 from tandem.errors import ConfigError
 from tandem.model.files.folder import (
-    HeldWeights,
-    held_by,
+    StoredWeights,
     read_json,
+    read_weight_headers,
     refuse_large_counts,
     refuse_rebuilding,
     refuse_wrong_types,
@@ -28,25 +28,25 @@ TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model on disk: where, and what its configuration says."""
+    """A model on disk: its folder and its configuration."""
 
     name: str
     folder: Path
     config: Any
-    key: str = "policy.model_name"  # that names it in the configuration
-    held: HeldWeights | None = None  # by its weight files; None: not looked at
+    key: str = "policy.model_name"  # the configuration key that names it
+    stored: StoredWeights | None = None  # size of its weight files; None: not read
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The dtype the model was published in."""
+        """The dtype in which the model was published."""
         import torch
 
         given = self.config.get_text_config().dtype or self.config.dtype or torch.float32
         found = getattr(torch, given, None) if isinstance(given, str) else given
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ConfigError(
-                f"{self.key} = {self.name}: {self.folder / 'config.json'} gives dtype = {str(given)[:100]}, which is not a "
-                "floating-point type of torch. Download the model again, or choose another."
+                f"{self.key} = {self.name}: {self.folder / 'config.json'} has dtype = {str(given)[:100]}, which is not a "
+                "floating-point dtype of torch. Download the model again, or choose another."
             )
         return found
 
@@ -61,10 +61,10 @@ def find_model(policy: PolicyConfig) -> ModelSource:
 
 
 def refuse_revision(policy: PolicyConfig) -> None:
-    """A folder is what it is: only a model of the hub has revisions."""
+    """Refuse policy.revision for a local folder: only models on the hub have revisions."""
     name, revision = policy.model_name, policy.revision
     if revision is not None and (name == EMBEDDED or Path(name).is_dir()):
-        what = "built here" if name == EMBEDDED else "a folder"
+        what = "the embedded model" if name == EMBEDDED else "a folder"
         raise ConfigError(
             f"policy.revision = {revision}: policy.model_name = {name} is {what}, which has no revisions. Leave out "
             "policy.revision."
@@ -72,23 +72,23 @@ def refuse_revision(policy: PolicyConfig) -> None:
 
 
 def check_folder(key: str, name: str, folder: Path) -> None:
-    """Refuse a folder that holds no model, and say what it holds instead."""
+    """Refuse a folder without a model, and name what it holds instead."""
     if (folder / "config.json").is_file():
         return
     hint = ""
     if is_checkpoint(folder):
-        hint = " It is a checkpoint: a run's model is in its folder model."
-    elif _is_adapter(folder):  # which has a tokenizer too
-        hint = " It is an adapter: give its base model here, and it as policy.lora.adapter."
+        hint = " It is a checkpoint: the model of a run is in the run's subfolder model."
+    elif _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
+        hint = f" It is an adapter: give its base model here, and set policy.lora.adapter={name}."
     elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
-        hint = f" It is a tokenizer: policy.tokenizer.name={name} uses it."
+        hint = f" It is a tokenizer: to use it, set policy.tokenizer.name={name}."
     raise ConfigError(f"{key} = {name}: {folder} holds no config.json, so it is not a model.{hint}")
 
 
 def find_source(key: str, name: str, revision: str | None) -> ModelSource:
-    """The folder of a model: embedded, local, or from the hub; refused here if it needs code of its own.
+    """Find a model that is embedded, local or on the hub. Refuse one that needs Python code from its repository.
 
-    `key` is the one that names it in the configuration.
+    `key` is the configuration key that names it.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -99,26 +99,26 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     check_folder(key, name, folder)
     described = read_json(folder / "config.json")
     refuse_outside(folder, folder / "generation_config.json")
-    if "auto_map" in described and not _known(described.get("model_type")):
+    if "auto_map" in described and not _is_known(described.get("model_type")):
         raise ConfigError(
             f"{key} = {name}: this model needs Python code from its own repository, "
-            "which tandem does not run. Use a model type that transformers knows."
+            "which tandem does not run. Use a model type that transformers supports."
         )
     refuse_rebuilding(f"{key} = {name}", folder, described)
     files = weight_files(key, name, folder, described)
-    held = held_by(f"{key} = {name}", files)
-    refuse_large_counts(f"{key} = {name}", folder, described, held)
+    stored = read_weight_headers(f"{key} = {name}", files)
+    refuse_large_counts(f"{key} = {name}", folder, described, stored)
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}") from None
-    with suppress(ValueError):  # it has several language models: refused with its class
+    with suppress(ValueError):  # several language models in one: load.check_packable refuses it
         refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
-    return ModelSource(name, folder, config, key, held)
+    return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 
 
 def check_path(key: str, name: str) -> None:
-    """Refuse a local path that is not there or holds no model. Nothing is imported, made or fetched for it."""
+    """Refuse a local path that does not exist or holds no model. Imports, creates and downloads nothing."""
     if name == EMBEDDED:
         return
     refuse_run(key, name)
@@ -129,19 +129,19 @@ def check_path(key: str, name: str) -> None:
 
 
 def refuse_run(key: str, name: str) -> None:
-    """A run directory holds a model but is not one."""
+    """Refuse a run directory, and name the model folder inside it."""
     if not is_run(Path(name)):
         return
     model = Path(name) / "model"
     if not model.is_dir():
         raise ConfigError(
-            f"{key} = {name}: {name} is a run directory; its model will be in {model} once it is finished. Finish it: "
+            f"{key} = {name}: {name} is a run directory; its model will be in {model} once the run is finished. Finish it: "
             f"tandem train --resume {name}"
         )
     if _is_adapter(model) and key in ("policy.model_name", "reference.model"):
         raise ConfigError(
-            f"{key} = {name}: {name} is a run directory; its model is in {model}, and is an adapter. Give its base model here, "
-            f"and policy.lora.adapter={model}."
+            f"{key} = {name}: {name} is a run directory; its model in {model} is an adapter. Give the adapter's base model "
+            f"here, and set policy.lora.adapter={model}."
         )
     raise ConfigError(f"{key} = {name}: {name} is a run directory; its model is in {model}. Set {key}={model}.")
 
@@ -156,7 +156,7 @@ def weights_of(source: ModelSource) -> list[Path]:
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """A name for what the model computes: the content of the weight files that are read, and of its configuration."""
+    """Hash everything that decides what the model computes: its weight files and its configuration."""
     described = read_json(source.folder / "config.json")
     files = weights_of(source)
     with ThreadPoolExecutor() as threads:
@@ -166,13 +166,13 @@ def weights_fingerprint(source: ModelSource) -> str:
 
 
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
-    """The folder (or SentencePiece file) of the tokenizer: the model's own, or the one that is named."""
+    """Return the folder (or SentencePiece file) of the tokenizer: policy.tokenizer.name, or by default the model's own."""
     name = policy.tokenizer.name
     return source.folder if name is None else _named_tokenizer(name)
 
 
-def find_tokenizer_alone(policy: PolicyConfig) -> Path:
-    """The same without the weights of the embedded model, which only torch makes."""
+def find_tokenizer_without_torch(policy: PolicyConfig) -> Path:
+    """Like `find_tokenizer`, but does not build the weights of the embedded model, which needs torch."""
     if policy.model_name != EMBEDDED:
         return find_tokenizer(policy, find_model(policy))
     from tandem.model.files.tiny import tiny_tokenizer
@@ -184,10 +184,12 @@ def _named_tokenizer(name: str) -> Path:
     refuse_run("policy.tokenizer.name", name)
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
-        raise ConfigError(f"policy.tokenizer.name = {name}: a file of a tokenizer. Give its folder: {path.parent}.")
+        raise ConfigError(
+            f"policy.tokenizer.name = {name}: this is one file of a tokenizer. Give its folder: {path.parent}."
+        )
     if path.exists() or path.suffix == ".model":
         return path
-    return fetched("policy.tokenizer.name", name, None, TOKENIZER_FILES)
+    return download("policy.tokenizer.name", name, None, TOKENIZER_FILES)
 
 
 def _folder(key: str, name: str, revision: str | None) -> Path:
@@ -197,11 +199,11 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
         return tiny_model()
     if Path(name).is_dir():
         return Path(name).resolve()
-    return fetched(key, name, revision, [*TOKENIZER_FILES, "*.safetensors"])
+    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors"])
 
 
-def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
-    """Files of a repository of the hub."""
+def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
+    """Download the files that match the patterns `wanted` from a hub repository, and return their folder."""
     refuse_missing(key, name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -210,30 +212,30 @@ def fetched(key: str, name: str, revision: str | None, wanted: list[str]) -> Pat
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"{key} = {name}: there is no such folder here, the hub cannot be reached, and no copy of such a model was fetched "
-            "before. Check the path, or the name and the connection."
+            f"{key} = {name}: there is no such folder here, the hub cannot be reached, and the cache holds no copy from an "
+            "earlier download. Check the path, or the name and the connection."
         ) from None
     except Exception as error:
         raise ConfigError(
-            f"{key} = {name}: neither a directory here nor to be had from the hub: {one_line(error)} "
+            f"{key} = {name}: there is no such folder here, and the hub does not provide it: {one_line(error)} "
             "Give a local folder, or check the name and the connection."
         ) from None
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Of a name that is no folder here: refused unless the hub may know it."""
+    """Refuse a name that is clearly a local path, given that no such folder exists; any other may be a hub name."""
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"{key} = {name}: no such directory.")
 
 
-def _known(model_type: Any) -> bool:
+def _is_known(model_type: Any) -> bool:
     from transformers import CONFIG_MAPPING
 
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
-def described(error: Exception) -> str:
-    """An error that is not known, as part of a sentence."""
+def describe(error: Exception) -> str:
+    """An unexpected error's type and text, as part of a sentence."""
     return f"{type(error).__name__}: {one_line(error).rstrip('.')}"
 
 

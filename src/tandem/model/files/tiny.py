@@ -1,4 +1,4 @@
-"""The embedded model: a tiny random Llama and a tokenizer trained on the bundled pairs, built once into the cache."""
+"""Builds the embedded model in the cache, once: a tiny random Llama and a tokenizer trained on the bundled pairs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model() -> Path:
-    """The folder of the embedded model, in the Hugging Face layout."""
+    """Return the folder of the embedded model, in the Hugging Face layout."""
     folder = _folder("tiny")
     if not folder.is_dir():
         check_cache_dir()
@@ -29,22 +29,22 @@ def tiny_model() -> Path:
 
 
 def tiny_tokenizer() -> Path:
-    """A folder that holds its tokenizer: its own if it is there, else one without weights, made without torch."""
-    model, alone = _folder("tiny"), _folder("tiny-tokenizer")
+    """Return a folder with the tokenizer of the embedded model: the model's own, or one without weights, built without torch."""
+    model, tokenizer = _folder("tiny"), _folder("tiny-tokenizer")
     if model.is_dir():
         return model
-    if not alone.is_dir():
+    if not tokenizer.is_dir():
         check_cache_dir()
-        with published(alone, "model") as aside:
+        with published(tokenizer, "model") as aside:
             _save_tokenizer(aside)
-    return alone
+    return tokenizer
 
 
 def _folder(name: str) -> Path:
     return cache_dir() / "models" / f"{name}-{fingerprint(VERSION, sha256_of(TRAIN))[:12]}"
 
 
-def _texts() -> list[str]:
+def _training_texts() -> list[str]:
     texts = []
     for line in TRAIN.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -67,7 +67,7 @@ def _save_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.train_from_iterator(_training_texts(), trainer)
     pad, _, end = SPECIAL
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end)
     wrapped.chat_template = CHAT_TEMPLATE

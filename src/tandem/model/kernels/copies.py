@@ -1,5 +1,7 @@
-"""GPU kernels that read all weights in one launch: one casts them to bfloat16 with stochastic rounding (precision/rounding.py),
-one adds bfloat16 gradients to float32 sums."""
+"""GPU kernels that process all weights of a model in one launch.
+
+One casts them to bfloat16 with stochastic rounding (precision/rounding.py), one adds bfloat16 gradients to float32 sums.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +14,19 @@ from torch import Tensor
 
 from tandem.model.transfer import to_device
 
-BLOCK = 4096
+NUMBERS_PER_BLOCK = 4096
 
 
 @triton.jit
-def _mixed(number):
+def _hash_int32(number):
     number = (number ^ ((number >> 16) & 0xFFFF)) * 0x7FEB352D
     number = (number ^ ((number >> 15) & 0x1FFFF)) * -0x7B935975
     return number ^ ((number >> 16) & 0xFFFF)
 
 
 @triton.jit
-def _by_chance(bits, at, start):
-    up = (bits & 0xFFFF) > 0xFFFF - (_mixed(at.to(tl.int32) + start) & 0xFFFF)
+def _round_stochastically(bits, at, start):
+    up = (bits & 0xFFFF) > 0xFFFF - (_hash_int32(at.to(tl.int32) + start) & 0xFFFF)
     up = up & ((bits & 0x7F800000) != 0x7F800000)
     return ((bits >> 16) + up.to(tl.int32)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
@@ -34,13 +36,16 @@ def _cast(source, target, count, start, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     bits = tl.load(source + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(target + at, _by_chance(bits, at, start), mask=inside)
+    tl.store(target + at, _round_stochastically(bits, at, start), mask=inside)
 
 
 @triton.jit
 def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
-    """tables: of each tensor where it is, where its copy is, how many numbers it has, and the start of its chances. owners
-    and firsts: of each block which tensor it is of, and where in it."""
+    """Cast every tensor to its copy.
+
+    tables: for each tensor its address, its copy's address, how many numbers it has, and its first hash input.
+    owners, firsts: for each block the tensor it belongs to, and the index in it of the block's first number.
+    """
     block = tl.program_id(0)
     table = tables + 4 * tl.load(owners + block)
     first = tl.load(firsts + block)
@@ -51,18 +56,21 @@ def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     sources = tl.max_contiguous(tl.multiple_of(source + at, 16), BLOCK)
     targets = tl.max_contiguous(tl.multiple_of(target + at, 16), BLOCK)
-    if count >= BLOCK:  # without a mask, memory is read and written in the widest pieces
+    if count >= BLOCK:  # without a mask, loads and stores have the maximum width
         bits = tl.load(sources).to(tl.int32, bitcast=True)
-        tl.store(targets, _by_chance(bits, first + at, start))
+        tl.store(targets, _round_stochastically(bits, first + at, start))
     else:
         bits = tl.load(sources, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(targets, _by_chance(bits, first + at, start), mask=at < count)
+        tl.store(targets, _round_stochastically(bits, first + at, start), mask=at < count)
 
 
 @triton.jit
 def _add_all(tables, owners, firsts, BLOCK: tl.constexpr):
-    """tables: of each tensor where its sum is, where what it is to have is, how many numbers it has, and whether it is the
-    first that the sum gets. owners and firsts as above."""
+    """Add every gradient to its sum.
+
+    tables: for each gradient the address of its sum, its own address, how many numbers it has, and whether it is the first, so
+    that the sum has no value yet. owners, firsts: as above.
+    """
     block = tl.program_id(0)
     table = tables + 4 * tl.load(owners + block)
     first = tl.load(firsts + block)
@@ -86,37 +94,37 @@ def _add_all(tables, owners, firsts, BLOCK: tl.constexpr):
 
 
 def cast(source: Tensor, start: int) -> Tensor:
-    """A contiguous tensor. start: what the place of its first number is to the hash, as an int32."""
+    """Cast one contiguous tensor. start: the hash input of its first number, an int32."""
     target = torch.empty_like(source, dtype=torch.bfloat16)
     count = source.numel()
     if count:
-        launch: Any = _cast[(triton.cdiv(count, BLOCK),)]  # type: ignore[index]
-        launch(source, target, count, start, BLOCK=BLOCK, num_warps=8)
+        launch: Any = _cast[(triton.cdiv(count, NUMBERS_PER_BLOCK),)]  # type: ignore[index]
+        launch(source, target, count, start, BLOCK=NUMBERS_PER_BLOCK, num_warps=8)
     return target
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Tensors of some sizes cut into blocks: of each block which tensor it is of, and where in it."""
+    """Tensors cut into blocks: for each block the tensor it belongs to, and the index in it of the block's first number."""
 
     owners: Tensor
     firsts: Tensor
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> "Blocks":
-        blocks = [triton.cdiv(count, BLOCK) for count in counts]
+        blocks = [triton.cdiv(count, NUMBERS_PER_BLOCK) for count in counts]
         owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
         before = torch.tensor([0, *blocks[:-1]]).cumsum(0)
-        firsts = (torch.arange(len(owners)) - before[owners]) * BLOCK
+        firsts = (torch.arange(len(owners)) - before[owners]) * NUMBERS_PER_BLOCK
         return cls(owners.to(device), firsts.to(device))
 
     def launch(self, kernel: Any, tables: Tensor) -> None:
         if len(self.owners):
-            kernel[(len(self.owners),)](tables, self.owners, self.firsts, BLOCK=BLOCK, num_warps=8)
+            kernel[(len(self.owners),)](tables, self.owners, self.firsts, BLOCK=NUMBERS_PER_BLOCK, num_warps=8)
 
 
 class Casts:
-    """Casts some tensors into others, as often as it is called, by one launch: source, target and start of each."""
+    """Casts tensors to their copies in one launch per call. Takes (source, target, start) for each."""
 
     def __init__(self, given: Sequence[tuple[Tensor, Tensor, int]]):
         self.given = given
@@ -125,7 +133,7 @@ class Casts:
 
     def __call__(self) -> None:
         addresses = [source.data_ptr() for source, _, _ in self.given]
-        if addresses != self.addresses:  # at first, or where a weight was given other memory
+        if addresses != self.addresses:  # the first call, or a weight has moved
             rows = [
                 [source.data_ptr(), target.data_ptr(), source.numel(), start] for source, target, start in self.given
             ]
@@ -135,21 +143,21 @@ class Casts:
 
 
 class Sums:
-    """Adds bfloat16 tensors to float32 ones by one launch. Of the same sizes again, it knows the blocks."""
+    """Adds bfloat16 tensors to float32 ones in one launch per call. Keeps the blocks for tensors of the same sizes."""
 
-    KNOWN = 64  # more than a backward has launches, unless it is another one every time
+    MAX_KEPT = 64  # more than a backward has launches
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, ...], Blocks] = {}
 
     def __call__(self, given: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
-        """The sum, what is added (of the same strides), and whether it is the first: then the sum has no value yet."""
+        """Takes (sum, gradient with the same strides, is_first) for each. A sum that is_first has no value yet."""
         counts = tuple(total.numel() for total, _, _ in given)
         if counts not in self.blocks:
-            if len(self.blocks) == self.KNOWN:
+            if len(self.blocks) == self.MAX_KEPT:
                 self.blocks.clear()
             self.blocks[counts] = Blocks.of(counts, given[0][0].device)
-        # A block begins on a multiple of 16 numbers, if its tensor does.
+        # The kernels assume that blocks are aligned to 16 numbers, so a tensor that is not must be copied.
         parts = [part if part.data_ptr() % 32 == 0 else part.clone() for _, part, _ in given]
         rows = [
             [total.data_ptr(), part.data_ptr(), count, is_first]

@@ -1,4 +1,4 @@
-"""A folder of a trained LoRA adapter in, what it holds out, checked; and adapters into such a folder, as peft lays it out."""
+"""Reads and checks the folder of a trained LoRA adapter, and writes adapters to a folder in peft's layout."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.model.files.folder import check_weight_file, read_json
-from tandem.model.files.source import fetched, refuse_run
+from tandem.model.files.source import download, refuse_run
 from tandem.storage.cache import content_of
 
 CONFIG_FILE = "adapter_config.json"
@@ -19,21 +19,21 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
-# Keys of adapter_config.json that say how an adapter was made or where it belongs, not what it computes.
-TELLING = {
+# Keys of adapter_config.json that describe how an adapter was made or where it belongs, not what it computes.
+DESCRIPTIVE_KEYS = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
     "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-READ = {"r", "lora_alpha", "use_rslora"}
-# Starts that leave the base model as it is; others (PiSSA, OLoRA) take their start out of its weights.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+READ_KEYS = {"r", "lora_alpha", "use_rslora"}
+# Initialisations that leave the base weights unchanged; others (PiSSA, OLoRA) subtract the initial adapter from them.
+PLAIN_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 UNSET = (None, False, "none", [], {})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapter:
-    """A LoRA adapter on disk: its settings, and the shape of the two weights of each layer it adapts."""
+    """A LoRA adapter on disk: its settings, and the shapes of the two weights of each adapted layer."""
 
     name: str
     folder: Path
@@ -43,24 +43,24 @@ class TrainedAdapter:
     shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
 
     def weights(self) -> dict[str, Tensor]:
-        """Its tensors, named as in the model: model.layers.0.self_attn.q_proj.lora_A"""
+        """Load the adapter's tensors, named as in the model: model.layers.0.self_attn.q_proj.lora_A"""
         from safetensors.torch import load_file
 
         tensors = load_file(self.folder / WEIGHTS_FILE)
         return {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
 
     def content(self) -> list[Any]:
-        """What decides what it computes."""
+        """Everything that decides what the adapter computes, for a fingerprint."""
         return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora]
 
 
 def read_adapter(name: str) -> TrainedAdapter:
-    """A folder here or on the hub; refused unless it holds plain LoRA weights as safetensors."""
+    """Read an adapter from a local folder or the hub. Refuse one that is not plain LoRA weights in safetensors."""
     key = f"policy.lora.adapter = {name}"
     refuse_run("policy.lora.adapter", name)
-    folder = Path(name).resolve() if Path(name).is_dir() else fetched("policy.lora.adapter", name, None, ["adapter_*"])
+    folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is no adapter.")
+        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter.")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
             f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."
@@ -70,13 +70,19 @@ def read_adapter(name: str) -> TrainedAdapter:
     _check_plain(key, described)
     dim, alpha = described.get("r"), described.get("lora_alpha")
     if type(dim) is not int or dim < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{key}: its {CONFIG_FILE} gives no r and lora_alpha, so it is no LoRA adapter.")
-    shapes = _shapes(key, folder / WEIGHTS_FILE)
-    return TrainedAdapter(name, folder, dim, float(alpha), bool(described.get("use_rslora")), shapes)
+        raise ConfigError(f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter.")
+    return TrainedAdapter(
+        name=name,
+        folder=folder,
+        dim=dim,
+        alpha=float(alpha),
+        rslora=bool(described.get("use_rslora")),
+        shapes=_read_shapes(key, folder / WEIGHTS_FILE),
+    )
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """`config` is peft's; tensors are named as in the model (…q_proj.lora_A)."""
+    """Write an adapter. `config` is a peft configuration; tensors are named as in the model (…q_proj.lora_A)."""
     from safetensors.torch import save_file
 
     named = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
@@ -86,19 +92,19 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None
 
 def _check_plain(key: str, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
-        raise ConfigError(f"{key}: a {described.get('peft_type')} adapter; only LORA is read.")
-    start = described.get("init_lora_weights", True)
-    if start not in PLAIN_STARTS:
+        raise ConfigError(f"{key}: its peft_type is {described.get('peft_type')}. Only LORA adapters are supported.")
+    initialisation = described.get("init_lora_weights", True)
+    if initialisation not in PLAIN_INITIALISATIONS:
         raise ConfigError(
-            f"{key}: init_lora_weights = {json.dumps(start)}: it belongs to base weights that this start changed. Convert it "
-            "with peft to plain LoRA."
+            f"{key}: init_lora_weights = {json.dumps(initialisation)}: the adapter belongs to base weights that this "
+            "initialisation changed. Convert it to plain LoRA with peft."
         )
     for name, value in described.items():
-        if name not in TELLING | READ | {"init_lora_weights"} and value not in UNSET:
-            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA is read.")
+        if name not in DESCRIPTIVE_KEYS | READ_KEYS | {"init_lora_weights"} and value not in UNSET:
+            raise ConfigError(f"{key}: {name} = {json.dumps(value)}: only plain LoRA adapters are supported.")
 
 
-def _shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+def _read_shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -106,10 +112,10 @@ def _shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
                 if not (found := WEIGHT.fullmatch(name)):
-                    raise ConfigError(f"{key}: holds {name}, which is no weight of a LoRA adapter.")
+                    raise ConfigError(f"{key}: holds {name}, which is not a weight of a LoRA adapter.")
                 shapes.setdefault(found["module"], {})[found["side"]] = tuple(file.get_slice(name).get_shape())
     except SafetensorError as error:
-        raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it whole?") from None
+        raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
     if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
-        raise ConfigError(f"{key}: holds only one of the two weights of {half}. Is it whole?")
+        raise ConfigError(f"{key}: holds only one of the two weights of {half}. Is it complete?")
     return shapes

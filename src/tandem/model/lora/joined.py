@@ -1,8 +1,8 @@
-"""A linear layer and its adapter in one matrix product.
+"""Computes a linear layer and its adapter in one matrix product.
 
-As peft computes it, the adapter's output is a second product as wide as the layer's own: written, read again and added. Here
-the adapter's few numbers a token stand beside the input, and its second matrix beside the weight, where the input is the
-narrower side; the gradient of the input likewise, where the output is.
+peft computes the adapter's output as a second product, as wide as the layer's own, which is written, read again and added. Here
+the adapter's low numbers per token are concatenated to the input, and its second matrix to the weight, if the input is narrower
+than the output. The gradient of the input is computed in the same way if the output is narrower.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 def join_adapters(model: nn.Module) -> None:
-    """Compute every plain linear layer that has one adapter, without dropout, so."""
+    """Make every plain linear layer with an adapter compute both in one product. Requires one adapter without dropout."""
     for module in model.modules():
         if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
             module.__class__ = JoinedLinear
 
 
 class JoinedLinear(Linear):
-    """peft's layer, whose weight and bias are frozen."""
+    """peft's linear layer, with weight and bias frozen."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
@@ -31,7 +31,7 @@ class JoinedLinear(Linear):
 
 
 def joined_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """x @ (weight + scale * up @ down).T + bias, with gradients of x, down and up."""
+    """Return x @ (weight + scale * up @ down).T + bias, with gradients for x, down and up."""
     out: Any = _Joined.apply(x.flatten(0, -2), weight, bias, down, up, scale)
     return out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
@@ -41,20 +41,20 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
     ) -> Tensor:
-        few = F.linear(x, down) * scale
-        ctx.save_for_backward(x, weight, down, up, few)
+        low = F.linear(x, down) * scale
+        ctx.save_for_backward(x, weight, down, up, low)
         ctx.scale = scale
         if x.shape[-1] > weight.shape[0]:
-            return F.linear(x, weight, bias) + F.linear(few, up)
-        return F.linear(torch.cat([x, few], -1), torch.cat([weight, up], 1), bias)
+            return F.linear(x, weight, bias) + F.linear(low, up)
+        return F.linear(torch.cat([x, low], -1), torch.cat([weight, up], 1), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        x, weight, down, up, few = ctx.saved_tensors
-        of_few = grad @ up * ctx.scale
+        x, weight, down, up, low = ctx.saved_tensors
+        grad_low = grad @ up * ctx.scale
         if grad.shape[-1] > weight.shape[1]:
-            of_x = grad @ weight + of_few @ down
+            grad_x = grad @ weight + grad_low @ down
         else:
-            of_x = torch.cat([grad, of_few], -1) @ torch.cat([weight, down], 0)
-        return of_x, None, None, of_few.T @ x, grad.T @ few, None
+            grad_x = torch.cat([grad, grad_low], -1) @ torch.cat([weight, down], 0)
+        return grad_x, None, None, grad_low.T @ x, grad.T @ low, None

@@ -1,4 +1,4 @@
-"""LoRA: the configuration and the model's layers in; a plan before weights load, and adapters on those layers after. peft's."""
+"""LoRA: plans which layers get adapters before weights load, and adds peft's adapters to them after."""
 
 import importlib.util
 import re
@@ -22,34 +22,34 @@ from tandem.model.policy import Policy
 from tandem.storage.cache import fingerprint
 from tandem.terminal.printable import listed
 
-ADAPTER = "default"  # peft's name for an only adapter
-WIDER = ("F64", "F32", "F16")  # than bfloat16, as safetensors calls them
-# By which peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
+ADAPTER = "default"  # peft's name for a single adapter
+MORE_PRECISE_THAN_BFLOAT16 = ("F64", "F32", "F16")  # names in safetensors
+# How peft refuses layers: Module 'out_proj' is incompatible with ... Incompatible modules: {'conv1d', 'out_proj'}.
 MAMBA = re.compile(
     r"\[PEFT:\S+\] .* incompatible with Mamba-based models .* Incompatible modules: \{(?P<incompatible>[^}]*)\}"
 )
-PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # that matching a regular expression may take
+PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular expression
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """Which layers get adapters, and of what kind: all that is known before weights load."""
+    """Which layers get adapters, and of what kind. Known before weights load."""
 
     dim: int
     alpha: float
     dropout: float
     rslora: bool
-    targets: tuple[str, ...]  # modules of the model, by their whole names
-    names: tuple[str, ...]  # the shortest names that mean just those
-    start: TrainedAdapter | None
+    targets: tuple[str, ...]  # full names of modules
+    names: tuple[str, ...]  # the shortest names that match exactly those modules
+    start: TrainedAdapter | None  # policy.lora.adapter
     dtype: torch.dtype  # of the frozen weights
-    precision: str  # of computation
+    precision: str  # dtype of computation
     quantization: str | None
     num_trained: int = 0
     num_frozen: int = 0
 
     def peft_config(self, base: str | None = None, revision: str | None = None) -> Any:
-        """`base`: the name of the model that the adapters belong to."""
+        """Build peft's configuration. `base` is the name of the model that the adapters belong to."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -65,7 +65,7 @@ class LoraPlan:
         )
 
     def quantization_config(self) -> Any:
-        """What transformers is told; the head and whatever is no linear layer stay as they are."""
+        """Build the quantisation settings for transformers, which quantises linear layers except the head."""
         if self.quantization is None:
             return None
         from transformers import BitsAndBytesConfig
@@ -81,7 +81,7 @@ class LoraPlan:
 
 
 class TrainingDropout(nn.Module):
-    """Dropout where gradients are computed and nowhere else: not in the reference, the audit or a validation."""
+    """Dropout that applies only while gradients are computed: not in the reference, the audit or validation."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -92,33 +92,33 @@ class TrainingDropout(nn.Module):
 
 
 def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: str) -> LoraPlan | None:
-    """Decide which layers get adapters, and refuse what cannot be, before any weights load."""
+    """Decide which layers get adapters, and refuse settings that cannot work. Called before any weights load."""
     if not lora.enabled:
         return None
     _check_quantization(lora, device)
     if getattr(source.config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"{source.key} = {source.name}: its weights are quantised already. Give the model it was made of; "
-            "policy.lora.quantization quantises that one."
+            f"{source.key} = {source.name}: its weights are already quantised. Give the model that it was quantised from; "
+            "policy.lora.quantization quantises that model."
         )
     model = empty_model(source)
     start = None if lora.adapter is None else read_adapter(lora.adapter)
-    targets = _targets(model, source, lora) if start is None else _targets_of(start, model, source, lora)
-    # A frozen weight is never updated: where bfloat16 is computed with, the dtype it was published in holds all of it. But
-    # float16 and bfloat16 do not multiply.
+    targets = _targets(model, source, lora) if start is None else _adapter_targets(start, model, source, lora)
+    # A frozen weight is never updated, so with bfloat16 computation the published dtype loses nothing. But float16 cannot be
+    # multiplied with bfloat16.
     frozen = torch.bfloat16 if source.dtype == torch.float16 else source.dtype
     dtype = frozen if precision == "bfloat16" else torch.float32
     plan = LoraPlan(
-        lora.dim if start is None else start.dim,
-        lora.alpha if start is None else start.alpha,
-        lora.dropout,
-        start is not None and start.rslora,
-        tuple(targets),
-        _short_names(targets, [name for name, _ in model.named_modules()]),
-        start,
-        dtype,
-        precision,
-        lora.quantization,
+        dim=lora.dim if start is None else start.dim,
+        alpha=lora.alpha if start is None else start.alpha,
+        dropout=lora.dropout,
+        rslora=start is not None and start.rslora,
+        targets=tuple(targets),
+        names=_short_names(targets, [name for name, _ in model.named_modules()]),
+        start=start,
+        dtype=dtype,
+        precision=precision,
+        quantization=lora.quantization,
     )
     num_frozen = sum(parameter.numel() for parameter in model.parameters())
     with torch.device("meta"):
@@ -128,7 +128,7 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
 
 
 def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device, plan: LoraPlan) -> Policy:
-    """The frozen model with its adapters, as training starts: new ones change nothing, trained ones are put in."""
+    """Load the frozen model with its adapters: new ones, which change nothing yet, or those of policy.lora.adapter."""
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _inject(loaded.model, plan, source)
     if plan.dropout == 0 and plan.quantization is None:
@@ -147,19 +147,19 @@ def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device
 
 
 def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
-    """A name for what the policy computes as it starts; with new adapters it is what the base model computes."""
+    """Hash everything that decides what the policy computes at the start. New adapters do not change the base model."""
     weights = weights_fingerprint(source)
     if plan is not None and (source.dtype, plan.dtype) == (torch.float16, torch.bfloat16):
-        weights = fingerprint(weights, "frozen in bfloat16")  # rounded otherwise than weights that are trained
+        weights = fingerprint(weights, "frozen in bfloat16")  # rounded to nearest, unlike trained weights
     if plan is None or (plan.start is None and plan.quantization is None):
         return weights
     return fingerprint(weights, None if plan.start is None else plan.start.content(), plan.quantization)
 
 
-def is_rounded(source: ModelSource, plan: LoraPlan | None) -> bool:
-    """Whether frozen weights are rounded as they load: config.json names bfloat16, but files hold more digits.
+def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
+    """Whether loading rounds the frozen weights: config.json names bfloat16, but the files hold a more precise dtype.
 
-    Weights that are trained load in float32, so that such a model computes other numbers with adapters than without.
+    Trained weights load in float32, so such a model computes different numbers with adapters than without.
     """
     from safetensors import safe_open
 
@@ -167,20 +167,21 @@ def is_rounded(source: ModelSource, plan: LoraPlan | None) -> bool:
         return False
     for path in weights_of(source):
         with safe_open(path, "pt") as file:
-            if any(file.get_slice(name).get_dtype() in WIDER for name in file.keys()):  # noqa: SIM118 - no mapping
+            names = list(file.keys())
+            if any(file.get_slice(name).get_dtype() in MORE_PRECISE_THAN_BFLOAT16 for name in names):
                 return True
     return False
 
 
 def lora_layers(model: Any) -> list[tuple[str, Any]]:
-    """The adapted layers, by their names in the plain model."""
+    """The adapted layers, with their names in the plain model."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
-def merged(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the adapted model's tensors those of the plain model, adapters added to their weights in float32."""
+def merge_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the plain model, with the adapters among `tensors` added to their weights in float32."""
     plain = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for name, layer in lora_layers(model):
         up, down = (tensors[f"{name}.{side}.{ADAPTER}.weight"].float() for side in ("lora_B", "lora_A"))
@@ -188,8 +189,8 @@ def merged(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def dequantised(model: Any) -> dict[str, Tensor]:
-    """The weights of quantised layers as their forward sees them, by name, on the host."""
+def dequantise(model: Any) -> dict[str, Tensor]:
+    """Return the weights of quantised layers, as their forward sees them, by name and on the host."""
     from peft.utils.integrations import dequantize_module_weight
 
     return {
@@ -200,23 +201,24 @@ def dequantised(model: Any) -> dict[str, Tensor]:
 
 
 def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
-    """Put peft's layers in the place of the targets, in the model itself, and freeze everything else."""
+    """Replace the target layers of the model with peft's, in place, and freeze everything else."""
     from peft import inject_adapter_in_model
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # of target names that it reads in its own way: checked below
+        # Warnings about target names that peft interprets differently: they are checked below.
+        with warnings.catch_warnings(action="ignore"):
             inject_adapter_in_model(plan.peft_config(), model)
     except ValueError as error:
         raise _not_adapted(error, plan, source) from None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wanted = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
-    if trained != wanted:
-        # Where experts were linear layers once, peft takes their old names for the experts wherever they stand.
-        odd = wanted - trained or trained - wanted
-        names = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in odd}))
+    expected = {f"{name}.lora_{side}.{ADAPTER}.weight" for name in plan.targets for side in "AB"}
+    if trained != expected:
+        # In models whose experts used to be linear layers, peft maps the old names to the experts wherever they occur.
+        different = expected - trained or trained - expected
+        names = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in different}))
         raise ConfigError(
-            f"policy.lora: peft takes {names} for parts of the experts of {source.name}, which are no linear layers. Leave them "
-            f"out: policy.lora.exclude_modules=[{names}]."
+            f"policy.lora: peft interprets {names} as parts of the experts of {source.name}, which are not linear layers. Leave "
+            f"them out: policy.lora.exclude_modules=[{names}]."
         )
     for _, layer in lora_layers(model):
         if plan.dropout > 0:
@@ -244,110 +246,115 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
         return
     key = f"policy.lora.quantization = {lora.quantization}"
     if device.type != "cuda":
-        raise MachineError(f"{key}: quantised weights need a CUDA device, and there is none here. Leave it out.")
+        raise MachineError(f"{key}: quantised weights need a CUDA device, and this machine has none. Leave it out.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f'{key}: needs the package bitsandbytes: pip install "tandem-dpo[qlora]", or leave it out.')
 
 
-def _linear(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
-    """The linear layers by name, the head left out; and the head's name."""
+def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
+    """Return the linear layers by name, without the head; and the head's name."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    named = next((name for name, module in model.named_modules() if module is head), None)
-    return {name: module for name, module in linear.items() if module is not head}, named
+    head_name = next((name for name, module in model.named_modules() if module is head), None)
+    return {name: module for name, module in linear.items() if module is not head}, head_name
 
 
 def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
-    """The whole names of the layers that target_modules takes and exclude_modules leaves."""
-    layers, head = _linear(model)
+    """Return the full names of the layers that target_modules selects and exclude_modules does not exclude."""
+    layers, head = _linear_layers(model)
     known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
-    taken = _taken(lora.target_modules, list(layers), head, source, known)
+    selected = _select(lora.target_modules, list(layers), head, source, known)
     for name in lora.exclude_modules:
-        if not any(_ends(layer, name) for layer in (*layers, head or "")):
+        if not any(_ends_with(layer, name) for layer in (*layers, head or "")):
             raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
-    left = [layer for layer in taken if not any(_ends(layer, name) for name in lora.exclude_modules)]
-    if not left:
+    remaining = [layer for layer in selected if not any(_ends_with(layer, name) for name in lora.exclude_modules)]
+    if not remaining:
         raise ConfigError(
-            "policy.lora.exclude_modules leaves out every layer that policy.lora.target_modules takes, so nothing would be "
-            "trained."
+            "policy.lora.exclude_modules excludes every layer that policy.lora.target_modules selects, so nothing would be "
+            "trained. Exclude fewer."
         )
-    return left
+    return remaining
 
 
-def _taken(wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, known: str) -> list[str]:
+def _select(wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, known: str) -> list[str]:
     if wanted == ALL_LINEAR:
         return layers
     names = layers if head is None else [*layers, head]
     if isinstance(wanted, str):
-        found = {wanted: _matched(wanted, names)}
+        found = {wanted: _match(wanted, names)}
     else:
-        found = {pattern: {name for name in names if _ends(name, pattern)} for pattern in wanted}
-    for pattern, taken in found.items():
-        if head in taken:
+        found = {pattern: {name for name in names if _ends_with(name, pattern)} for pattern in wanted}
+    for pattern, selected in found.items():
+        if head in selected:
             raise ConfigError(
-                f"policy.lora.target_modules: {pattern} takes {head}, the head, which stays as it is: its weight is used "
-                "directly, without logits being kept. Leave it out."
+                f"policy.lora.target_modules: {pattern} selects {head}, the head, which cannot have an adapter: its weight is "
+                "used directly, so that logits need not be stored. Leave it out."
             )
-        if not taken:
-            hint = " A regular expression matches whole names; give names as a list." if pattern is wanted else ""
+        if not selected:
+            hint = (
+                " A regular expression must match full names; give short names as a list." if pattern is wanted else ""
+            )
             raise ConfigError(
                 f"policy.lora.target_modules: {pattern} matches no linear layer of {source.name}. {known}{hint}"
             )
-    return [layer for layer in layers if any(layer in taken for taken in found.values())]
+    return [layer for layer in layers if any(layer in selected for selected in found.values())]
 
 
-def _targets_of(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
-    """The layers that a trained adapter adapts; refused where the model or the configuration has others."""
+def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lora: Lora) -> list[str]:
+    """Return the layers that a trained adapter adapts. Refuse it if it does not fit the model or the configuration."""
     key = f"policy.lora.adapter = {start.name}"
     changed = lora.changed()
     for name, own in (("dim", start.dim), ("alpha", start.alpha)):
         if name in changed and changed[name] != own:
             raise ConfigError(
-                f"{key}: its {name} is {own:g}, but policy.lora.{name} = {changed[name]:g}. Leave that out."
+                f"{key}: its {name} is {own:g}, but policy.lora.{name} = {changed[name]:g}. Leave out policy.lora.{name}."
             )
-    layers, _ = _linear(model)
+    layers, _ = _linear_layers(model)
     for module, sides in start.shapes.items():
         if module not in layers:
-            raise ConfigError(f"{key}: made for another model: it adapts {module}, no linear layer of {source.name}.")
+            raise ConfigError(
+                f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}."
+            )
         layer = layers[module]
-        want = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
+        expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
         for side in "AB":
-            if sides[side] != want[side]:
+            if sides[side] != expected[side]:
                 raise ConfigError(
-                    f"{key}: made for another model: {module}.lora_{side} is {list(sides[side])}, but {source.name} needs "
-                    f"{list(want[side])}."
+                    f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "
+                    f"{source.name} needs {list(expected[side])}."
                 )
     if {"target_modules", "exclude_modules"} & changed.keys():
         asked = _targets(model, source, lora)
         if set(asked) != start.shapes.keys():
-            odd = min(set(asked) ^ start.shapes.keys())
+            different = min(set(asked) ^ start.shapes.keys())
             raise ConfigError(
-                f"{key}: it adapts other layers than policy.lora.target_modules asks for, such as {odd}. Leave "
-                "target_modules and exclude_modules out."
+                f"{key}: its layers differ from those selected by policy.lora.target_modules, for example in {different}. Leave "
+                "out target_modules and exclude_modules."
             )
     return [name for name in layers if name in start.shapes]
 
 
-def _ends(module: str, name: str) -> bool:
+def _ends_with(module: str, name: str) -> bool:
+    """Whether a module's full name ends with these components: model.layers.0.mlp.up_proj with up_proj, not with proj."""
     return module == name or module.endswith(f".{name}")
 
 
-def _matched(pattern: str, modules: list[str]) -> set[str]:
-    """The names that a regular expression matches whole, in a process that can be killed: some expressions never end."""
+def _match(pattern: str, modules: list[str]) -> set[str]:
+    """Return the full names that a regular expression matches. Runs in a killable process: some expressions never finish."""
     try:
         return in_a_process(
             lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
         )
     except (Stalled, Died, MemoryError):
         raise ConfigError(
-            f"policy.lora.target_modules: the regular expression {pattern} is not matched with the names of {len(modules)} "
-            f"layers within {PATTERN_SECONDS:g} seconds. Give a simpler one, or names as a list."
+            f"policy.lora.target_modules: matching the regular expression {pattern} with the names of {len(modules)} layers "
+            f"takes more than {PATTERN_SECONDS:g} seconds. Give a simpler one, or a list of names."
         ) from None
 
 
 def _short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:
-    """model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj -> up_proj, if no other module ends so; else whole names."""
+    """Shorten names if the short ones match no other module: layers.0.mlp.up_proj, layers.1.mlp.up_proj -> up_proj."""
     targets = list(targets)
     short = sorted({target.rsplit(".", 1)[-1] for target in targets})
-    meant = [module for module in modules if any(_ends(module, name) for name in short)]
-    return tuple(short) if set(meant) == set(targets) else tuple(targets)
+    matched = [module for module in modules if any(_ends_with(module, name) for name in short)]
+    return tuple(short) if set(matched) == set(targets) else tuple(targets)

@@ -1,7 +1,7 @@
-"""On one worker: bfloat16 copies of a policy's float32 weights, which it computes with.
+"""Training on a single rank: bfloat16 copies of a policy's float32 weights, used in forward and backward.
 
-They are what fully_shard makes for several workers, to the bit. Without its hooks the host is done sooner, and with small
-packs or adapters it is the host that a GPU waits for.
+They are bit for bit what fully_shard computes with several ranks. Without fully_shard's hooks the host needs less time, which
+matters with small packs or adapters, when the GPU waits for the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,30 +13,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from tandem.model.precision.rounding import rounded, salt_in_policy, start_of
+from tandem.model.precision.rounding import hash_start, round_to_bfloat16, salt_in_policy
 
-# Numbers whose gradients a backward keeps in bfloat16 before they are added up: few launches, and little memory.
-AT_ONCE = 2**28
+# How many bfloat16 gradients a backward keeps before they are added to the float32 sums. More take more memory, fewer take
+# more kernel launches.
+MAX_PENDING_GRADIENTS = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A weight, the copy that is computed with, and the modules it stands in: tied weights stand in several."""
+    """A weight, its bfloat16 copy, and the modules that use it: tied weights are used by several."""
 
     weight: nn.Parameter
     copy: nn.Parameter
-    start: int  # of the chances by which it is cast
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    start: int  # hash input for stochastic rounding
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules and the parameter's name in them
 
 
 class WorkingCopy:
-    """The copies of a policy's weights. Only while they are held do they stand in its modules."""
+    """The copies of a policy's weights. The policy's modules use them only inside `held`."""
 
     def __init__(self, policy: nn.Module):
         self.copies: list[Copy] = []
         self.is_held = False
-        self._ungathered: list[Copy] = []  # whose gradients this backward has computed
-        self._num_ungathered = 0  # numbers of theirs
+        self._pending: list[Copy] = []  # copies with a gradient that is not yet added to the weight's
+        self._num_pending = 0  # numbers in them
         self._hooks: list[RemovableHandle] = []
         found: dict[nn.Parameter, Copy] = {}
         names = {parameter: name for name, parameter in policy.named_parameters()}
@@ -45,31 +46,31 @@ class WorkingCopy:
                 if parameter is None or parameter.dtype != torch.float32:
                     continue
                 if parameter not in found:
-                    found[parameter] = self._copied(parameter, names[parameter])
+                    found[parameter] = self._add_copy(parameter, names[parameter])
                 found[parameter].places.append((module, name))
         self._cast_all, self._add_all = _cast_and_add(self.copies)
 
-    def _copied(self, weight: nn.Parameter, name: str) -> Copy:
-        copy = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
-        made = Copy(weight, copy, start_of(0, salt_in_policy(name)))
+    def _add_copy(self, weight: nn.Parameter, name: str) -> Copy:
+        parameter = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
+        copy = Copy(weight, parameter, hash_start(0, salt_in_policy(name)))
         if weight.requires_grad:
-            self._hooks.append(copy.register_post_accumulate_grad_hook(lambda _: self._have_gradient(made)))
-        self.copies.append(made)
-        return made
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(copy)))
+        self.copies.append(copy)
+        return copy
 
-    def _have_gradient(self, one: Copy) -> None:
-        if not self._ungathered:
-            torch.autograd.Variable._execution_engine.queue_callback(self._gather)  # type: ignore[attr-defined]
-        self._ungathered.append(one)
-        self._num_ungathered += one.weight.numel()
-        if self._num_ungathered >= AT_ONCE:
-            self._gather()
+    def _on_gradient(self, one: Copy) -> None:
+        if not self._pending:
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_pending)  # type: ignore[attr-defined]
+        self._pending.append(one)
+        self._num_pending += one.weight.numel()
+        if self._num_pending >= MAX_PENDING_GRADIENTS:
+            self._add_pending()
 
     @torch.no_grad()
-    def _gather(self) -> None:
-        """What a backward gave the copies as gradients goes to the weights', sums in float32."""
+    def _add_pending(self) -> None:
+        """Add the copies' bfloat16 gradients to the float32 gradients of the weights."""
         given: list[tuple[Tensor, Tensor, bool]] = []
-        for one in self._ungathered:
+        for one in self._pending:
             part, is_first = one.copy.grad, one.weight.grad is None
             assert part is not None
             if is_first:
@@ -77,48 +78,49 @@ class WorkingCopy:
             assert one.weight.grad is not None
             given.append((one.weight.grad, part, is_first))
             one.copy.grad = None
-        self._ungathered, self._num_ungathered = [], 0
+        self._pending, self._num_pending = [], 0
         if given:
             self._add_all(given)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The policy computes with the copies, cast anew from its weights, which must stay as they are meanwhile."""
+        """Cast the weights, and let the policy compute with the copies inside this context. The weights must not change in it."""
         if self.is_held:
             yield
             return
-        self._put_in()
+        self._use_copies()
         try:
             yield
-            assert not self._ungathered, "a backward did not end"
+            assert not self._pending, "a backward did not finish"
         finally:
-            for one in self._ungathered:
+            for one in self._pending:
                 one.copy.grad = None
-            self._ungathered, self._num_ungathered = [], 0
-            self._stand(lambda one: one.weight)
+            self._pending, self._num_pending = [], 0
+            self._set_parameters(lambda one: one.weight)
             self.is_held = False
 
     def keep_copies(self) -> None:
-        """The policy computes with the copies for good, and has no other weights. Nothing is trained any more."""
-        self._put_in()
-        for hook in self._hooks:  # each knows its weight, which would live on
+        """Replace the policy's weights with the copies permanently. It cannot be trained after this."""
+        self._use_copies()
+        for hook in self._hooks:  # each refers to its weight and would keep it in memory
             hook.remove()
 
-    def _put_in(self) -> None:
+    def _use_copies(self) -> None:
         self._cast_all()
-        self._stand(lambda one: one.copy)
+        self._set_parameters(lambda one: one.copy)
         self.is_held = True
 
-    def _stand(self, which: Callable[[Copy], nn.Parameter]) -> None:
+    def _set_parameters(self, which: Callable[[Copy], nn.Parameter]) -> None:
         for one in self.copies:
             for module, name in one.places:
                 module._parameters[name] = which(one)
 
 
 def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
-    """How all weights are cast into their copies, and how gradients are added: sum, part, and whether the sum is yet to be.
+    """Return a function that casts all weights to their copies, and one that adds gradients to their sums.
 
-    On a GPU each with one launch, since a model has hundreds of them.
+    The second takes (sum, gradient, is_first) for each; a sum that is_first has no value yet. On a GPU each function is one
+    kernel launch, since a model has hundreds of weights.
     """
     if all(one.weight.is_cuda for one in copies):
         from tandem.model.kernels.copies import Casts, Sums
@@ -128,7 +130,7 @@ def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[lis
     @torch.no_grad()
     def cast_all() -> None:
         for one in copies:
-            one.copy.copy_(rounded(one.weight, one.start))
+            one.copy.copy_(round_to_bfloat16(one.weight, one.start))
 
     def add_all(given: list[tuple[Tensor, Tensor, bool]]) -> None:
         for total, part, is_first in given:
@@ -138,10 +140,10 @@ def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[lis
 
 
 class GradientSums:
-    """The sums of a policy's bfloat16 parameters.
+    """Float32 sums of the gradients of a policy's bfloat16 parameters.
 
-    While they are held, each backward's gradient is added to its sum and `.grad` stays empty: compiled layers refuse a
-    parameter whose gradient has another dtype. Afterwards the sums are the parameters' gradients.
+    Inside `held`, each backward's gradients are added to the sums and `.grad` stays empty, because compiled layers reject a
+    parameter whose gradient has a different dtype. After it, the sums are the parameters' gradients.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -149,7 +151,7 @@ class GradientSums:
         self._parameters = parameters
         self._sums: dict[nn.Parameter, Tensor] = {}
         for parameter in parameters:
-            parameter.grad_dtype = None  # any; by default it is the parameter's
+            parameter.grad_dtype = None  # allow any dtype; by default it must be the parameter's
             parameter.register_post_accumulate_grad_hook(self._add)
 
     @torch.no_grad()
@@ -163,7 +165,7 @@ class GradientSums:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Backwards belong in here. What was summed up before goes on to be."""
+        """Run backward passes inside this context. Gradients from before it are included in the sums."""
         if self.is_held:
             yield
             return

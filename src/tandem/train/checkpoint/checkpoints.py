@@ -54,7 +54,7 @@ class Saver:
     ):
         """`took` is told the seconds of every checkpoint that was written."""
         self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
-        self._workers, self._copier = ranks.apart(), copier
+        self._workers, self._copier = ranks.with_separate_channel(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
 

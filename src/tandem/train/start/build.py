@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tandem.config.load import LoadedConfig
-from tandem.model.distributed.layers import frozen
+from tandem.model.distributed.layers import freeze
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import weights_fingerprint
 from tandem.model.lora.layers import start_fingerprint
@@ -343,5 +343,5 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ran
     asked, other = references["train"], setup.reference_source
     model = asked.policy if isinstance(asked, LiveReference) else policy
     if other is not None and not isinstance(asked, LiveReference):
-        model = frozen(load_sharded(setup, other, ranks))
+        model = freeze(load_sharded(setup, other, ranks))
     return Samples(tokenizer, prompts, answers_of(model, tokenizer, prompts, ranks.device))

@@ -9,11 +9,11 @@ import numpy as np
 import transformers
 
 from tandem.model.checks.audit import Audit, audit, audit_reference, start_loss_verdict
-from tandem.model.distributed.layers import compile_layers, frozen, recompute, shard
+from tandem.model.distributed.layers import compile_layers, freeze, recompute, shard
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource, weights_fingerprint
 from tandem.model.load import attention_kind, load_policy
-from tandem.model.lora.layers import LoraPlan, is_rounded, load_adapted
+from tandem.model.lora.layers import LoraPlan, load_adapted, rounds_frozen_weights
 from tandem.model.policy import Policy
 from tandem.model.reference import (
     CachedReference,
@@ -21,8 +21,8 @@ from tandem.model.reference import (
     NoReference,
     Reference,
     cached_reference,
+    is_intact,
     is_reference_name,
-    is_sound,
     reference_name,
     tokens_prefix,
 )
@@ -71,7 +71,7 @@ def make_references(
     @cache
     def load() -> Policy:
         """The reference as a model of its own; another model than the policy, which was audited, is audited too."""
-        loaded = frozen(load_sharded(setup, source, ranks, lora))
+        loaded = freeze(load_sharded(setup, source, ranks, lora))
         if other is not None:
             audit_model(setup, loaded, other, ranks, reporter)
         return loaded
@@ -115,7 +115,7 @@ def _places_of_references(
     What may change on a resume (the version of transformers, attention, shared prompts) changes them by rounding, or more.
     """
     policy = setup.config.policy
-    rounded = setup.reference_source is None and is_rounded(setup.source, setup.lora)
+    rounded = setup.reference_source is None and rounds_frozen_weights(setup.source, setup.lora)
     computed = {
         "transformers": transformers.__version__,
         # Weights loaded in bfloat16 are rounded in another way than weights that are cast to it.
@@ -134,7 +134,9 @@ def _places_of_references(
             continue
         # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
         num_values = int(packer.store.num_scored_tokens.sum())
-        whole = ranks.agreed(lambda place=folder / before, num=num_values: is_sound(place, num), by=ranks.is_first_here)
+        whole = ranks.agreed(
+            lambda place=folder / before, num=num_values: is_intact(place, num), by=ranks.is_first_here
+        )
         if not ranks.highest(whole is False):  # on any machine
             places[name] = before
         else:

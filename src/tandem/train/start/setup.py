@@ -19,7 +19,7 @@ from tandem.errors import ConfigError
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.model.load import attention_in_words, attention_kind, check_packable, dropouts
+from tandem.model.load import attention_kind, check_packable, describe_attention, dropouts
 from tandem.model.lora.layers import LoraPlan
 from tandem.packing.batches import Batches
 from tandem.packing.packer import ALONE, Packer, Share, make_packer
@@ -98,7 +98,7 @@ class Setup:
         """Where and how, in words."""
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "the CPU"
         layers = "compiled, which takes a while the first time" if self.compiles else "not compiled"
-        attention = attention_in_words(self.config.policy, self.device)
+        attention = describe_attention(self.config.policy, self.device)
         again = AGAIN[self.config.policy.activation_checkpointing]
         return f"on {where}; attention: {attention}; layers: {layers}{again}"
 
