@@ -53,6 +53,10 @@ format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: keys
+keys: $(READY)  ## write the table of configuration keys into docs/keys.md
+	$(BIN)/python -m tandem.config.keys --write
+
 .PHONY: demo
 demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and compare its answers
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tandem import errors
-from tandem.config.keys import Key, all_keys, as_markdown, key_names
+from tandem.config.keys import Key, all_keys, as_markdown, key_names, main, with_table
 from tandem.config.schema import Config
 from tandem.config.sections.scheduler import NAMED
 
@@ -17,6 +19,29 @@ def between(start: str, end: str) -> str:
 
 def test_the_page_shows_the_schema_exactly():
     assert between("<!-- keys:begin -->\n", "\n<!-- keys:end -->") == as_markdown()
+
+
+def test_write_replaces_the_table_of_the_page_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs/keys.md"
+    page.parent.mkdir()
+    page.write_text(with_table(PAGE, "keys", "| an old table |"), encoding="utf-8")
+    main(["--write"])
+    assert page.read_text(encoding="utf-8") == PAGE
+
+
+def test_write_outside_a_checkout_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        main(["--write"])
+    assert refused.value.code == "docs/keys.md: there is no such file. Run this in the root of a checkout."
+
+
+def test_a_page_without_the_markers_of_a_table_is_refused():
+    with pytest.raises(ValueError) as refused:
+        with_table("# Keys\n", "keys", "| a table |")
+    markers = "<!-- keys:begin --> and <!-- keys:end -->"
+    assert str(refused.value) == f"the page needs the markers {markers}, once each and in this order"
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_errors():
