@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.keys import key_names
+from tandem.loss.declare import LOSSES
+from tandem.report.verdicts import RULES
+
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -62,3 +66,32 @@ def test_anchors_are_those_of_github(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One H200: training steps\n```\n# not a heading\n```\n## Rows: `policy.packing.pack_length`\n")
     assert anchors(page) == {"one-h200-training-steps", "rows-policypackingpack_length"}
+
+
+def verdict_names() -> set[str]:
+    """Those with a rule, and those that are written where they are given."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "src/tandem").rglob("*.py"))
+    return {*RULES, *re.findall(r'Verdict\(\s*"(\w+)"', sources)}
+
+
+def rows_of_verdicts(page: str, heading: str) -> list[str]:
+    section = (REPOSITORY / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("docs/choosing.md", "What to do after the verdict"), ("docs/metrics.md", "Verdicts")]
+)
+def test_a_table_of_verdicts_has_a_row_for_each(page, heading):
+    rows = rows_of_verdicts(page, heading)
+    assert sorted(rows) == sorted(verdict_names())
+
+
+def test_every_loss_and_key_of_the_page_on_choosing_exists():
+    text = (REPOSITORY / "docs/choosing.md").read_text(encoding="utf-8")
+    code = re.findall(r"`([^`\n]+)`", text)
+    names = {name for name in code if re.fullmatch(r"[a-z_]+", name)}
+    assert names - verdict_names() - set(LOSSES) == set()
+    keys = {key for part in code for key in re.findall(r"(?<![\w/.])((?:dpo|policy|data|logger)\.[\w.]+)", part)}
+    assert keys - key_names() == set()
+    assert len(keys) > 10
