@@ -1,6 +1,7 @@
 """The pages: links that lead somewhere, a README that stays short, and a file tree of files that exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(name):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_the_navigation_of_the_site_lists_every_page_once():
+    def pages(entry) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        inside = entry.values() if isinstance(entry, dict) else entry
+        return [page for one in inside for page in pages(one)]
+
+    site = tomllib.loads((REPOSITORY / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    assert sorted(pages(site["nav"])) == PAGES
 
 
 def test_the_readme_is_at_most_120_lines():
