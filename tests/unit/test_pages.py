@@ -5,8 +5,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
+from tandem.cli.main import app
 from tandem.config.keys import key_names
+from tandem.data.formats.formats import FORMATS
 from tandem.loss.declare import LOSSES
 from tandem.report.verdicts import RULES
 
@@ -107,3 +110,30 @@ def test_every_loss_and_key_of_the_page_on_choosing_exists():
     keys = {key for part in code for key in re.findall(r"(?<![\w/.])((?:dpo|policy|data|logger)\.[\w.]+)", part)}
     assert keys - key_names() == set()
     assert len(keys) > 10
+
+
+@pytest.mark.parametrize("page", ["docs/data.md", "docs/tutorial.md"])
+def test_a_table_of_formats_has_a_row_for_each(page):
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    table = re.search(r"^\| format \|.*?\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert set(re.findall(r"^\| `(\w+)` \|", table[0], flags=re.MULTILINE)) == set(FORMATS)
+
+
+def test_the_page_on_commands_has_every_command_and_option():
+    text = (REPOSITORY / "docs/commands.md").read_text(encoding="utf-8")
+    commands = typer.main.get_group(app).commands
+    assert sorted(re.findall(r"^\| `tandem ([\w-]+)", text, flags=re.MULTILINE)) == sorted(commands)
+    options = {
+        (command, max(option.opts, key=len))
+        for command, known in commands.items()
+        for option in known.params
+        if option.param_type_name == "option" and option.opts != ["--help"]
+    }
+    shown = {
+        (command, option)
+        for options, of in re.findall(r"^\| (`-[^|]*) \| ([\w, -]+) \|", text, flags=re.MULTILINE)
+        for option in re.findall(r"`(--[\w-]+)", options)
+        for command in of.split(", ")
+    }
+    assert shown - {("tandem", "--version"), ("all", "--help")} == options
