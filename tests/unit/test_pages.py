@@ -10,7 +10,7 @@ import typer
 from tandem.cli.main import app
 from tandem.config.keys import key_names
 from tandem.data.formats.formats import FORMATS
-from tandem.loss.declare import LOSSES
+from tandem.loss.declare import INPUT_SETTINGS, LOSSES
 from tandem.report.verdicts import RULES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,6 +59,14 @@ def test_the_navigation_of_the_site_lists_every_page_once():
 
 def test_the_readme_is_at_most_120_lines():
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/")])
+def test_a_page_has_at_most_1200_words(name):
+    """Of prose: code, output and tables are looked at, not read from start to end."""
+    text = re.sub(r"^```.*?^```", "", (REPOSITORY / name).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
+    assert sum(bool(re.search(r"\w", word)) for word in prose.split()) <= 1200
 
 
 def test_the_file_tree_names_files_that_exist():
@@ -137,3 +145,11 @@ def test_the_page_on_commands_has_every_command_and_option():
         for command in of.split(", ")
     }
     assert shown - {("tandem", "--version"), ("all", "--help")} == options
+
+
+@pytest.mark.parametrize("setting", INPUT_SETTINGS)
+def test_the_page_on_settings_for_losses_names_those_that_refuse_one(setting):
+    text = (REPOSITORY / "docs/loss-settings.md").read_text(encoding="utf-8")
+    (cell,) = re.findall(rf"^\| `dpo\.{setting}` \| [^|]* \| not ([^|]*) \|$", text, flags=re.MULTILINE)
+    refusing = {name for name, declared in LOSSES.items() if setting not in declared.input_settings}
+    assert set(re.findall(r"`(\w+)`", cell)) == refusing
