@@ -61,6 +61,15 @@ def test_the_readme_is_at_most_120_lines():
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])  # it names files as they were
+def test_every_source_file_that_a_page_names_exists(name):
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.py)\b", text))
+    roots = (REPOSITORY, REPOSITORY / "src/tandem")
+    missing = [path for path in named if "NAME" not in path and not any((root / path).exists() for root in roots)]
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/")])
 def test_a_page_has_at_most_1200_words(name):
     """Of prose: code, output and tables are looked at, not read from start to end."""
