@@ -5,6 +5,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The generator of the documentation site, in a separate environment: nothing else needs it.
+ZENSICAL ?= zensical==0.0.73
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 # A file of tests stays in one process, so that what its tests share is made once; the long ones come first.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -42,16 +46,34 @@ test-gpu:  ## the tests that need a CUDA device, with the python at hand
 	$(PYTHON) -m pytest -m gpu
 
 .PHONY: lint
-lint: $(READY)  ## style, types, and the direction of imports
+lint: $(READY)  ## style, types, the direction of imports, and the links of the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -n 0 tests/unit/test_pages.py
 
 .PHONY: format
 format: $(READY)  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(DOCS_READY): Makefile
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(ZENSICAL)"
+	@touch $@
+
+# The pages keep their folders in the copy, so that links between them lead to the same places as on GitHub.
+.PHONY: docs
+docs: $(DOCS_READY)  ## build the documentation site, build/site/index.html; a broken link is an error
+	@rm -rf build/pages build/site
+	@mkdir -p build/pages/docs build/pages/benchmarks
+	@cp *.md LICENSE build/pages && cp docs/* build/pages/docs && cp benchmarks/*.md build/pages/benchmarks
+	$(DOCS_VENV)/bin/zensical build --clean --strict
+
+.PHONY: keys
+keys: $(READY)  ## write the table of configuration keys into docs/keys.md
+	$(BIN)/python -m tandem.config.keys --write
 
 .PHONY: demo
 demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and compare its answers
@@ -60,4 +82,4 @@ demo: $(READY)  ## align a real model (SmolLM2-135M) on the bundled pairs, and c
 
 .PHONY: clean
 clean:  ## remove the environment and caches of tools (runs stay)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .hypothesis build dist

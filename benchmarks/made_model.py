@@ -32,7 +32,11 @@ SHAPES = {
     "tiny": Shape("llama", (256, 512, 4, 4, 2), 4096, tied=True),
     "qwen2.5-0.5b": Shape("qwen2", (896, 4864, 24, 14, 2), 151_936, tied=True),
     "qwen2.5-1.5b": Shape("qwen2", (1536, 8960, 28, 12, 2), 151_936, tied=True),
+    "qwen2.5-3b": Shape("qwen2", (2048, 11008, 36, 16, 2), 151_936, tied=True),
     "llama3.1-8b": Shape("llama", (4096, 14336, 32, 32, 8), 128_256, tied=False),
+    "qwen2.5-14b": Shape("qwen2", (5120, 13824, 48, 40, 8), 152_064, tied=False),
+    "qwen2.5-32b": Shape("qwen2", (5120, 27648, 64, 40, 8), 152_064, tied=False),
+    "llama3.1-70b": Shape("llama", (8192, 28672, 80, 64, 8), 128_256, tied=False),
 }
 
 

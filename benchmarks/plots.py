@@ -1,12 +1,14 @@
 """Draws what benchmarks/train.py measured: pairs a second and memory over the pack length, and where a step's time goes.
-Also draws how many times as fast as TRL tandem is.
+Also draws how many times as fast as TRL tandem is, and the curves of one run.
 
     python benchmarks/plots.py RESULTS.jsonl [--lengths docs/pack-length.svg] [--step docs/step-time.svg]
     python benchmarks/plots.py benchmarks/results/versus_trl.jsonl --ratios docs/versus-trl.svg
+    python benchmarks/plots.py benchmarks/results/embedded_run.jsonl --curve docs/curve.svg
 
 RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those of one shape, one kind of weights or adapters and one
 checkpointing make a line of the first plot, those with --profile a bar of the second; no other option tells runs apart.
 versus_trl.jsonl: one line for each setting that benchmarks/versus_trl.py measured, with its conditions.
+embedded_run.jsonl: metrics.jsonl of a run of the embedded default (`make train`).
 """
 
 import json
@@ -108,6 +110,37 @@ def versus_trl(measured: list[dict[str, Any]]) -> str:
     return svg(WIDTH, below + len(conditions) * 20, parts)
 
 
+def over_steps(records: list[dict[str, Any]]) -> str:
+    """A panel for each metric over the steps of a run: the training pairs of every step, and the validation set."""
+    training = [one for one in records if one.get("split") == "train"]
+    validation = [one for one in records if one.get("split", "").startswith("validation-")]
+    if not training or not validation:
+        raise SystemExit("no training steps or no validation: this needs metrics.jsonl of a run")
+    last = training[-1]["step"]
+
+    def x(step: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+    parts: list[str] = []
+    panels = (("loss", "loss"), ("accuracy", "accuracy"), ("rewards_margin_mean", "rewards margin"))
+    for number, (field, title) in enumerate(panels):
+        top = 50 + number * (PANEL + 60)
+        most = max(one[field] for one in (*training, *validation))
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            at = top + PANEL * (1 - share)
+            parts += [rule(LEFT, at, WIDTH - LEFT - RIGHT), text(LEFT - 8, at + 4, f"{share * most:.2f}", anchor="end")]
+        parts.append(text(LEFT, top - 14, title, weight="bold"))
+        parts += [text(x(step), top + PANEL + 18, f"{step}", anchor="middle") for step in range(0, last + 1, 2)]
+        for lines, colour, dash in ((training, COLOURS[0], ""), (validation, COLOURS[1], "6 4")):
+            points = [(x(one["step"]), top + PANEL * (1 - one[field] / most)) for one in lines]
+            parts.append(line(points, colour, dash))
+    below = 50 + len(panels) * (PANEL + 60)
+    parts.append(text(WIDTH - RIGHT, below - 18, "optimizer step", anchor="end"))
+    parts += key(LEFT, below + 4, "training pairs of each step", COLOURS[0])
+    parts += key(LEFT + 260, below + 4, f"{validation[-1]['num_pairs']} validation pairs", COLOURS[1], "6 4")
+    return svg(WIDTH, below + 24, parts)
+
+
 def _shares(given: dict[str, float]) -> dict[str, float]:
     """Kernels may overlap by a little: shares of their sum and of the time in which none runs."""
     kinds = {kind: share for kind, share in given.items() if kind not in ("idle", "seconds")}
@@ -121,16 +154,19 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--step", type=Path)
     parser.add_argument("--ratios", type=Path)
+    parser.add_argument("--curve", type=Path)
     o = parser.parse_args()
     if not o.results.is_file():
         parser.error(f"{o.results}: there is no such file")
     runs = [json.loads(written) for written in o.results.read_text(encoding="utf-8").splitlines() if written.strip()]
-    if o.lengths is None and o.step is None and o.ratios is None:
-        sys.exit("nothing to draw: give --lengths FILE, --step FILE or --ratios FILE")
+    if o.lengths is None and o.step is None and o.ratios is None and o.curve is None:
+        sys.exit("nothing to draw: give --lengths FILE, --step FILE, --ratios FILE or --curve FILE")
     plots = ((o.lengths, over_length, "train"), (o.step, of_step, "train"), (o.ratios, versus_trl, "versus_trl"))
     for place, draw, benchmark in plots:
         if place is not None:
             place.write_text(draw([run for run in runs if run.get("benchmark") == benchmark]), encoding="utf-8")
+    if o.curve is not None:
+        o.curve.write_text(over_steps(runs), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What can go wrong by a user's hand, and the exit code each kind ends with (docs/keys.md, Exit codes)."""
+"""What can go wrong by a user's hand, and the exit code each kind ends with (docs/commands.md, Exit codes)."""
 
 import errno
 import os

@@ -11,6 +11,7 @@ from killing import Ended
 from models import MODEL
 from scripts import ROOT, run_script
 
+from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
 
 # Imported by the others; the rest are commands.
@@ -136,6 +137,33 @@ def test_the_chart_of_the_readme_is_drawn_from_the_committed_numbers(bench, tmp_
     numbers = ROOT / "benchmarks/results/versus_trl.jsonl"
     assert bench("plots", numbers, "--ratios", "ratios.svg") == Ended(0, "", "")
     assert (tmp_path / "ratios.svg").read_text() == (ROOT / "docs/versus-trl.svg").read_text()
+
+
+def test_the_curve_of_the_embedded_default_is_drawn_from_the_committed_run(bench, tmp_path):
+    numbers = ROOT / "benchmarks/results/embedded_run.jsonl"
+    assert bench("plots", numbers, "--curve", "curve.svg") == Ended(0, "", "")
+    assert (tmp_path / "curve.svg").read_text() == (ROOT / "docs/curve.svg").read_text()
+
+
+def test_a_curve_needs_the_metrics_of_a_run(bench, tmp_path):
+    results = written(tmp_path / "results.jsonl", [{"benchmark": "train"}])
+    message = "no training steps or no validation: this needs metrics.jsonl of a run\n"
+    assert bench("plots", results, "--curve", "curve.svg") == Ended(1, "", message)
+
+
+def test_the_tables_of_the_page_on_benchmarks_are_those_of_the_committed_results(bench):
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for part in bench("tables").out.rstrip("\n").split("\n\n"):
+        name, _, table = part.partition("\n")
+        assert with_table(page, name, table) == page
+
+
+@pytest.mark.slow
+def test_the_memory_tables_of_the_page_on_choosing_are_those_of_the_estimate(bench):
+    ended = bench("fits")
+    page = (ROOT / "docs/choosing.md").read_text()
+    for name, table in zip(("fits", "estimate"), ended.out.rstrip("\n").split("\n\n"), strict=True):
+        assert with_table(page, name, table) == page
 
 
 def test_a_plot_of_another_benchmark_is_refused(bench, tmp_path):

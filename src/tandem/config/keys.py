@@ -1,10 +1,16 @@
-"""Every key of the schema as flat rows: for docs/keys.md, for suggestions and for tests."""
+"""Every key of the schema as flat rows: for docs/keys.md, for suggestions and for tests.
+
+python -m tandem.config.keys                 # print the table
+python -m tandem.config.keys --write         # write it into docs/keys.md of the checkout that the command is run in
+"""
 
 import json
+import sys
 import types
 import typing
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -50,6 +56,15 @@ def as_markdown() -> str:
     return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
+def with_table(page: str, name: str, table: str) -> str:
+    """The text of a page with `table` between its markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+    begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page needs the markers {begin.strip()} and {end.strip()}, once each and in this order")
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+
+
 def _section(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -85,5 +100,17 @@ def _default(field: Any) -> str:
     return json.dumps(field.default)
 
 
+def main(arguments: list[str]) -> None:
+    if arguments not in ([], ["--write"]):
+        sys.exit("usage: python -m tandem.config.keys [--write]")
+    if not arguments:
+        print(as_markdown())
+        return
+    page = Path("docs/keys.md")
+    if not page.is_file():
+        sys.exit(f"{page}: there is no such file. Run this in the root of a checkout.")
+    page.write_text(with_table(page.read_text(encoding="utf-8"), "keys", as_markdown()), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(as_markdown())
+    main(sys.argv[1:])

@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tandem import errors
-from tandem.config.keys import Key, all_keys, as_markdown, key_names
+from tandem.config.keys import Key, all_keys, as_markdown, key_names, main, with_table
 from tandem.config.schema import Config
 from tandem.config.sections.scheduler import NAMED
 
-PAGE = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "keys.md").read_text(encoding="utf-8")
 
 
 def between(start: str, end: str) -> str:
@@ -19,8 +22,31 @@ def test_the_page_shows_the_schema_exactly():
     assert between("<!-- keys:begin -->\n", "\n<!-- keys:end -->") == as_markdown()
 
 
+def test_write_replaces_the_table_of_the_page_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs/keys.md"
+    page.parent.mkdir()
+    page.write_text(with_table(PAGE, "keys", "| an old table |"), encoding="utf-8")
+    main(["--write"])
+    assert page.read_text(encoding="utf-8") == PAGE
+
+
+def test_write_outside_a_checkout_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        main(["--write"])
+    assert refused.value.code == "docs/keys.md: there is no such file. Run this in the root of a checkout."
+
+
+def test_a_page_without_the_markers_of_a_table_is_refused():
+    with pytest.raises(ValueError) as refused:
+        with_table("# Keys\n", "keys", "| a table |")
+    markers = "<!-- keys:begin --> and <!-- keys:end -->"
+    assert str(refused.value) == f"the page needs the markers {markers}, once each and in this order"
+
+
 def test_the_exit_codes_of_the_page_are_those_of_the_errors():
-    section = PAGE.split("\n## Exit codes\n", 1)[1]
+    section = (DOCS / "commands.md").read_text(encoding="utf-8").split("\n## Exit codes\n", 1)[1]
     rows = re.findall(r"^\| (\d+) \|[^|]*\|([^|]*)\|$", section, re.MULTILINE)
     shown = {int(code): set(re.findall(r"`(\w+)`", names)) for code, names in rows}
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TandemError)]
@@ -70,9 +96,7 @@ def test_the_rows_cover_the_whole_schema():
 
 
 def test_the_page_lists_every_schedule_with_its_settings_and_their_defaults():
-    rows = re.findall(
-        r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", between("\n## Schedules\n", "\n## Commands\n"), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", PAGE.split("\n## Schedules\n")[1], re.MULTILINE)
     expected = {
         name: ", ".join(
             f"`{key}` {field.default:g}" for key, field in schedule.model_fields.items() if not field.is_required()

@@ -1,0 +1,128 @@
+"""The tables of docs/benchmarks.md, made from benchmarks/results/*.jsonl.
+
+python benchmarks/tables.py            # print them
+python benchmarks/tables.py --write    # write them into docs/benchmarks.md
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from options import options_of
+
+from tandem.config.keys import with_table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/benchmarks.md"
+
+Record = dict[str, Any]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def versus_trl(records: list[Record]) -> str:
+    def speed(one: Record) -> str:
+        return f"{one['pairs_per_second']} pairs/s, {one['peak_gib']} GiB"
+
+    rows = [
+        [one["name"], f"`{one['options']}`", speed(one["tandem"]), speed(one["trl"]), f"{one['ratio']:.2f}"]
+        for one in records
+    ]
+    return table(["model and precision", "options", "tandem", "TRL", "ratio"], rows)
+
+
+def train(records: list[Record]) -> str:
+    rows = [
+        [
+            one["name"],
+            one["card"],
+            f"{one['pairs_per_second']:.1f}",
+            f"{one['tokens_per_second']:,}",
+            f"{one['useful_tflops']}",
+            f"{one['peak_gib']:.1f}",
+        ]
+        for one in records
+    ]
+    return table(["model and settings", "card", "pairs/s", "tokens/s", "useful TFLOP/s", "peak GiB"], rows)
+
+
+def gains(records: list[Record]) -> str:
+    sizes = list(dict.fromkeys(size for one in records for size in one["ratio"]))
+    rows = [
+        [one["name"], *(f"{one['ratio'][size]}" if size in one["ratio"] else "" for size in sizes)] for one in records
+    ]
+    return table(["what is compared", *sizes], rows)
+
+
+def curve(records: list[Record]) -> str:
+    def seconds(value: int | None) -> str:
+        return "" if value is None else f"{value} s"
+
+    rows = [
+        [
+            one["system"],
+            f"{one['accuracy']:.3f}",
+            f"{one['loss']:.3f}",
+            seconds(one["seconds_from_command"]),
+            seconds(one["seconds_from_first_step"]),
+        ]
+        for one in records
+    ]
+    return table(["", "held-out accuracy", "held-out loss", "from the command", "from the first step"], rows)
+
+
+def precision(records: list[Record]) -> str:
+    rows = [
+        [
+            one["weights"],
+            one["states"],
+            f"{one['loss']:.4f} ± {one['loss_spread']:.4f}",
+            f"{one['accuracy']:.3f} ± {one['accuracy_spread']:.3f}",
+        ]
+        for one in records
+    ]
+    return table(["weights", "optimizer states", "held-out loss", "held-out accuracy"], rows)
+
+
+def start(records: list[Record]) -> str:
+    return table(
+        ["what is timed", "tandem", "TRL"], [[one["name"], one["tandem"], one["trl"] or ""] for one in records]
+    )
+
+
+TABLES: dict[str, Callable[[list[Record]], str]] = {
+    "versus_trl": versus_trl,
+    "train": train,
+    "gains": gains,
+    "curve": curve,
+    "precision": precision,
+    "start": start,
+}
+
+
+def made() -> dict[str, str]:
+    """Every table by the name of its file of results, which is also that of its markers."""
+    lines = {name: (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in TABLES}
+    return {name: make([json.loads(line) for line in lines[name]]) for name, make in TABLES.items()}
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--write", action="store_true", help="write them into docs/benchmarks.md")
+    o = parser.parse_args()
+    if not o.write:
+        print("\n\n".join(f"{name}\n{text}" for name, text in made().items()))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in made().items():
+        page = with_table(page, name, text)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
