@@ -343,9 +343,9 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [
-        ("0", "not a list of lengths up to 16777216, such as 4096,8192."),
-        ("99999999999999999999", "not a list of lengths up to 16777216, such as 4096,8192."),
-        ("-5", "not a list of lengths up to 16777216, such as 4096,8192."),
+        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
         (
             "512,3",
             "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
@@ -406,7 +406,7 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
     assert prepare("data.train=pairs.jsonl") == (
         130,
         "",
-        "tandem: interrupted: nothing half-done was kept; the same command starts again.\n",
+        "tandem: interrupted. No incomplete files were kept; run the same command to start again.\n",
     )
     assert list((here / "cache" / "tokens").iterdir()) == []
 
@@ -417,7 +417,7 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
 )
 def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
     code, _, err = prepare(option, value, given)
-    assert (code, err) == (2, f"tandem: error: {option} {value} and {given} are the same setting. Leave out one.\n")
+    assert (code, err) == (2, f"tandem: error: {option} {value} and {given} set the same key. Leave out one of them.\n")
 
 
 # Packs of NeMo Aligner

@@ -76,7 +76,8 @@ def test_a_package_that_is_not_there_is_refused_with_what_to_install(monkeypatch
     with pytest.raises(ConfigError) as refused:
         check_packages(load_config(None, [f"logger.{name}_enabled=true"]).config.logger)
     assert str(refused.value) == (
-        f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
+        f"logger.{name}_enabled = true: the package {name} is not installed. In the tandem checkout, run "
+        f"pip install '.[{name}]', "
         f"or set logger.{name}_enabled=false."
     )
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tandem.config.sections.section import PathText, Section
+from tandem.terminal.commands import install_command
 
 
 class Wandb(Section):
@@ -62,11 +63,11 @@ class Logger(Section):
         default=None,
         description="what trackers write on disk; given: a folder of the run directory's name in it; null: {run.dir}/logs",
     )
-    wandb_enabled: bool = Field(default=False, description="track with W&B: pip install 'tandem-dpo[wandb]'")
+    wandb_enabled: bool = Field(default=False, description=f"log to W&B; needs {install_command('wandb')}")
     tensorboard_enabled: bool = Field(
-        default=False, description="track with TensorBoard: pip install 'tandem-dpo[tensorboard]'"
+        default=False, description=f"log to TensorBoard; needs {install_command('tensorboard')}"
     )
-    mlflow_enabled: bool = Field(default=False, description="track with MLflow: pip install 'tandem-dpo[mlflow]'")
+    mlflow_enabled: bool = Field(default=False, description=f"log to MLflow; needs {install_command('mlflow')}")
     wandb: Wandb = Field(default=Wandb(), description="W&B")
     tensorboard: Tensorboard = Field(default=Tensorboard(), description="TensorBoard")
     mlflow: Mlflow = Field(default=Mlflow(), description="MLflow")

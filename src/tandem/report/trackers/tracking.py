@@ -22,6 +22,7 @@ from tandem.report.trackers.adapters import Metrics, Opening
 from tandem.report.trackers.child import CLOSE_SECONDS
 from tandem.report.trackers.gpus import GpuMonitor
 from tandem.storage.ownership import open_own
+from tandem.terminal.commands import install_command
 from tandem.terminal.printable import without_password
 
 QUEUE_RECORDS = 1000
@@ -36,8 +37,8 @@ def check_packages(logger: Logger) -> None:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a mere folder of that name has no origin
             raise ConfigError(
-                f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
-                f"or set logger.{name}_enabled=false."
+                f"logger.{name}_enabled = true: the package {name} is not installed. In the tandem checkout, run "
+                f"{install_command(name)}, or set logger.{name}_enabled=false."
             )
 
 
