@@ -346,16 +346,16 @@ def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_pat
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["dpo.val_period=0"], "nothing is validated during training (dpo.val_period = 0). Set dpo.val_period"),
+        (["dpo.val_period=0"], "no validation runs during training (dpo.val_period = 0). Set dpo.val_period"),
         (
             ["checkpointing.metric_name=train:loss"],
-            "checkpointing.metric_name = train:loss is not measured by validations. Track val_loss",
+            "checkpointing.metric_name = train:loss is not measured by validation. Use val_loss",
         ),
         (
             ["checkpointing.enabled=false"],
-            "no checkpoint is saved (checkpointing.enabled=false), so the best could not be exported. Save them",
+            "no checkpoints are saved, so the best one could not be exported. Set checkpointing.enabled=true",
         ),
-        (["data.validation=null", "data.validation_share=0"], "there is no validation set. Give data.validation"),
+        (["data.validation=null", "data.validation_share=0"], "no validation set is given. Set data.validation"),
     ],
 )
 def test_patience_that_nothing_can_exhaust_is_refused(tmp_path, data, overrides, reason):

@@ -74,8 +74,8 @@ def test_a_model_without_a_training_set_is_refused_before_heavy_imports(command)
     ended = tandem(command, "policy.model_name=m")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "tandem: error: policy.model_name = m, but no training set is given: the bundled pairs would be trained on. Set "
-        "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs.\nimported: \n"
+        "tandem: error: policy.model_name = m, but no training set is given, so it would train on the bundled pairs. Set "
+        "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs.\nimported: \n"
     )
 
 

@@ -194,7 +194,7 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
         (
             ["checkpointing.metric_name=val_loss"],
             2,
-            "checkpointing.metric_name = val_loss: there is no validation set. Give data.validation, or track train:loss.",
+            "checkpointing.metric_name = val_loss: no validation set is given. Set data.validation, or use train:loss.",
         ),
         (
             ["policy.scheduler={name: torch.optim.lr_scheduler.StepLR}"],

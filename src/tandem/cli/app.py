@@ -43,16 +43,18 @@ app = typer.Typer(
 )
 
 
-def in_home_folder(path: str | None) -> str | None:
+def expand_home_callback(path: str | None) -> str | None:
     """Expand ~ in the value of an option, which shells do not do in --option=~/path."""
-    from tandem.config.sections.section import in_home
+    from tandem.config.sections.section import expand_home
 
-    return None if path is None else in_home(path)
+    return None if path is None else expand_home(path)
 
 
 ConfigFile = Annotated[
     str | None,
-    typer.Option("--config", "-c", metavar="FILE", callback=in_home_folder, help="Read the configuration from FILE."),
+    typer.Option(
+        "--config", "-c", metavar="FILE", callback=expand_home_callback, help="Read the configuration from FILE."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

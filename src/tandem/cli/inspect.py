@@ -6,21 +6,22 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app, in_home_folder, with_option
+from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
 from tandem.errors import ConfigError
 
 
 @app.command("inspect")
 def inspect_row(
     data: Annotated[
-        str, typer.Argument(metavar="DATA", callback=in_home_folder, help="A data file, a glob pattern, or embedded.")
+        str,
+        typer.Argument(metavar="DATA", callback=expand_home_callback, help="A data file, a glob pattern, or embedded."),
     ],
     overrides: Overrides = None,
     row: Annotated[
         str | None,
         typer.Option(
             metavar="[FILE:]N",
-            callback=in_home_folder,
+            callback=expand_home_callback,
             help="Line (or array element) to show, of FILE if there are several. Default: the first usable row.",
         ),
     ] = None,
@@ -32,7 +33,7 @@ def inspect_row(
     allow_env: AllowEnv = None,
     positions: Annotated[bool, typer.Option("--positions", help="Also show position ids.")] = False,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=in_home_folder, help="Write an HTML page to FILE.")
+        str | None, typer.Option(metavar="FILE", callback=expand_home_callback, help="Write an HTML page to FILE.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

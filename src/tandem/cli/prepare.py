@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, in_home_folder, with_option
+from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
 from tandem.errors import ConfigError
 
 
@@ -26,20 +26,22 @@ def prepare(
         str | None,
         typer.Option(
             metavar="DIR",
-            callback=in_home_folder,
+            callback=expand_home_callback,
             help="Write each set to a folder in DIR. Train on it with data.train.data_path=DIR/SET.",
         ),
     ] = None,
     from_nemo: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", callback=in_home_folder, help="Read NeMo Aligner's packed .npy instead of data.train."
+            metavar="FILE", callback=expand_home_callback, help="Read NeMo Aligner's packed .npy instead of data.train."
         ),
     ] = None,
     to_nemo: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", callback=in_home_folder, help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there."
+            metavar="DIR",
+            callback=expand_home_callback,
+            help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

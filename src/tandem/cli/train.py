@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, in_home_folder, is_distributed
+from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, is_distributed
 from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
@@ -21,7 +21,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", callback=in_home_folder, help="Resume the run in DIR with the configuration saved there."
+            metavar="DIR",
+            callback=expand_home_callback,
+            help="Resume the run in DIR with the configuration saved there.",
         ),
     ] = None,
     fresh: Annotated[
@@ -31,7 +33,7 @@ def train(
         str | None,
         typer.Option(
             metavar="FILE",
-            callback=in_home_folder,
+            callback=expand_home_callback,
             help="After training, write the metrics of every pair to FILE, smallest margin first.",
         ),
     ] = None,
