@@ -84,7 +84,7 @@ set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sh
 train    11        10    0         1     10         110          70       24               38%
   train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
   train: skipped 1: over-long
-  train: the rows that were skipped are in {folder}/rejects.jsonl
+  train: skipped rows are listed in {folder}/rejects.jsonl
   No chat template: the texts are taken as they are
 
 train: tokens
@@ -267,7 +267,7 @@ def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
     assert [line for line in out.splitlines() if "noted" in line or "skipped" in line] == [
         "  train: skipped 1: malformed JSON",
         "  train: skipped 1: equal completions",
-        f"  train: the rows that were skipped are in {folder}/rejects.jsonl",
+        f"  train: skipped rows are listed in {folder}/rejects.jsonl",
         "  train: noted 1: control characters in the text (first at pairs.jsonl:3)",
         "  train: noted 1: preferences that stand in it already (first at pairs.jsonl:2)",
     ]
@@ -498,7 +498,7 @@ def test_duplicates_that_are_dropped_are_told_and_left_out_of_what_is_written(pr
     code, out, err = prepare("data.train=pairs.jsonl", "data.duplicates=drop", "--output-dir", "out")
     assert (code, err) == (0, "")
     assert "train     3         2    0         1      2 " in out
-    assert "  train: skipped 1: duplicate\n  train: the rows that were skipped are in out/train/rejects.jsonl\n" in out
+    assert "  train: skipped 1: duplicate\n  train: skipped rows are listed in out/train/rejects.jsonl\n" in out
     (reject,) = map(json.loads, Path("out/train/rejects.jsonl").read_text().splitlines())
     assert (reject["place"], reject["message"]) == (
         "pairs.jsonl:3",
