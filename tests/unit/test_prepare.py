@@ -13,7 +13,7 @@ from letters import letter_tokenizer
 from safetensors.numpy import save_file
 
 from tandem.cli import main as cli
-from tandem.cli.app import LOADING
+from tandem.cli.app import LOADING_MESSAGE
 from tandem.config.load import load_config
 from tandem.data.store import opening as store_module
 from tandem.errors import TandemError
@@ -57,7 +57,7 @@ def prepare(here, monkeypatch, capsys):
         said = capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
-        return code or 0, said.out.removeprefix(f"{LOADING}\n"), said.err
+        return code or 0, said.out.removeprefix(f"{LOADING_MESSAGE}\n"), said.err
 
     return run
 

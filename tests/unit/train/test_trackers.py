@@ -162,7 +162,7 @@ def test_a_tracker_that_hangs_only_while_closing_is_reported_as_cut_off(monkeypa
 
 
 def test_records_that_do_not_fit_the_queue_are_dropped_and_counted(monkeypatch, tmp_path):
-    go_on = tmp_path / "go on"
+    go_on = tmp_path / "continue"
     put_in_front(monkeypatch, tmp_path / "p", init=f"while not os.path.exists({str(go_on)!r}): time.sleep(0.02)")
     monkeypatch.setattr(feeding, "QUEUE_RECORDS", 3)
     warned = Said()
