@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.storage.cache import OWN, fingerprint, sha256_of
+from tandem.storage.cache import MANIFEST_FINGERPRINT, fingerprint, sha256_of
 
 # Bytes of memory that a child may use in addition to its parent's.
 MEMORY = 6 * 1024**3
@@ -147,10 +147,10 @@ def remake_manifest(folder: Path) -> None:
         return
     try:
         manifest = json.loads(path.read_text())
-        manifest.pop(OWN, None)
+        manifest.pop(MANIFEST_FINGERPRINT, None)
         names = list(manifest["files"])
         manifest["files"] = {name: sha256_of(folder / name) for name in names if (folder / name).is_file()}
-        path.write_text(json.dumps({**manifest, OWN: fingerprint(manifest)}))
+        path.write_text(json.dumps({**manifest, MANIFEST_FINGERPRINT: fingerprint(manifest)}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # the manifest itself was mutated
 

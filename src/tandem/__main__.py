@@ -1,8 +1,8 @@
-"""`python -m tandem`: the same as the command `tandem`, for launchers that start modules (torchrun -m tandem train ...)."""
+"""Runs the command `tandem` as a module, for launchers that need one (torchrun -m tandem train ...)."""
 
 import sys
 
-# `python -m` puts the working directory first: a yaml.py in a folder of data would be imported and run.
+# `python -m` puts the working directory first on the path, so a yaml.py in a data folder would be imported and run.
 if not sys.flags.safe_path:
     del sys.path[0]
 

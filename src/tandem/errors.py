@@ -1,4 +1,4 @@
-"""What can go wrong by a user's hand, and the exit code each kind ends with (docs/commands.md, Exit codes)."""
+"""Errors that are reported to the user, and the exit code of each kind (docs/commands.md, Exit codes)."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ class TandemError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        """Without values of the environment and passwords, whatever the message was made of."""
+        """The message without passwords and values from the environment."""
         return scrubbed(super().__str__())
 
 
@@ -23,7 +23,7 @@ class ConfigError(TandemError):
 
 
 class MachineError(ConfigError):
-    """This machine cannot do what the configuration asks. Another may."""
+    """This machine cannot do what the configuration asks for. Another machine may."""
 
 
 class DataError(TandemError):
@@ -47,8 +47,10 @@ class DiskError(TandemError):
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """The full disk behind an error, if there is one: torch raises its own while it deals with the system's, and
-    safetensors only quotes it."""
+    """Return the "disk full" error that caused `error`, or None.
+
+    torch raises its own error while it handles the system's, and safetensors only quotes the system's.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return error
@@ -60,7 +62,7 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """A full disk met inside is told with the place that was written to."""
+    """Add the path `place` to a "disk full" error raised inside."""
     try:
         yield
     except Exception as error:
@@ -71,7 +73,7 @@ def writing(place: object) -> Iterator[None]:
 
 
 class StoppedError(TandemError):
-    """The run was asked to stop, and did at a place from which it can go on. By Ctrl-C the code is 130."""
+    """The run was asked to stop, and saved a checkpoint to resume from. The exit code after Ctrl-C is 130."""
 
     exit_code = 143
 
@@ -81,30 +83,30 @@ class StoppedError(TandemError):
 
 
 class Terminated(BaseException):
-    """A signal to stop, wherever the process stands. No Exception, as Ctrl-C: nothing that deals with errors takes it for one."""
+    """A signal to stop. Not an Exception, like KeyboardInterrupt, so that error handlers do not catch it."""
 
 
 class AuditError(TandemError):
-    """The model, as packed, does not compute what the plain model computes: nothing was trained."""
+    """The packed model does not compute what the plain model computes. Nothing was trained."""
 
     exit_code = 1
 
 
 class RanksDifferError(TandemError):
-    """The ranks of a run would not train the same: nothing was trained."""
+    """The ranks of a run disagree on what to train. Nothing was trained."""
 
     exit_code = 1
 
 
 class DefectError(TandemError):
-    """tandem did something that it never should: the run ends, and nothing of the step is saved."""
+    """An internal error of tandem. The run ends, and the current step is not saved."""
 
     exit_code = 1
 
 
 class AlreadyReportedError(TandemError):
-    """Another worker could not go on and says why: this one ends with it, in silence."""
+    """Another rank failed and reports why, so this one exits silently."""
 
     def __init__(self, exit_code: int):
-        super().__init__("another worker could not go on")
+        super().__init__("another rank failed")
         self.exit_code = exit_code

@@ -1,7 +1,7 @@
-"""Places where a process can be made to die or a disk to be full, so that each crash is a test (`tandem fail-points`).
+"""Points where tests can kill the process or simulate a full disk, to test recovery (`tandem fail-points` lists them).
 
-`TANDEM_FAIL_AT=checkpoint.rename` kills the process where a checkpoint would be renamed; `checkpoint.rename:2` the second
-time; `checkpoint.rename:2=disk_full` lets that write fail instead. Without it a point does nothing.
+`TANDEM_FAIL_AT=checkpoint.rename` kills the process just before a checkpoint is renamed; `checkpoint.rename:2` does so the
+second time; `checkpoint.rename:2=disk_full` raises a "disk full" error instead. Without the variable a point does nothing.
 """
 
 import errno
@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 
 VARIABLE = "TANDEM_FAIL_AT"
 
-# Folders that are written aside and get their name last. Each has four points.
+# Folders that are written under a temporary name and renamed when complete. Each has four points.
 PUBLISHED = {
     "tokens": "a tokenised set",
     "packs": "a set's packs",
@@ -23,10 +23,10 @@ PUBLISHED = {
     "model": "the exported model",
 }
 STAGES = {
-    "begin": "its folder beside the place it gets was made",
-    "sync": "all its files are written, and not yet flushed to the disk",
-    "rename": "they are flushed, and the folder has not got its name",
-    "done": "it has its name",
+    "begin": "its temporary folder was created",
+    "sync": "all its files are written, but not flushed to disk",
+    "rename": "its files are flushed, but the folder is not renamed yet",
+    "done": "the folder is renamed",
 }
 POINTS = {
     **{f"{what}.{stage}": f"{name}: {when}" for what, name in PUBLISHED.items() for stage, when in STAGES.items()},
@@ -34,54 +34,57 @@ POINTS = {
     "checkpoint.latest": "before `latest` is pointed at the new checkpoint",
     "checkpoint.best": "before `best` is pointed at the best checkpoint",
     "checkpoint.prune": "before a checkpoint that is no longer kept is removed",
-    "config.rename": "the run's config.yaml is written under another name",
-    "references.rename": "the run's references.json is written under another name",
-    "verdicts.rename": "the run's verdicts.json is written under another name",
-    "per_pair.rename": "the file of every pair is written under another name",
+    "config.rename": "the run's config.yaml is written, but not renamed yet",
+    "references.rename": "the run's references.json is written, but not renamed yet",
+    "verdicts.rename": "the run's verdicts.json is written, but not renamed yet",
+    "per_pair.rename": "the --per-pair file is written, but not renamed yet",
     "metrics.write": "before each half of a line of metrics.jsonl",
     "reference.chunk": "some of the reference's log-probabilities are computed",
-    "step.update": "a step's gradients are there, its update is not made",
-    "step.done": "a step's update is made and nothing is written of it",
-    "validation.pack": "a validation is under way",
+    "step.update": "a step's gradients are computed, but not applied",
+    "step.done": "a step's update is applied, but not recorded",
+    "validation.pack": "during a validation",
 }
 ACTIONS = ("kill", "disk_full")
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _RequestedFailure:
+    """The failure that TANDEM_FAIL_AT asks for."""
+
     point: str
     count: int
     action: Literal["kill", "disk_full"]
 
 
-def _parsed(text: str) -> _Wanted | None:
+def _parse(text: str) -> _RequestedFailure | None:
     if not text:
         return None
     place, _, action = text.partition("=")
     point, _, count = place.partition(":")
     if point not in POINTS or (action or "kill") not in ACTIONS or not (count or "1").isdigit():
         raise ConfigError(
-            f"{VARIABLE}={text}: write POINT, POINT:COUNT or POINT:COUNT=disk_full; `tandem fail-points` lists the points."
+            f"{VARIABLE}={text}: not a fail point. Write POINT, POINT:COUNT or POINT:COUNT=disk_full; `tandem fail-points` "
+            "lists the points."
         )
-    return _Wanted(point, int(count or 1), "disk_full" if action == "disk_full" else "kill")
+    return _RequestedFailure(point, int(count or 1), "disk_full" if action == "disk_full" else "kill")
 
 
-_wanted: _Wanted | None = None
+_requested: _RequestedFailure | None = None
 
 
 def read_fail_point() -> None:
-    """Take what the environment asks for; ConfigError if it is no point."""
-    global _wanted
-    _wanted = _parsed(os.environ.get(VARIABLE, ""))
+    """Read TANDEM_FAIL_AT from the environment; ConfigError if it does not name a fail point."""
+    global _requested
+    _requested = _parse(os.environ.get(VARIABLE, ""))
 
 
 def fail_point(point: str) -> None:
-    """Die here, or fail as a full disk does, if that was asked for."""
+    """Kill the process here, or raise a "disk full" error, if TANDEM_FAIL_AT asks for it."""
     assert point in POINTS, point
-    if _wanted is None or _wanted.point != point:
+    if _requested is None or _requested.point != point:
         return
-    _wanted.count -= 1
-    if _wanted.count == 0 and _wanted.action == "disk_full":
+    _requested.count -= 1
+    if _requested.count == 0 and _requested.action == "disk_full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"({VARIABLE}={point})")
-    if _wanted.count == 0:
+    if _requested.count == 0:
         os.kill(os.getpid(), signal.SIGKILL)

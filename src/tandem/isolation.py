@@ -1,17 +1,17 @@
-"""No telemetry from a command and its children, and no imports from the working directory."""
+"""Switches off telemetry, and imports from the working directory, for a command and its child processes."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Telemetry that the packages in use would send, each off by the variable that its package reads.
+# The variables that switch off the telemetry of the packages in use.
 NO_TELEMETRY = {
-    "DO_NOT_TRACK": "true",  # MLflow understands no other spelling
+    "DO_NOT_TRACK": "true",  # MLflow accepts only this spelling
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "WANDB_ERROR_REPORTING": "false",  # offline runs, too, looked up its host
+    "WANDB_ERROR_REPORTING": "false",  # otherwise even offline runs look up its host
 }
-# The same as python -P, for every Python process started from here on.
+# Same as python -P, for every Python process started from here on.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
@@ -22,7 +22,7 @@ def isolated_environment() -> dict[str, str]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Within, this process and its children have that environment; to be entered before the packages are imported."""
+    """Apply the isolated environment to this process and its children. Enter it before importing the packages."""
     before = dict(os.environ)
     os.environ.update(isolated_environment())
     try:

@@ -1,4 +1,4 @@
-"""Every path that a configuration names, checked before anything heavy is imported: a wrong one is reported at once."""
+"""Checks every path in a configuration before heavy modules are imported, so that a wrong one is reported at once."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from tandem.train.run.directory import choose_run_dir, is_finished, no_run, refu
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
-    """The paths of a run. A finished one needs neither its model nor its data, unless every pair is measured again."""
+    """Check the paths of a run. A finished run needs neither its model nor its data, unless `per_pair` measures them again."""
     if per_pair is not None:
         from tandem.report.per_pair import check_per_pair
 
@@ -26,21 +26,22 @@ def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> No
 
 
 def check_resumed(run: Path) -> None:
-    """Refuse a directory given to --resume that is not a run, and say what it is."""
+    """Refuse a directory given to --resume that is not a run, with a message that says what it is."""
     if is_checkpoint(run):
         raise CheckpointError(
-            f"--resume {run}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
+            f"--resume {run}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
             f"{run.resolve().parent.parent}"
         )
     refuse_links(run)
     if not (run / "config.yaml").is_file():
         inside = (run.resolve().parent / "config.yaml").is_file()
-        hint = f" Is --resume {run.parent} meant?" if inside else ""
+        hint = f" Did you mean --resume {run.parent}?" if inside else ""
         what = no_run(run) if run.exists() else "there is no such directory"
         raise CheckpointError(f"--resume {run}: {what}.{hint}")
 
 
 def check_paths(config: Config) -> None:
+    """Refuse models and data files that do not exist."""
     check_models(config)
     training, validation = config.data.training_sets, config.data.validation_sets
     names = ["train"] if len(training) == 1 else [f"train-{i}" for i in range(len(training))]
@@ -63,29 +64,29 @@ def check_models(config: Config) -> None:
 
 
 def check_data(sets: Mapping[str, DatasetFields]) -> None:
-    """All sets whose files are not there, in one error."""
+    """Report every set whose files are missing, in one error."""
     problems: dict[str, DataError] = {}
     for name, one in sets.items():
         path = one.data_path
         if path is None or path == EMBEDDED or is_hub_name(path) or (Path(path) / "manifest.json").is_file():
-            continue  # told later: named by its format, bundled, on the hub, prepared
+            continue  # checked later: known by its format, bundled, on the hub, or prepared
         try:
             find_files(path, one)
         except DataError as error:
             problems[name] = error
     if problems:
-        told = [f"{name}: {problem}" for name, problem in problems.items()]
-        raise DataError("\n\n".join(told) if len(told) > 1 else str(next(iter(problems.values()))))
+        lines = [f"{name}: {problem}" for name, problem in problems.items()]
+        raise DataError("\n\n".join(lines) if len(lines) > 1 else str(next(iter(problems.values()))))
 
 
 def check_output(option: str, folder: Path | None) -> None:
-    """A folder to write into is empty and can be written to, before anything is read."""
+    """Refuse an output folder that is not empty or not writable, before any data is read. Creates it if missing."""
     if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        filled = any(folder.iterdir())
+        has_files = any(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"{option} {folder}: {error.strerror}. Choose another folder.") from None
-    if filled:
-        raise ConfigError(f"{option} {folder}: not empty. Choose another, or empty it.")
+    if has_files:
+        raise ConfigError(f"{option} {folder}: not empty. Choose another folder, or empty this one.")

@@ -27,7 +27,7 @@ from tandem.packing.savings import PADDED_TOGETHER, Outlook, outlook, packed_by_
 from tandem.paths import check_output
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
-from tandem.terminal.commands import changed, key_of, override, tandem_command
+from tandem.terminal.commands import key_of, override, tandem_command, with_override
 from tandem.train.start.machine import check_machine, this_device
 from tandem.train.start.plan import ENOUGH_STEPS
 from tandem.train.start.setup import Inputs, check_model, fit_rows, open_inputs
@@ -207,7 +207,7 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
     # The usual batch is another with data of one's own than in the embedded default.
     changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
     if found.num_pairs < changed_config.policy.train_global_batch_size:
-        arguments = changed(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
+        arguments = with_override(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
     return [*(["--config", loaded.file, *loaded.options] if loaded.file else []), *arguments]
 
 

@@ -36,7 +36,7 @@ def test_the_output_tells_the_whole_story(default):
     _, said = default
     for words in (
         "prompt overlap with training 0, 8-gram overlap of completions",
-        "Choices that change what is learned",
+        "Settings that affect the result",
         "Audit: 8 completions of up to",
         "Validation before training",
         "step 1/",

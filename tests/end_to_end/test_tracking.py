@@ -12,7 +12,7 @@ from running import SHORT, VARYING, killed_after, largest_difference, metrics_of
 
 from tandem.cli import main as cli
 from tandem.report.trackers import tracking as feed
-from tandem.report.trackers.tracking import TIMING, named
+from tandem.report.trackers.tracking import TIMING, tracker_metrics
 from tandem.train import trainer
 
 # Five steps, and three validations of a single batch.
@@ -44,7 +44,7 @@ def points_of(run: Path) -> dict[str, list[tuple[int, float]]]:
     """What metrics.jsonl says, by the names that trackers have."""
     points: dict[str, list[tuple[int, float]]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
-        step, metrics = named(json.loads(line))
+        step, metrics = tracker_metrics(json.loads(line))
         for name, value in metrics.items():
             points.setdefault(name, []).append((step, value))
     return points

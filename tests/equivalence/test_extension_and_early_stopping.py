@@ -269,7 +269,7 @@ def test_where_no_step_reaches_the_start_a_run_that_stops_early_says_so_of_what_
         for name in ("stopped_early", "only_hurt")
     )
     assert stopped.endswith("Step 2 is exported. No step was as good as the model before training (0.1000).")
-    assert hurt.startswith("training only hurt: the loss was 0.1000 before the first step and is 0.5000 at step 2.")
+    assert hurt.startswith("training made the loss worse: it was 0.1000 before the first step and is 0.5000 at step 2.")
     assert "step 2, the best checkpoint, but worse than the model before training" in capsys.readouterr().out
 
 
@@ -346,22 +346,22 @@ def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_pat
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["dpo.val_period=0"], "nothing is validated during training (dpo.val_period = 0). Set dpo.val_period"),
+        (["dpo.val_period=0"], "no validation runs during training (dpo.val_period = 0). Set dpo.val_period"),
         (
             ["checkpointing.metric_name=train:loss"],
-            "checkpointing.metric_name = train:loss is not measured by validations. Track val_loss",
+            "checkpointing.metric_name = train:loss is not measured by validation. Use val_loss",
         ),
         (
             ["checkpointing.enabled=false"],
-            "no checkpoint is saved (checkpointing.enabled=false), so the best could not be exported. Save them",
+            "no checkpoints are saved, so the best one could not be exported. Set checkpointing.enabled=true",
         ),
-        (["data.validation=null", "data.validation_share=0"], "there is no validation set. Give data.validation"),
+        (["data.validation=null", "data.validation_share=0"], "no validation set is given. Set data.validation"),
     ],
 )
 def test_patience_that_nothing_can_exhaust_is_refused(tmp_path, data, overrides, reason):
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", *data, *EARLY, *overrides)
-    assert str(error.value) == (f"dpo.early_stopping_patience = 2: {reason}, or leave dpo.early_stopping_patience out.")
+    assert str(error.value) == (f"dpo.early_stopping_patience = 2: {reason}, or leave out dpo.early_stopping_patience.")
 
 
 def test_patience_counts_what_was_measured_since_the_best():

@@ -74,7 +74,7 @@ def test_a_full_disk_ends_in_one_line_and_what_was_there_goes_on_to_the_same_end
     assert ended.code == 7
     assert ended.err == (
         "tandem: error: the disk is full: [Errno 28] No space left on device: "
-        f"'(TANDEM_FAIL_AT={point})'. Checkpoints already there are whole.\n"
+        f"'(TANDEM_FAIL_AT={point})'. Checkpoints saved before are intact.\n"
     )
     assert_intact(*folders(run, cache))
     if point.startswith("checkpoint."):
@@ -98,7 +98,7 @@ def test_an_unknown_fail_point_is_refused(small, tmp_path):
     ended = small.run(tmp_path / "run", tmp_path / "cache", fail_at="checkpoint.renam")
     assert (ended.code, ended.err) == (
         2,
-        "tandem: error: TANDEM_FAIL_AT=checkpoint.renam: write POINT, POINT:COUNT or POINT:COUNT=disk_full; "
+        "tandem: error: TANDEM_FAIL_AT=checkpoint.renam: not a fail point. Write POINT, POINT:COUNT or POINT:COUNT=disk_full; "
         "`tandem fail-points` lists the points.\n",
     )
     assert not (tmp_path / "run").exists()

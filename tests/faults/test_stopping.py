@@ -247,8 +247,8 @@ def test_a_limit_without_checkpoints_is_refused():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='01:00:00'"])
     assert str(caught.value) == (
-        "command line: checkpointing.checkpoint_must_save_by = 01:00:00 contradicts checkpointing.enabled=false: the run would "
-        "stop and lose everything."
+        "command line: checkpointing.checkpoint_must_save_by = 01:00:00 needs checkpoints, but checkpointing.enabled=false: the "
+        "run would stop without saving. Set checkpointing.enabled=true, or leave it out."
     )
 
 
@@ -271,7 +271,7 @@ def test_a_run_that_must_have_saved_by_a_time_saves_and_stops(tmp_path, whole):
         )
     assert str(stopped.value) == "stopped by checkpointing.checkpoint_must_save_by"
     assert stopped.value.exit_code == 143
-    with pytest.raises(ConfigError, match="is no time; write DD:HH:MM:SS, such as 00:03:45:00"):
+    with pytest.raises(ConfigError, match=r"is not a time\. Write DD:HH:MM:SS, such as 00:03:45:00"):
         short_run(tmp_path / "other", "checkpointing.checkpoint_must_save_by=soon")
 
 

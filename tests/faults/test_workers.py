@@ -59,8 +59,8 @@ def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_other
     first, second = ends(ranks)
     assert second[1] == -signal.SIGKILL
     assert first == (
-        "tandem: error: another worker ended, so this one cannot go on. Checkpoints already there are whole; the same "
-        "command goes on from the newest.\n",
+        "tandem: error: another rank ended, so this one cannot continue. Checkpoints saved before are intact; run the same "
+        "command to resume from the newest.\n",
         1,
     )
 

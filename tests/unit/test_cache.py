@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch):
+def test_the_cache_directory_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setenv("TANDEM_CACHE", "/t")
     assert cache_dir() == Path("/t")
@@ -41,20 +41,20 @@ def test_the_cache_is_where_the_environment_says(monkeypatch):
     assert cache_dir() == Path("/h/.cache/tandem")
 
 
-def test_a_fingerprint_is_told_by_content_not_by_the_order_of_keys():
+def test_a_fingerprint_depends_on_content_not_on_the_order_of_keys():
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint("a", "b") == sha256(b'["a","b"]').hexdigest()[:32]
 
 
-def test_parts_of_a_fingerprint_do_not_run_together():
+def test_parts_of_a_fingerprint_are_separated():
     assert len({fingerprint("ab", "c"), fingerprint("a", "bc"), fingerprint("abc"), fingerprint(["ab", "c"])}) == 4
 
 
-def test_a_fingerprint_of_half_a_character_is_a_fingerprint():
+def test_a_lone_surrogate_can_be_fingerprinted():
     assert fingerprint("\ud800") != fingerprint("\ud801")
 
 
-def test_another_content_of_the_same_size_and_time_of_modification_is_seen(tmp_path, monkeypatch):
+def test_changed_content_of_the_same_size_and_modification_time_is_detected(tmp_path, monkeypatch):
     """A model that is unpacked over another of the same shapes, from archives that give every file the same time."""
     monkeypatch.setattr(cache, "REMEMBERED_BYTES", 1)
     file = tmp_path / "model.safetensors"
@@ -62,7 +62,7 @@ def test_another_content_of_the_same_size_and_time_of_modification_is_seen(tmp_p
     os.utime(file, (0, 0))
     assert content_of(file) == sha256(b"old").hexdigest()
     changed = file.stat().st_ctime_ns
-    while file.stat().st_ctime_ns == changed:  # the clock of the file system may stand still for some milliseconds
+    while file.stat().st_ctime_ns == changed:  # the clock of the file system may not advance for some milliseconds
         file.write_bytes(b"new")
         os.utime(file, (0, 0))
     assert content_of(file) == sha256(b"new").hexdigest()
@@ -71,7 +71,7 @@ def test_another_content_of_the_same_size_and_time_of_modification_is_seen(tmp_p
 # Publishing
 
 
-def test_a_published_folder_appears_whole(tmp_path):
+def test_a_published_folder_appears_complete(tmp_path):
     folder = tmp_path / "made" / "here"
     with published(folder, "tokens") as aside:
         (aside / "file").write_text("x")
@@ -87,7 +87,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_of_two_writers_the_first_wins_and_the_second_leaves_nothing(tmp_path):
+def test_the_first_of_two_writers_wins_and_the_second_leaves_nothing(tmp_path):
     folder = tmp_path / "folder"
     with published(folder, "tokens") as second:
         with published(folder, "tokens") as first:
@@ -97,14 +97,14 @@ def test_of_two_writers_the_first_wins_and_the_second_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["folder"]
 
 
-def test_a_file_in_the_way_is_not_passed_over(tmp_path):
+def test_a_file_in_the_way_is_an_error(tmp_path):
     (tmp_path / "folder").write_text("in the way")
     with pytest.raises(OSError), published(tmp_path / "folder", "tokens"):
         pass
     assert names(tmp_path) == ["folder"]
 
 
-def test_a_writer_that_is_killed_leaves_no_folder_and_the_next_one_writes_it(tmp_path):
+def test_a_killed_writer_leaves_no_folder_and_the_next_one_writes_it(tmp_path):
     folder = tmp_path / "folder"
     script = (
         "import os, signal, sys; from pathlib import Path; from tandem.storage.cache import published\n"
@@ -152,16 +152,16 @@ def test_a_manifest_names_the_files_that_are_read(folder):
     assert str(caught.value) == f"{folder}/manifest.json does not name c"
 
 
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(folder):
+def test_a_manifest_that_is_a_pipe_is_refused(folder):
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (it is not a file)"
 
 
-def test_a_manifest_of_any_size_is_not_read(folder):
+def test_a_huge_manifest_is_not_read(folder):
     os.truncate(folder / "manifest.json", 2**40)
     assert refusal(folder) == (
-        f"{folder}/manifest.json is missing or damaged (1,099,511,627,776 bytes, more than the 268,435,456 that are read of one)"
+        f"{folder}/manifest.json is missing or damaged (it has 1,099,511,627,776 bytes, more than the limit of 268,435,456)"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_manifest_holds_its_facts_and_the_sha256_of_every_file(folder):
     assert sha256_of(folder / "a") == sha256(b"one").hexdigest()
 
 
-def test_a_changed_file_is_named(folder):
+def test_a_changed_file_is_reported(folder):
     (folder / "inner" / "b").write_bytes(b"twp")
     assert refusal(folder) == (
         f"{folder}/inner/b does not match its SHA-256 in the manifest: it was changed or cut off"
@@ -185,7 +185,7 @@ def test_a_missing_file_is_named(folder):
     assert refusal(folder) == f"{folder}/a is missing"
 
 
-def test_a_missing_manifest_is_named(tmp_path):
+def test_a_missing_manifest_is_reported(tmp_path):
     assert refusal(tmp_path) == (
         f"{tmp_path}/manifest.json is missing or damaged "
         f"([Errno 2] No such file or directory: '{tmp_path}/manifest.json')"
@@ -200,7 +200,7 @@ def test_a_missing_manifest_is_named(tmp_path):
         (json.dumps({"files": [1]}), "'list' object has no attribute 'items'"),
     ],
 )
-def test_a_damaged_manifest_is_named(tmp_path, text, reason):
+def test_a_damaged_manifest_is_reported(tmp_path, text, reason):
     (tmp_path / "manifest.json").write_text(text)
     assert refusal(tmp_path) == f"{tmp_path}/manifest.json is missing or damaged ({reason})"
 
@@ -221,7 +221,7 @@ def test_any_byte_changed_in_a_manifest_is_refused_or_changes_no_fact(folder):
     assert accepted < 8 * len("fingerprint_of_manifest") + 32  # and one white space for another
 
 
-def test_facts_are_read_as_they_are_written(tmp_path):
+def test_facts_read_back_as_written(tmp_path):
     write_manifest(tmp_path, longer_than={128: 3, 64: 4, 9: 5}, share=0.1, text="ä\ud800", pairs=(1, 2))
     assert read_manifest(tmp_path) == {
         "longer_than": {"128": 3, "64": 4, "9": 5},

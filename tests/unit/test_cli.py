@@ -1,4 +1,4 @@
-"""The command: what it prints, what it ends with, and what it does not import on the way."""
+"""The command `tandem`: what it prints, its exit codes, and what it does not import."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
 NO_RUN = "it holds no config.yaml, so it is no run"
 NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name)."
 
-# Runs the command, then says on the last line of standard error whether torch was imported.
+# Runs the command, then prints which heavy modules were imported, on the last line of standard error.
 WATCHED = """
 import sys
 from tandem.cli.main import main
@@ -49,18 +49,18 @@ def run_here(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     return code or 0, said.out, said.err
 
 
-# Nothing heavy is imported before it is needed
+# Heavy modules are imported only when needed
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config"], ["config", "--schema"]])
-def test_what_needs_no_model_imports_nothing_heavy(arguments):
+def test_commands_without_a_model_do_not_import_heavy_modules(arguments):
     ended = tandem(*arguments)
     assert (ended.returncode, ended.stderr) == (0, "imported: \n")
     assert ended.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "config"])
-def test_a_configuration_error_is_one_message_and_code_2_before_anything_heavy_is_imported(command):
+def test_a_configuration_error_is_reported_with_exit_code_2_before_heavy_imports(command):
     ended = tandem(command, "dpo.beta=0.1")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
@@ -70,12 +70,12 @@ def test_a_configuration_error_is_one_message_and_code_2_before_anything_heavy_i
 
 
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_a_model_without_a_training_set_is_refused_before_anything_heavy_is_imported(command):
+def test_a_model_without_a_training_set_is_refused_before_heavy_imports(command):
     ended = tandem(command, "policy.model_name=m")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "tandem: error: policy.model_name = m, but no training set is given: the bundled pairs would be trained on. Set "
-        "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs.\nimported: \n"
+        "tandem: error: policy.model_name = m, but no training set is given, so it would train on the bundled pairs. Set "
+        "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs.\nimported: \n"
     )
 
 
@@ -91,7 +91,7 @@ def test_a_model_without_a_training_set_is_refused_before_anything_heavy_is_impo
         (["prepare", "--to-nemo=~/taken"], "taken"),
     ],
 )
-def test_a_tilde_is_the_home_directory_in_options(arguments, path, tmp_path, monkeypatch, capsys):
+def test_a_tilde_in_an_option_is_expanded_to_the_home_directory(arguments, path, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TANDEM_CACHE", "~/cache")
     monkeypatch.chdir(tmp_path)
@@ -102,8 +102,8 @@ def test_a_tilde_is_the_home_directory_in_options(arguments, path, tmp_path, mon
     assert not (tmp_path / "~").exists()
 
 
-def test_a_missing_data_file_is_one_message_and_code_3_and_leaves_no_run(tmp_path):
-    # A model as far as anything is read of it before the data: no weights load.
+def test_a_missing_data_file_is_reported_with_exit_code_3_and_no_run_is_created(tmp_path):
+    # Enough of a model for what is read before the data; no weights are loaded.
     model = tmp_path / "model"
     letter_tokenizer().save_pretrained(str(model))
     (model / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
@@ -137,7 +137,7 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
         (["train", "--config", "no.yaml"], 2, "{here}/no.yaml: no such configuration file."),
     ],
 )
-def test_a_wrong_path_is_one_message_before_anything_heavy_is_imported(tmp_path, arguments, code, message):
+def test_a_wrong_path_is_reported_before_heavy_imports(tmp_path, arguments, code, message):
     ended = tandem(*arguments, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert ended.stderr == f"tandem: error: {message.format(here=tmp_path)}\nimported: \n"
@@ -152,7 +152,7 @@ def test_a_wrong_path_is_one_message_before_anything_heavy_is_imported(tmp_path,
         (["--resume", "full"], 4, f"--resume full: {NO_RUN}."),
     ],
 )
-def test_a_run_directory_is_refused_before_anything_heavy_is_imported(tmp_path, given, code, message):
+def test_an_unusable_run_directory_is_refused_before_heavy_imports(tmp_path, given, code, message):
     (tmp_path / "taken").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
@@ -161,7 +161,7 @@ def test_a_run_directory_is_refused_before_anything_heavy_is_imported(tmp_path, 
     assert ended.stderr == f"tandem: error: {message}\nimported: \n"
 
 
-def test_a_finished_run_is_told_of_although_its_data_is_gone(tmp_path, monkeypatch, capsys):
+def test_resuming_a_finished_run_does_not_need_its_data(tmp_path, monkeypatch, capsys):
     done = tmp_path / "done"
     (done / "model").mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
@@ -169,10 +169,10 @@ def test_a_finished_run_is_told_of_although_its_data_is_gone(tmp_path, monkeypat
     (done / "config.yaml").write_text(load_config(None, ["data.train=gone.jsonl", f"run.dir={done}"]).as_yaml())
     code, out, err = run_here(monkeypatch, capsys, "train", "--resume", str(done))
     assert (code, err) == (0, "")
-    assert out == f"Loading torch and transformers (some seconds)\n{done} is finished: its model is in {done}/model.\n"
+    assert out == f"Loading torch and transformers (a few seconds)\n{done} is finished: its model is in {done}/model.\n"
 
 
-# Runs the command as far as what it does before torch is imported.
+# Runs the command up to its import of torch.
 UP_TO_TORCH = """
 import sys
 class Refused:
@@ -189,19 +189,19 @@ main()
 @pytest.mark.parametrize(
     ("arguments", "out"),
     [
-        (["train"], "Loading torch and transformers (some seconds)\ntorch\n"),
-        (["prepare"], "Loading torch and transformers (some seconds)\ntorch\n"),
+        (["train"], "Loading torch and transformers (a few seconds)\ntorch\n"),
+        (["prepare"], "Loading torch and transformers (a few seconds)\ntorch\n"),
         (["train", "--quiet"], "torch\n"),
         (["train", "--json"], "torch\n"),
     ],
 )
-def test_what_takes_time_is_said_before_it_begins(tmp_path, arguments, out):
+def test_a_message_is_printed_before_torch_is_imported(tmp_path, arguments, out):
     command = [sys.executable, "-c", UP_TO_TORCH, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, out), ended.stderr
 
 
-def test_inspect_does_without_torch_and_shows_the_same_tokens(tmp_path, monkeypatch, capsys):
+def test_inspect_does_not_import_torch_and_shows_the_same_tokens(tmp_path, monkeypatch, capsys):
     ended = tandem("inspect", "embedded", "--json", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "imported: numpy, transformers\n")
 
@@ -209,13 +209,13 @@ def test_inspect_does_without_torch_and_shows_the_same_tokens(tmp_path, monkeypa
     assert (code, out) == (0, ended.stdout)
 
 
-def test_fail_points_is_no_command_for_users_and_can_be_called(monkeypatch, capsys):
+def test_fail_points_is_hidden_from_help_and_can_be_run(monkeypatch, capsys):
     assert "fail-points" not in run_here(monkeypatch, capsys, "--help")[1]
     code, out, _ = run_here(monkeypatch, capsys, "fail-points")
     assert (code, "metrics.write" in out) == (0, True)
 
 
-# Where nobody reads
+# Closed output
 
 
 def closed_pipe() -> int:
@@ -226,19 +226,19 @@ def closed_pipe() -> int:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config"], ["config", "--schema"], ["inspect", "embedded"]])
-def test_a_short_command_whose_reader_is_gone_ends_as_by_sigpipe(arguments):
+def test_a_short_command_exits_with_141_when_its_output_is_closed(arguments):
     command = [sys.executable, "-m", "tandem", *arguments]
     ended = subprocess.run(command, stdout=closed_pipe(), stderr=subprocess.PIPE, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_an_error_keeps_its_code_where_nobody_reads_it():
+def test_an_error_keeps_its_exit_code_when_standard_error_is_closed():
     command = [sys.executable, "-m", "tandem", "config", "dpo.beta=1"]
     assert subprocess.run(command, stdout=closed_pipe(), stderr=closed_pipe(), timeout=300).returncode == 2
 
 
 @pytest.mark.slow
-def test_a_run_continues_when_its_reader_goes_away(tmp_path):
+def test_a_run_continues_when_its_output_is_closed(tmp_path):
     command = [sys.executable, "-m", "tandem", "train", "dpo.max_num_steps=1", "dpo.val_at_start=false"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert process.stdout is not None
@@ -250,7 +250,7 @@ def test_a_run_continues_when_its_reader_goes_away(tmp_path):
     assert (tmp_path / "runs/default-1/model/config.json").is_file()
 
 
-def test_on_a_terminal_an_error_is_broken_at_words(tmp_path):
+def test_an_error_is_wrapped_at_words_on_a_terminal(tmp_path):
     read, write = pty.openpty()
     termios.tcsetwinsize(write, (24, 80))
     command = [sys.executable, "-m", "tandem", "config", "dpo.beta=1"]
@@ -268,7 +268,7 @@ def test_the_version_is_printed(monkeypatch, capsys):
     assert run_here(monkeypatch, capsys, "--version") == (0, f"tandem {__version__}\n", "")
 
 
-def test_the_schema_is_json_that_knows_every_section(monkeypatch, capsys):
+def test_the_json_schema_lists_every_section(monkeypatch, capsys):
     code, out, _ = run_here(monkeypatch, capsys, "config", "--schema")
     schema = json.loads(out)
     assert code == 0
@@ -276,7 +276,7 @@ def test_the_schema_is_json_that_knows_every_section(monkeypatch, capsys):
     assert schema["additionalProperties"] is False
 
 
-def test_the_configuration_in_force_is_printed_as_yaml(monkeypatch, capsys, tmp_path):
+def test_the_resolved_configuration_is_printed_as_yaml(monkeypatch, capsys, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("run: {seed: 1, name: mine}", encoding="utf-8")
     code, out, err = run_here(monkeypatch, capsys, "config", "-c", str(file), "run.seed=2")
@@ -284,7 +284,7 @@ def test_the_configuration_in_force_is_printed_as_yaml(monkeypatch, capsys, tmp_
     assert yaml.safe_load(out)["run"] == {"name": "mine", "dir": None, "seed": 2, "deterministic": False}
 
 
-def test_a_missing_configuration_file_ends_with_code_2(monkeypatch, capsys, tmp_path):
+def test_a_missing_configuration_file_is_reported_with_exit_code_2(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "config", "--config", f"{tmp_path}/no.yaml") == (
         2,
         "",
@@ -292,21 +292,21 @@ def test_a_missing_configuration_file_ends_with_code_2(monkeypatch, capsys, tmp_
     )
 
 
-def test_an_unknown_option_ends_with_code_2(monkeypatch, capsys):
+def test_an_unknown_option_is_reported_with_exit_code_2(monkeypatch, capsys):
     code, out, err = run_here(monkeypatch, capsys, "train", "--nosuch")
     assert (code, out) == (2, "")
     assert "No such option: --nosuch" in err
 
 
-def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
+def test_resume_refuses_a_folder_that_is_not_a_run(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path)) == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}: it holds no config.yaml, so it is no run.\n",
+        f"tandem: error: --resume {tmp_path}: {NO_RUN}.\n",
     )
 
 
-def test_resume_says_that_a_directory_is_not_there(monkeypatch, capsys, tmp_path):
+def test_resume_refuses_a_missing_directory(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/nosuch") == (
         4,
         "",
@@ -315,17 +315,17 @@ def test_resume_says_that_a_directory_is_not_there(monkeypatch, capsys, tmp_path
 
 
 @pytest.mark.parametrize("inside", ["checkpoints", "model"])
-def test_resume_refuses_what_is_inside_a_run_and_names_the_run(monkeypatch, capsys, tmp_path, inside):
+def test_resume_refuses_a_folder_inside_a_run_and_suggests_the_run(monkeypatch, capsys, tmp_path, inside):
     (tmp_path / "config.yaml").touch()
     (tmp_path / inside).mkdir()
     assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/{inside}") == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}/{inside}: it holds no config.yaml, so it is no run. Is --resume {tmp_path} meant?\n",
+        f"tandem: error: --resume {tmp_path}/{inside}: {NO_RUN}. Did you mean --resume {tmp_path}?\n",
     )
 
 
-def test_resume_refuses_a_checkpoint_and_names_its_run(monkeypatch, capsys, tmp_path):
+def test_resume_refuses_a_checkpoint_and_suggests_its_run(monkeypatch, capsys, tmp_path):
     place = tmp_path / "run/checkpoints/step_2"
     (place / "tensors").mkdir(parents=True)
     for name in ("state.json", "config.yaml"):
@@ -333,17 +333,17 @@ def test_resume_refuses_a_checkpoint_and_names_its_run(monkeypatch, capsys, tmp_
     assert run_here(monkeypatch, capsys, "train", "--resume", str(place)) == (
         4,
         "",
-        f"tandem: error: --resume {place}: a checkpoint, not a run. A run goes on from its newest whole one: --resume "
+        f"tandem: error: --resume {place}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
         f"{tmp_path}/run\n",
     )
 
 
 @pytest.mark.parametrize("other", [["--fresh"], ["--config", "a.yaml"]])
-def test_resume_takes_no_other_configuration(monkeypatch, capsys, tmp_path, other):
+def test_resume_refuses_another_configuration(monkeypatch, capsys, tmp_path, other):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path), *other) == (
         2,
         "",
-        "tandem: error: --resume takes its configuration from DIR: leave out --config and --fresh.\n",
+        "tandem: error: --resume uses the configuration saved in DIR. Leave out --config and --fresh.\n",
     )
 
 
@@ -360,13 +360,13 @@ def test_resume_takes_no_other_configuration(monkeypatch, capsys, tmp_path, othe
             OSError(28, "No space left on device"),
             7,
             "tandem: error: the disk is full: [Errno 28] No space left on device. "
-            "Checkpoints already there are whole.\n",
+            "Checkpoints saved before are intact.\n",
         ),
         (OutOfMemoryError("no room"), 6, "tandem: error: no room\n"),
     ],
     ids=["audit", "disk", "interrupt", "disk full", "out of memory"],
 )
-def test_a_failure_ends_in_its_code_and_one_message(monkeypatch, capsys, failure, code, message):
+def test_a_failure_ends_in_one_message_and_its_exit_code(monkeypatch, capsys, failure, code, message):
     def fails(**_):
         raise failure
 
@@ -375,7 +375,7 @@ def test_a_failure_ends_in_its_code_and_one_message(monkeypatch, capsys, failure
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("ours"), OSError(13, "Permission denied"), ValueError("ours")])
-def test_our_own_mistakes_keep_their_traceback(monkeypatch, failure):
+def test_internal_errors_keep_their_traceback(monkeypatch, failure):
     def fails(**_):
         raise failure
 
@@ -385,6 +385,6 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch, failure):
     assert caught.value is failure
 
 
-def test_every_kind_of_error_has_a_code_of_its_own_but_for_internal_ones():
+def test_every_kind_of_error_has_a_different_exit_code_except_internal_ones():
     kinds = [kind for kind in TandemError.__subclasses__() if kind.exit_code != 1]
     assert sorted(kind.exit_code for kind in kinds) == [2, 3, 4, 5, 6, 7, 143]

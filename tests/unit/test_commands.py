@@ -1,4 +1,4 @@
-"""Commands as they are printed: a shell takes them apart into what was meant."""
+"""Printed commands: a shell splits them into the intended arguments."""
 
 import shlex
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tandem.config.load import load_config
 from tandem.terminal import commands
-from tandem.terminal.commands import changed, override, python_command, tandem_command
+from tandem.terminal.commands import override, python_command, tandem_command, with_override
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ REPOSITORY = Path(__file__).parents[2]
         ),
     ],
 )
-def test_an_override_is_read_back_as_the_value_it_was_written_for(value):
+def test_a_printed_override_is_read_back_as_the_same_value(value):
     given = override("policy.revision", value)
     found = load_config(None, [given]).config.policy.revision
     assert found == (value if value != "${run.name}" else "default")
@@ -67,7 +67,7 @@ def test_an_override_is_read_back_as_the_value_it_was_written_for(value):
         ("data.train", [{"data_path": "a, b.jsonl", "weight": 2.0}]),
     ],
 )
-def test_other_values_are_read_back_too(key, value):
+def test_overrides_of_other_types_are_read_back_as_the_same_value(key, value):
     found = load_config(None, [override(key, value)]).config.model_dump()
     for part in key.split("."):
         found = found[part]
@@ -76,11 +76,11 @@ def test_other_values_are_read_back_too(key, value):
     assert found == value
 
 
-def test_one_override_replaces_those_of_its_key():
-    assert changed(["a.b=1", "+a.b=2", "~a.b", "a.bc=3"], "a.b", "x y") == ["a.bc=3", "a.b='x y'"]
+def test_an_override_replaces_earlier_ones_of_its_key():
+    assert with_override(["a.b=1", "+a.b=2", "~a.b", "a.bc=3"], "a.b", "x y") == ["a.bc=3", "a.b='x y'"]
 
 
-def test_a_command_is_named_shortly_only_where_the_shell_finds_the_same(monkeypatch, tmp_path):
+def test_a_command_uses_the_short_name_only_if_the_shell_finds_this_installation(monkeypatch, tmp_path):
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(own))
     assert tandem_command("train", "a=b c") == "tandem train 'a=b c'"
@@ -95,7 +95,7 @@ def test_a_command_is_named_shortly_only_where_the_shell_finds_the_same(monkeypa
     assert tandem_command("train") == "tandem train"
 
 
-def test_what_is_printed_is_what_a_shell_runs():
+def test_a_shell_runs_a_printed_command_with_the_same_arguments():
     code = 'print("it\'s", "$HOME", "a  b")'
     ended = subprocess.run(python_command(code), shell=True, capture_output=True, text=True, check=True)
     assert ended.stdout == "it's $HOME a  b\n"
@@ -106,7 +106,7 @@ PAGES = ("README.md", "docs/quickstart.md", "docs/tutorial.md")
 
 
 def page_commands() -> list[str]:
-    """The commands of tandem on these pages, each on one line."""
+    """The tandem commands on these pages, each on one line."""
     found: list[str] = []
     for page in PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8").replace("\\\n", " ")
@@ -116,7 +116,7 @@ def page_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", page_commands())
-def test_every_command_of_the_pages_is_accepted_by_the_command_line(command):
+def test_every_command_in_the_docs_is_accepted_by_the_command_line(command):
     """Except for the files and models they name: `...` stands for more arguments."""
     from typer.main import get_command
 
@@ -132,7 +132,7 @@ def test_every_command_of_the_pages_is_accepted_by_the_command_line(command):
     load_config(None, [*given, *model])
 
 
-def test_the_commands_of_the_pages_were_found():
+def test_commands_are_found_in_the_docs():
     assert len(page_commands()) >= 20
 
 

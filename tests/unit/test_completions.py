@@ -16,7 +16,7 @@ def test_tokens_are_summed_per_completion_and_padding_is_left_out():
     assert tokens.grad.tolist() == [5.0, 5.0, 7.0, 0.0, 0.0]
 
 
-def test_a_long_completion_loses_no_digits():
+def test_sums_over_long_completions_keep_their_precision():
     tokens = -torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 3
     sums = sum_completions(tokens, torch.tensor([20_000]), torch.zeros(20_000, dtype=torch.int64))
     exact = tokens.double().sum().item()

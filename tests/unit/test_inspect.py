@@ -166,7 +166,7 @@ def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"tandem: error: inspect {file} shows that file, so that {named} has no say in it. Leave it out.\n"
+        f"tandem: error: inspect {file} shows that file, so {named} has no effect. Leave it out.\n"
     )
 
 
@@ -213,7 +213,7 @@ def test_what_is_no_number_of_a_row_is_refused(row, file, monkeypatch, capsys):
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"tandem: error: --row {row}: give the number of a row, from 1 on; of one file among several, FILE:N.\n"
+        f"tandem: error: --row {row}: not a row number. Count from 1; with several files, write FILE:N.\n"
     )
 
 
@@ -243,7 +243,7 @@ def test_the_model_given_as_option_and_as_key_is_refused(file, monkeypatch, caps
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "tandem: error: --model embedded and policy.model_name=other are the same setting. Leave out one.\n"
+        "tandem: error: --model embedded and policy.model_name=other set the same key. Leave out one of them.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""A command does not import from the folder it is started in, and neither do its children; it sends no telemetry."""
+"""A command and its child processes import nothing from the working directory and send no telemetry."""
 
 import os
 import subprocess
@@ -32,13 +32,13 @@ def ran(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The user's: nothing is safe in it."""
+    """The environment without the variables that make Python's path safe."""
     return {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
 
 
 @pytest.mark.parametrize("how", ["command", "python -P -m"])
 def test_nothing_is_imported_from_the_working_directory(tmp_path, how):
-    """Whatever it is called: a module of Python, a package in use, or tandem."""
+    """Not even a module named like one of the standard library, of a dependency or of tandem."""
     names = ["tandem", *DEPENDENCIES, *(name for name in sys.stdlib_module_names if not name.startswith("_"))]
     folder = hostile(tmp_path / "data", names)
     (tmp_path / "tandem").write_text(SCRIPT)
@@ -50,14 +50,14 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path, how):
 
 
 def test_python_m_imports_no_package_from_the_working_directory(tmp_path):
-    """Python itself, before it starts tandem, may: docs/workers.md."""
+    """Before it starts tandem, Python itself may import from there: docs/workers.md."""
     folder = hostile(tmp_path / "data", [*DEPENDENCIES, "argparse", "json", "pathlib", "typing"])
     command = [sys.executable, "-m", "tandem", "config"]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr, ran(folder)) == (0, "", "")
 
 
-def test_processes_that_a_command_starts_do_not_either(tmp_path, monkeypatch):
+def test_child_processes_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
     folder = hostile(tmp_path / "data", ["yaml"])
     monkeypatch.chdir(folder)
     for name in SAFE_PATH:
@@ -69,7 +69,7 @@ def test_processes_that_a_command_starts_do_not_either(tmp_path, monkeypatch):
     assert ran(folder) == "yaml "
 
 
-def test_the_environment_is_as_it_was_afterwards(monkeypatch):
+def test_the_environment_is_restored_afterwards(monkeypatch):
     monkeypatch.setenv("DO_NOT_TRACK", "0")
     monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
     before = dict(os.environ)
@@ -79,7 +79,7 @@ def test_the_environment_is_as_it_was_afterwards(monkeypatch):
 
 
 def test_trackers_are_started_with_telemetry_switched_off(monkeypatch, tmp_path):
-    """In a run from Python, too, where nobody has entered `isolated`; and whatever the environment says."""
+    """Also in a run started from Python, outside `isolated`, and whatever the environment says."""
     for name in NO_TELEMETRY:
         monkeypatch.setenv(name, "left on")
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 120)

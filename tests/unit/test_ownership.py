@@ -51,7 +51,7 @@ def refusal(do, *arguments) -> str:
     [("step_0", 0), ("step_10", 10), ("step_007", None), ("step_²", None), ("step_٣", None), ("step_1.damaged", None)]
     + [(name, None) for name in ("step_", "step_-1", "step_1\n", "../step_1", "step_1/x", "Step_1")],
 )
-def test_a_step_is_named_by_plain_digits_alone(name, step):
+def test_only_plain_digits_name_a_step(name, step):
     assert step_in(name) == step
 
 
@@ -77,7 +77,7 @@ def test_temporary_files_links_and_folders_of_dead_processes_are_removed(tmp_pat
     ],
 )
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_what_is_not_named_as_a_temporary_file_stays(tmp_path, name, is_folder):
+def test_files_without_a_temporary_name_stay(tmp_path, name, is_folder):
     mine = tmp_path / name
     if is_folder:
         mine.mkdir()
@@ -100,7 +100,7 @@ def test_a_folder_without_the_marker_of_its_name_stays(tmp_path, marker):
     assert (folder / "file").read_text() == "mine"
 
 
-def test_a_link_to_anything_but_a_step_stays_and_so_does_what_it_points_to(tmp_path):
+def test_a_link_to_anything_but_a_step_and_its_target_stay(tmp_path):
     elsewhere = marked(tmp_path / "elsewhere", "model")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -121,7 +121,7 @@ WRITING = (
 
 @pytest.fixture
 def writer(tmp_path):
-    """A process that writes a folder and a file into tmp_path until it is told to end."""
+    """A process that writes a folder and a file into tmp_path until it is terminated."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -133,7 +133,7 @@ def writer(tmp_path):
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_a_live_process_writes_stays_and_is_removed_once_it_is_killed(tmp_path, writer, is_held):
+def test_files_of_a_live_process_stay_and_are_removed_once_it_is_killed(tmp_path, writer, is_held):
     temporary = [f".config.yaml.{writer.pid}", f".model.{writer.pid}"]
     remove_abandoned(tmp_path, *RUN, is_held=is_held)
     assert names(tmp_path) == temporary
@@ -144,27 +144,27 @@ def test_what_a_live_process_writes_stays_and_is_removed_once_it_is_killed(tmp_p
     assert names(tmp_path) == ([] if is_held else temporary[:1])
 
 
-def test_what_a_live_process_writes_is_published_after_another_looked_for_dead_ones(tmp_path, writer):
+def test_a_live_process_can_publish_after_another_removed_files_of_dead_ones(tmp_path, writer):
     remove_abandoned(tmp_path, *RUN, is_held=True)
     writer.communicate(b"")
     assert writer.returncode == 0
     assert names(tmp_path) == ["config.yaml", "model"]
 
 
-def test_what_this_process_writes_stays(tmp_path):
+def test_temporary_files_of_this_process_stay(tmp_path):
     with temporary_folder(tmp_path / "model") as aside, replacing(tmp_path / "config.yaml"):
         remove_abandoned(tmp_path, *RUN, is_held=True)
         assert names(tmp_path) == [f".config.yaml.{os.getpid()}", aside.name]
 
 
-def test_a_folder_of_a_dead_process_with_this_ones_number_is_removed(tmp_path):
+def test_a_folder_of_a_dead_process_with_the_id_of_this_one_is_removed(tmp_path):
     """In a container every run is process number 1."""
     marked(tmp_path / f".model.{os.getpid()}", "model")
     remove_abandoned(tmp_path, *RUN, is_held=True)
     assert names(tmp_path) == []
 
 
-def test_a_folder_whose_marker_is_locked_stays_whatever_its_number(tmp_path):
+def test_a_folder_with_a_locked_marker_stays_whatever_its_process_id(tmp_path):
     """A process of another container has a number that means nothing here."""
     with temporary_folder(tmp_path / "model") as aside:
         other = aside.rename(tmp_path / f".model.{DEAD}")
@@ -172,13 +172,13 @@ def test_a_folder_whose_marker_is_locked_stays_whatever_its_number(tmp_path):
         assert names(tmp_path) == [other.name]
 
 
-def test_in_a_shared_folder_those_of_other_machines_stay(tmp_path):
+def test_temporary_folders_of_other_machines_stay_in_a_shared_folder(tmp_path):
     marked(tmp_path / f".model.{DEAD}", "model", host="another")
     remove_abandoned(tmp_path, *RUN, is_held=False)
     assert names(tmp_path) == [f".model.{DEAD}"]
 
 
-def test_the_start_removes_what_dead_processes_left_in_the_cache_and_nothing_else(tmp_path, monkeypatch):
+def test_only_folders_of_dead_processes_are_removed_from_the_cache_at_start(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     for kind in ("tokens", "packs", "reference", "models"):
         marked(tmp_path / kind / f".abc.{DEAD}", "abc")
@@ -250,7 +250,7 @@ def test_a_file_that_is_a_link_is_never_appended_to(tmp_path):
     assert not victim.exists()
 
 
-def test_a_link_made_after_the_check_is_not_followed_either(tmp_path, monkeypatch):
+def test_a_link_created_after_the_check_is_not_followed(tmp_path, monkeypatch):
     victim, link = tmp_path / "victim", tmp_path / "lock"
     victim.write_text("victim")
     link.symlink_to(victim)
@@ -258,7 +258,7 @@ def test_a_link_made_after_the_check_is_not_followed_either(tmp_path, monkeypatc
     assert refusal(open_own, link, "a").startswith(f"{link}: a symbolic link, ")
 
 
-def test_what_is_not_a_file_or_not_a_folder_is_refused(tmp_path):
+def test_other_than_a_plain_file_or_folder_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("")
@@ -281,7 +281,7 @@ def test_what_is_not_a_file_or_not_a_folder_is_refused(tmp_path):
     refuse_other_than_folder(tmp_path / "linked")
 
 
-def test_a_free_name_is_taken_by_nothing_not_even_a_broken_link(tmp_path):
+def test_a_free_name_is_not_even_that_of_a_broken_link(tmp_path):
     (tmp_path / "model.step_4").mkdir()
     (tmp_path / "model.step_4.2").symlink_to("nowhere")
     assert free_path(tmp_path, "model.step_4").name == "model.step_4.3"

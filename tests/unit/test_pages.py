@@ -33,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_link_of_a_page_leads_to_a_file_and_a_heading(name):
+def test_every_link_in_the_docs_points_to_a_file_and_a_heading(name):
     page = REPOSITORY / name
     broken = []
     for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
@@ -94,7 +94,7 @@ def test_the_file_tree_names_files_that_exist():
     assert missing == []
 
 
-def test_anchors_are_those_of_github(tmp_path):
+def test_anchors_follow_github(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One H200: training steps\n```\n# not a heading\n```\n## Rows: `policy.packing.pack_length`\n")
     assert anchors(page) == {"one-h200-training-steps", "rows-policypackingpack_length"}

@@ -13,7 +13,7 @@ from letters import letter_tokenizer
 from safetensors.numpy import save_file
 
 from tandem.cli import main as cli
-from tandem.cli.app import LOADING
+from tandem.cli.app import LOADING_MESSAGE
 from tandem.config.load import load_config
 from tandem.data.store import opening as store_module
 from tandem.errors import TandemError
@@ -57,7 +57,7 @@ def prepare(here, monkeypatch, capsys):
         said = capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
-        return code or 0, said.out.removeprefix(f"{LOADING}\n"), said.err
+        return code or 0, said.out.removeprefix(f"{LOADING_MESSAGE}\n"), said.err
 
     return run
 
@@ -84,7 +84,7 @@ set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sh
 train    11        10    0         1     10         110          70       24               38%
   train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
   train: skipped 1: over-long
-  train: the rows that were skipped are in {folder}/rejects.jsonl
+  train: skipped rows are listed in {folder}/rejects.jsonl
   No chat template: the texts are taken as they are
 
 train: tokens
@@ -194,7 +194,7 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
         (
             ["checkpointing.metric_name=val_loss"],
             2,
-            "checkpointing.metric_name = val_loss: there is no validation set. Give data.validation, or track train:loss.",
+            "checkpointing.metric_name = val_loss: no validation set is given. Set data.validation, or use train:loss.",
         ),
         (
             ["policy.scheduler={name: torch.optim.lr_scheduler.StepLR}"],
@@ -267,7 +267,7 @@ def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
     assert [line for line in out.splitlines() if "noted" in line or "skipped" in line] == [
         "  train: skipped 1: malformed JSON",
         "  train: skipped 1: equal completions",
-        f"  train: the rows that were skipped are in {folder}/rejects.jsonl",
+        f"  train: skipped rows are listed in {folder}/rejects.jsonl",
         "  train: noted 1: control characters in the text (first at pairs.jsonl:3)",
         "  train: noted 1: preferences that stand in it already (first at pairs.jsonl:2)",
     ]
@@ -343,9 +343,9 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [
-        ("0", "not a list of lengths up to 16777216, such as 4096,8192."),
-        ("99999999999999999999", "not a list of lengths up to 16777216, such as 4096,8192."),
-        ("-5", "not a list of lengths up to 16777216, such as 4096,8192."),
+        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
         (
             "512,3",
             "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
@@ -406,7 +406,7 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
     assert prepare("data.train=pairs.jsonl") == (
         130,
         "",
-        "tandem: interrupted: nothing half-done was kept; the same command starts again.\n",
+        "tandem: interrupted. No incomplete files were kept; run the same command to start again.\n",
     )
     assert list((here / "cache" / "tokens").iterdir()) == []
 
@@ -417,7 +417,7 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
 )
 def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
     code, _, err = prepare(option, value, given)
-    assert (code, err) == (2, f"tandem: error: {option} {value} and {given} are the same setting. Leave out one.\n")
+    assert (code, err) == (2, f"tandem: error: {option} {value} and {given} set the same key. Leave out one of them.\n")
 
 
 # Packs of NeMo Aligner
@@ -498,7 +498,7 @@ def test_duplicates_that_are_dropped_are_told_and_left_out_of_what_is_written(pr
     code, out, err = prepare("data.train=pairs.jsonl", "data.duplicates=drop", "--output-dir", "out")
     assert (code, err) == (0, "")
     assert "train     3         2    0         1      2 " in out
-    assert "  train: skipped 1: duplicate\n  train: the rows that were skipped are in out/train/rejects.jsonl\n" in out
+    assert "  train: skipped 1: duplicate\n  train: skipped rows are listed in out/train/rejects.jsonl\n" in out
     (reject,) = map(json.loads, Path("out/train/rejects.jsonl").read_text().splitlines())
     assert (reject["place"], reject["message"]) == (
         "pairs.jsonl:3",

@@ -24,7 +24,7 @@ from tandem.terminal.printable import SECRETS, Secrets, escaped, listed, scrubbe
         ("undecodable \udcff", r"undecodable \udcff"),
     ],
 )
-def test_what_a_terminal_obeys_is_shown_as_an_escape(text, shown):
+def test_terminal_control_characters_are_shown_as_escapes(text, shown):
     assert escaped(text) == shown
     assert escaped(shown) == shown
 
@@ -32,18 +32,18 @@ def test_what_a_terminal_obeys_is_shown_as_an_escape(text, shown):
 @pytest.mark.parametrize(
     "text", ["a\tb\nc", "中文 العربية עברית ü", "👩\u200d👩\u200d👧 🏴\U000e0067\U000e007f", "\\x1b"]
 )
-def test_text_of_any_script_is_shown_as_it_is(text):
+def test_text_in_any_script_is_unchanged(text):
     assert escaped(text) == text
 
 
-def test_no_control_character_is_left_of_all_there_are():
+def test_every_control_character_is_escaped():
     left = set(escaped("".join(map(chr, range(0x110000)))))
     assert {c for c in left if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs")} == {"\n", "\t"}
     bidirectional = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     assert not {c for c in left if unicodedata.bidirectional(c) in bidirectional}
 
 
-def test_a_line_of_json_is_still_the_same_json():
+def test_escaped_json_is_still_the_same_json():
     text = "".join(map(chr, range(0x2070)))
     assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text
 
@@ -57,7 +57,7 @@ def test_a_long_list_is_capped():
     assert listed(["a" * 1000]) == f"{'a' * 100}..."
 
 
-def test_of_a_long_message_the_beginning_and_the_end_are_shown():
+def test_the_middle_of_a_long_message_is_left_out():
     assert shortened("a" * 8000) == "a" * 8000
     assert shortened("a" * 10_000 + "b" * 1000) == (f"{'a' * 7000} ... (3,000 characters left out) ... {'b' * 1000}")
 
@@ -109,11 +109,11 @@ def secrets(value: str, *words: str) -> Secrets:
         ("", "a", "a"),
     ],
 )
-def test_a_value_is_shown_by_its_variable_however_it_is_spelled(value, message, shown):
+def test_a_secret_value_is_replaced_by_its_variable_in_every_spelling(value, message, shown):
     assert secrets(value).scrub(message) == shown
 
 
-def test_words_of_the_configuration_are_no_secrets():
+def test_words_of_the_configuration_are_not_secrets():
     assert secrets("bfloat16", "bfloat16").scrub("weights in bfloat16") == "weights in bfloat16"
 
 
@@ -127,6 +127,6 @@ def test_every_error_is_scrubbed():
     assert str(DataError("s3cret")) == "s3cret"
 
 
-def test_escapes_are_yaml_in_double_quotes():
+def test_escapes_are_valid_yaml_in_double_quotes():
     text = "".join(map(chr, range(0x2070)))
     assert yaml.safe_load(escaped(yaml.safe_dump(text, default_style='"', allow_unicode=True))) == text

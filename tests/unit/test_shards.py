@@ -12,7 +12,7 @@ def test_every_test_is_in_exactly_one_shard(count):
     assert all(sorted(chosen + others) == tests for chosen, others in shards)
 
 
-def test_tests_are_dealt_out_in_turn():
+def test_tests_are_assigned_to_shards_in_turn():
     assert shard_of("abcd", "1/3") == (["a", "d"], ["b", "c"])
 
 

@@ -1,4 +1,4 @@
-"""Streams whose reader goes away."""
+"""Streams whose reader closes them."""
 
 import errno
 import io
@@ -12,22 +12,22 @@ from tandem.terminal.streams import ReaderGone, WatchedStream, continue_without_
 
 @pytest.fixture
 def broken():
-    """A stream into a pipe that nobody reads."""
+    """A stream into a pipe whose other end is closed."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:
         yield stream
 
 
-def test_what_is_written_for_nobody_ends_a_command(broken):
+def test_writing_to_a_closed_pipe_ends_a_command(broken):
     stream = WatchedStream(broken, continues=False)
     stream.write("a")  # into the buffer
     with pytest.raises(ReaderGone):
         stream.flush()
-    broken.flush()  # as the interpreter does in the end: it goes nowhere
+    broken.flush()  # as the interpreter does at exit: goes to /dev/null
 
 
-def test_a_run_continues_and_says_so_once(broken, monkeypatch, capsys):
+def test_a_run_continues_after_its_pipe_is_closed_and_prints_one_notice(broken, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", broken)
     with watched_streams():
         continue_without_reader("Nobody reads.")
@@ -36,7 +36,7 @@ def test_a_run_continues_and_says_so_once(broken, monkeypatch, capsys):
     assert capsys.readouterr().err == "Nobody reads.\n"
 
 
-def test_a_short_command_ends_with_141_in_silence(broken, monkeypatch, capsys):
+def test_a_short_command_exits_silently_with_141_when_its_pipe_is_closed(broken, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", broken)
     with pytest.raises(SystemExit) as ended, watched_streams():
         print("a")  # the buffer is written at the end
@@ -45,7 +45,7 @@ def test_a_short_command_ends_with_141_in_silence(broken, monkeypatch, capsys):
     assert sys.stdout is broken
 
 
-def test_other_errors_of_a_stream_are_not_hidden():
+def test_other_stream_errors_are_raised():
     class Full(io.StringIO):
         def flush(self):
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""Text and tables at the width of a terminal: no word is broken, no number is cut."""
+"""Text and tables at the width of a terminal: no word or number is broken."""
 
 import pytest
 
@@ -8,32 +8,32 @@ DATA = ["set", "rows", "accepted", "bad", "prompt tok", "compl. tok", "longest",
 ROWS = [["validation-default", "1,234,567", "1,234,567", "0", "123,456,789", "123,456,789", "4,096", "37%"]]
 
 
-def test_a_line_is_broken_at_spaces_and_continued_at_its_indentation_and_two():
+def test_a_long_line_is_wrapped_at_spaces_with_a_hanging_indent():
     assert wrap("one two three\n  four five six", 9) == "one two\nthree\n  four\n    five\n    six"
     assert wrap("one two", 9, 0) == "one two"
 
 
-def test_a_word_that_is_longer_than_a_line_is_left_whole():
+def test_a_word_longer_than_a_line_is_not_broken():
     assert wrap("see /a/very/long/path now", 8) == "see\n/a/very/long/path\nnow"
 
 
-def test_characters_count_by_the_cells_they_take():
+def test_wide_characters_count_as_two_cells():
     assert wrap("東京 東京 東京", 9) == "東京 東京\n東京"  # 4 cells each
 
 
 @pytest.mark.parametrize("text", ["", "\n", "  ", "a  b"])
-def test_what_fits_stays_as_it_is_but_for_spaces_at_the_end(text):
+def test_text_that_fits_is_unchanged_except_for_trailing_spaces(text):
     assert wrap(text, 80) == text.rstrip(" ")
 
 
-def test_a_table_that_fits_has_one_line_of_headings():
+def test_a_table_that_fits_has_one_heading_line():
     assert table(["set", "sharing can save"], [["train", "37%"]], 80) == [
         ("set    sharing can save", True),
         ("train               37%", False),
     ]
 
 
-def test_a_table_that_is_too_wide_gets_headings_of_several_lines_first():
+def test_a_table_that_is_too_wide_wraps_its_headings_first():
     assert table(["set", "sharing can save"], [["train", "37%"]], 20) == [
         ("       sharing", True),
         ("           can", True),
@@ -42,7 +42,7 @@ def test_a_table_that_is_too_wide_gets_headings_of_several_lines_first():
     ]
 
 
-def test_columns_that_still_do_not_fit_move_below_with_the_first_one_again():
+def test_columns_that_still_do_not_fit_move_below_and_repeat_the_first_column():
     lines = [line for line, _ in table(DATA, ROWS, 80)]
     assert max(map(len, lines)) <= 80
     assert lines == [

@@ -61,7 +61,7 @@ def test_an_error_of_data(monkeypatch, capsys):
     assert command(monkeypatch, capsys) == (3, "", f"tandem: error: pairs.jsonl:1: {SHOWN} 中文 العربية 🙂\n")
 
 
-def test_a_message_without_end_is_cut(monkeypatch, capsys):
+def test_a_very_long_message_is_cut(monkeypatch, capsys):
     def fails(**_):
         raise DataError("a" * 10**6)
 
@@ -79,7 +79,7 @@ def test_a_configuration_is_printed_escaped_and_is_the_same_when_read_back(monke
     assert command(monkeypatch, capsys, "config", "-c", str(file))[1] == out
 
 
-def test_whatever_is_printed_by_whomever(capsys):
+def test_anything_printed_is_escaped(capsys):
     with watched_streams():
         print(ATTACK, "中文 🙂\tok")
         sys.stderr.write(ATTACK)
@@ -114,7 +114,7 @@ def test_what_a_run_reports(terminal):
     shown = DRAWN.sub("", file.getvalue())
     assert not UNSAFE.search(shown)
     assert shown == (
-        f"{SHOWN}\n{SHOWN}\nwarning: {SHOWN}\n  {SHOWN}\n  {SHOWN}\n\nChoices that change what is learned\n  model  {SHOWN}\n"
+        f"{SHOWN}\n{SHOWN}\nwarning: {SHOWN}\n  {SHOWN}\n  {SHOWN}\n\nSettings that affect the result\n  model  {SHOWN}\n"
         f"set{' ' * (len(SHOWN) - 3)}  n\n{SHOWN}  1\n"
     )
 
@@ -124,7 +124,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_and_what_is_printed_above_it(monkeypatch):
+def test_a_bar_and_text_printed_above_it(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)

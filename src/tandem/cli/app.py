@@ -1,4 +1,4 @@
-"""The application that commands register with, and the options that several of them take."""
+"""The application that commands register with, and the options that several commands share."""
 
 import os
 from typing import Annotated, Any
@@ -12,70 +12,75 @@ from tandem.terminal.commands import key_of, override
 
 
 class Interrupted(Exception):
-    """Ctrl-C, and what it means for the command."""
+    """Ctrl-C during a command, with a hint about the state it leaves."""
 
 
-class Commands(TyperGroup):
-    """Typer ends without a word on Ctrl-C: so that a word is said, it gets to see something else."""
+class CommandGroup(TyperGroup):
+    """Turns Ctrl-C into Interrupted, so that `main` can print a message. Typer itself would exit silently."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        return [name for name in IN_HELP if name in self.commands]
+        return [name for name in HELP_ORDER if name in self.commands]
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Interrupted(LEFT_BEHIND.get(str(ctx.invoked_subcommand), "")) from None
+            raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-IN_HELP = ("train", "inspect", "prepare", "config", "fail-points")
-LOADING = "Loading torch and transformers (some seconds)"
-LEFT_BEHIND = {"prepare": ": nothing half-done was kept; the same command starts again."}
+HELP_ORDER = ("train", "inspect", "prepare", "config", "fail-points")
+LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
+INTERRUPT_HINTS = {"prepare": ". No incomplete files were kept; run the same command to start again."}
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     name="tandem",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train language models on preferences: packed, prefix-shared, exact.",
+    help="Train language models on preference pairs, in exact packed batches that share prompts.",
 )
 
 
-def in_home_folder(path: str | None) -> str | None:
-    """A shell leaves ~ as it is in --option=~/path."""
-    from tandem.config.sections.section import in_home
+def expand_home_callback(path: str | None) -> str | None:
+    """Expand ~ in the value of an option, which shells do not do in --option=~/path."""
+    from tandem.config.sections.section import expand_home
 
-    return None if path is None else in_home(path)
+    return None if path is None else expand_home(path)
 
 
 ConfigFile = Annotated[
-    str | None, typer.Option("--config", "-c", metavar="FILE", callback=in_home_folder, help="A YAML configuration.")
+    str | None,
+    typer.Option(
+        "--config", "-c", metavar="FILE", callback=expand_home_callback, help="Read the configuration from FILE."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the configuration: key=value, +key=value, ~key."),
+    typer.Argument(metavar="KEY=VALUE", help="Override the configuration: key=value, +key=value or ~key."),
 ]
 AllowEnv = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-env", metavar="NAME", help="Let a file send this variable to trackers or the hub; repeatable."
+        "--allow-env",
+        metavar="NAME",
+        help="Let a configuration file send this environment variable to trackers or the hub. Repeatable.",
     ),
 ]
 
 
 def with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
-    """Overrides, and the one that an option stands for."""
+    """Add the override that an option is short for; refuse an option whose key is also overridden."""
     if value is None:
         return overrides
     if given := next((one for one in overrides if key_of(one) == key), None):
-        raise ConfigError(f"{option} {value} and {given} are the same setting. Leave out one.")
+        raise ConfigError(f"{option} {value} and {given} set the same key. Leave out one of them.")
     return [*overrides, override(key, value)]
 
 
-def among_several() -> bool:
-    """Whether torchrun started other workers with this one."""
+def is_distributed() -> bool:
+    """Whether torchrun started several ranks, of which this process is one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -88,7 +93,7 @@ def _version(show: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

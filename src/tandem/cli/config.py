@@ -1,4 +1,4 @@
-"""`tandem config`: the configuration in force, or its schema."""
+"""`tandem config`: prints the resolved configuration, or its JSON schema."""
 
 from typing import Annotated
 
@@ -12,9 +12,9 @@ def show_config(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for editors.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema instead, for editors.")] = False,
 ) -> None:
-    """Print the configuration in force, all keys resolved."""
+    """Print the configuration with every key resolved."""
     if schema:
         import json
 

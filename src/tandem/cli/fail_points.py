@@ -1,11 +1,11 @@
-"""`tandem fail-points`: where tests can make the process die. Not in --help: it is for those who work on tandem."""
+"""`tandem fail-points`: lists where tests can kill the process. Hidden from --help: it is for developers of tandem."""
 
 from tandem.cli.app import app
 
 
 @app.command("fail-points", hidden=True)
 def fail_points() -> None:
-    """List the places where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to try what survives it."""
+    """List the points where TANDEM_FAIL_AT=POINT[:COUNT][=disk_full] kills the process, to test recovery."""
     from tandem.failpoints import POINTS
 
     width = max(map(len, POINTS))

@@ -1,4 +1,4 @@
-"""`tandem inspect`: a row of data in, its tokens out."""
+"""`tandem inspect`: shows the tokens of one row of a data file."""
 
 import re
 from pathlib import Path
@@ -6,47 +6,52 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app, in_home_folder, with_option
+from tandem.cli.app import AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
 from tandem.errors import ConfigError
 
 
 @app.command("inspect")
 def inspect_row(
     data: Annotated[
-        str, typer.Argument(metavar="DATA", callback=in_home_folder, help="A data file, a pattern, or embedded.")
+        str,
+        typer.Argument(metavar="DATA", callback=expand_home_callback, help="A data file, a glob pattern, or embedded."),
     ],
     overrides: Overrides = None,
     row: Annotated[
         str | None,
         typer.Option(
             metavar="[FILE:]N",
-            callback=in_home_folder,
-            help="The line (or element) to show, of FILE among several; the first usable.",
+            callback=expand_home_callback,
+            help="Line (or array element) to show, of FILE if there are several. Default: the first usable row.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="M", help="Whose tokenizer and template: policy.model_name.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Use its tokenizer and chat template. Same as policy.model_name=MODEL."),
     ] = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
-    positions: Annotated[bool, typer.Option("--positions", help="Show position ids too.")] = False,
+    positions: Annotated[bool, typer.Option("--positions", help="Also show position ids.")] = False,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=in_home_folder, help="Write the same as a page.")
+        str | None, typer.Option(metavar="FILE", callback=expand_home_callback, help="Write an HTML page to FILE.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a preference as the model will see it: tokens, special tokens, and which are scored."""
+    """Show a preference as the model will see it.
+
+    Lists its tokens, special tokens included, and marks the ones that are scored.
+    """
     from tandem.config.load import load_config
     from tandem.config.sections.section import EMBEDDED
 
     named = re.compile(r"\+*data\.train(\.data_path=|=(?!\{)|=.*data_path)")
     if given := next((one for one in overrides or [] if named.match(one)), None):
-        raise ConfigError(f"inspect {data} shows that file, so that {given} has no say in it. Leave it out.")
+        raise ConfigError(f"inspect {data} shows that file, so {given} has no effect. Leave it out.")
     if row is not None and not re.fullmatch(r"(.*:)?[1-9]\d*", row):
-        raise ConfigError(f"--row {row}: give the number of a row, from 1 on; of one file among several, FILE:N.")
-    # Data of one's own is seen under the usual limits, as `prepare` and `train` see it, not under the embedded default's.
-    usual = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
-    changes = [*usual, *with_option(overrides or [], "--model", "policy.model_name", model)]
+        raise ConfigError(f"--row {row}: not a row number. Count from 1; with several files, write FILE:N.")
+    # The user's own data is shown under the usual limits, as `prepare` and `train` apply them, not the embedded default's.
+    usual_limits = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
+    changes = [*usual_limits, *with_option(overrides or [], "--model", "policy.model_name", model)]
     loaded = load_config(config, changes, allow_env or ())
 
     from tandem import inspect
@@ -61,4 +66,4 @@ def inspect_row(
     elif html is None:
         inspect.show(found, SafeConsole(), positions=positions)
     else:
-        print(f"{html}  {found.place} as a page")
+        print(f"Wrote {found.place} to {html}")

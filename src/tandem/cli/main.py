@@ -1,18 +1,18 @@
-"""The command `tandem`: parse, call, exit. Nothing heavy is imported before a command needs it."""
+"""The command `tandem`: parses arguments, runs the command and exits. Heavy modules are imported only when needed."""
 
 import os
 import sys
 
-# Importing a command registers it with the application.
+# Importing a module registers its command with the application.
 from tandem.cli import config, fail_points, inspect, prepare, train  # noqa: F401
-from tandem.cli.app import Interrupted, among_several, app
+from tandem.cli.app import Interrupted, app, is_distributed
 from tandem.errors import AlreadyReportedError, DiskError, StoppedError, TandemError, Terminated, full_disk
 from tandem.isolation import isolated
 from tandem.terminal.streams import print_error, print_traceback, watched_streams
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one message and its exit code, never in a traceback."""
+    """Run the command. A user's mistake ends in one message and an exit code, never in a traceback."""
     sys.excepthook = print_traceback
     with isolated(), watched_streams():
         _run_command()
@@ -28,34 +28,34 @@ def _run_command() -> None:
             app(standalone_mode=True)
     except StoppedError as error:
         print(f"tandem: {error}", file=sys.stderr)
-        _leave(error.exit_code)
+        _exit(error.exit_code)
     except AlreadyReportedError as error:
-        _leave(error.exit_code)
+        _exit(error.exit_code)
     except TandemError as error:
         _fail(error)
     except Terminated:
         print("tandem: stopped by SIGTERM", file=sys.stderr)
-        _leave(143)
+        _exit(143)
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"tandem: interrupted{error}", file=sys.stderr)
-        _leave(130)
+        _exit(130)
     except Exception as error:
         if full := full_disk(error):
-            _fail(DiskError(f"the disk is full: {full}. Checkpoints already there are whole."))
-        if _is_lost_worker(error):
+            _fail(DiskError(f"the disk is full: {full}. Checkpoints saved before are intact."))
+        if _is_lost_rank(error):
             _fail(
                 TandemError(
-                    "another worker ended, so this one cannot go on. Checkpoints already there are whole; the same command "
-                    "goes on from the newest."
+                    "another rank ended, so this one cannot continue. Checkpoints saved before are intact; run the same "
+                    "command to resume from the newest."
                 )
             )
         raise
 
 
-def _is_lost_worker(error: Exception) -> bool:
-    """Whether talking to another worker failed. Gloo raises a plain RuntimeError."""
+def _is_lost_rank(error: Exception) -> bool:
+    """Whether communication with another rank failed. Gloo raises a plain RuntimeError."""
     return (
-        among_several()
+        is_distributed()
         and isinstance(error, RuntimeError)
         and (type(error).__name__.startswith("Dist") or "gloo" in str(error))
     )
@@ -63,12 +63,12 @@ def _is_lost_worker(error: Exception) -> bool:
 
 def _fail(error: TandemError) -> None:
     print_error(f"tandem: error: {error}")
-    _leave(error.exit_code)
+    _exit(error.exit_code)
 
 
-def _leave(exit_code: int) -> None:
-    """End. One of several workers does without tearing down: threads that wait for workers already gone would abort."""
-    if among_several():
+def _exit(exit_code: int) -> None:
+    """Exit. With several ranks, skip the teardown: threads that wait for ranks already gone would abort the process."""
+    if is_distributed():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

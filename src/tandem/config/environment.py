@@ -1,4 +1,4 @@
-"""Interpolations of a configuration: which variables of the environment each reads, what may be shown, what would be sent."""
+"""Finds which environment variables the interpolations of a configuration read, hides them, and checks where they are sent."""
 
 import json
 import os
@@ -23,21 +23,21 @@ from tandem.config.yaml_text import MAX_CHARACTERS, MAX_VALUES
 from tandem.errors import ConfigError
 from tandem.terminal.printable import SECRETS
 
-Place = tuple[Any, ...]  # the keys, and the numbers of list items, on the way to a value
+Place = tuple[Any, ...]  # path of a value: keys, and indices of list items
 
-# Names that could be a model's or a dataset's on the hub, where nothing of that name is here.
+# Names that could be those of a model or a dataset on the hub, if no such path exists.
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|npy)(\.(gz|zst))?\Z")
 LOCAL_MLFLOW = ("sqlite:///", "file:///", "/", ".")
 DIRECTORIES = (("run", "dir"), ("checkpointing", "checkpoint_dir"))
-OF_DATASET = ("data_path", "subset", "split", "revision")
+HUB_DATASET_FIELDS = ("data_path", "subset", "split", "revision")
 
 _reading: ContextVar[set[str] | None] = ContextVar("_reading", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Interpolated:
-    """A value with interpolations: where it is, how it was written, and the variables that it was made of."""
+    """A value with interpolations: its place, its text as written, and the environment variables it reads."""
 
     place: Place
     written: str
@@ -49,7 +49,7 @@ class Interpolated:
 
 
 def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpolated]:
-    """Every value of a tree with interpolations. `everything`: the tree over the defaults, by which they are resolved."""
+    """All values of a tree with interpolations. `everything`: the tree merged over the defaults, to resolve them."""
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
     return [
         Interpolated(place, written, _variables(everything, place))
@@ -59,9 +59,9 @@ def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpo
 
 
 def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
-    """What is shown as it was written, never by value: where one resolver is used, all that is interpolated.
+    """Values to show as written, never resolved: all interpolated values, if any of them uses a resolver.
 
-    Whatever a resolver gives may be a secret, and one interpolation may pass on what another took.
+    The result of a resolver may be a secret, and one interpolation may pass on the result of another.
     """
     values = {place: value for place, value in _values(tree) if any("${" in text for _, text in _texts(value))}
     uses_resolver = any(":" in text.partition("${")[2] for value in values.values() for _, text in _texts(value))
@@ -71,9 +71,9 @@ def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
 def check_addresses(
     config: Config, found: list[Interpolated], origins: Mapping[Place, str], allowed: Collection[str]
 ) -> tuple[str, ...]:
-    """Refuse a file that would send variables of the environment to a tracker or the hub; return those that are sent.
+    """Refuse a file that would send environment variables to a tracker or the hub; return the variables that are sent.
 
-    origins: of what a file gave. What the user typed is the user's own.
+    origins: files that values came from. Values typed on the command line are not in it, and are always allowed.
     """
     addresses = list(_sent(config))
     sent: set[str] = set()
@@ -87,14 +87,14 @@ def check_addresses(
         if refused and one.place in origins:
             raise ConfigError(
                 f"{origins[one.place]}: {one.key} = {json.dumps(one.written, ensure_ascii=False)}: the value of "
-                f"{' and '.join(refused)} would be sent over the network, and a file asks for it. If you trust the file, add "
-                f"{' '.join(f'--allow-env {name}' for name in refused)}; else give {one.key} yourself."
+                f"{' and '.join(refused)} would be sent over the network. If you trust the file, add "
+                f"{' '.join(f'--allow-env {name}' for name in refused)}; otherwise set {one.key} on the command line."
             )
     return tuple(sorted(sent))
 
 
 def _sent(config: Config) -> Iterator[Place]:
-    """Where values are that leave this machine under this configuration: to trackers, or to the hub."""
+    """Places of the values that this configuration sends to trackers or to the hub."""
     logger = config.logger
     uri = logger.mlflow.tracking_uri
     mlflow = logger.mlflow_enabled and not (uri or "").startswith(LOCAL_MLFLOW)
@@ -105,7 +105,7 @@ def _sent(config: Config) -> Iterator[Place]:
     if logger.tensorboard_enabled and "://" in (logger.tensorboard.log_dir or ""):
         yield "logger", "tensorboard", "log_dir"
     if (logger.wandb_enabled and not logger.wandb.name) or (mlflow and not logger.mlflow.run_name):
-        yield from (("run", "name"), *DIRECTORIES)  # after which such runs are named
+        yield from (("run", "name"), *DIRECTORIES)  # tracker runs are named after them by default
     named = {
         ("policy", "model_name"): config.policy.model_name,
         ("policy", "tokenizer", "name"): config.policy.tokenizer.name,
@@ -117,12 +117,12 @@ def _sent(config: Config) -> Iterator[Place]:
         yield "policy", "revision"
     for place, dataset in _datasets(config):
         if _is_on_hub(dataset.data_path) and not DATA_FILE.search(dataset.data_path or ""):
-            yield from ((*place, name) for name in OF_DATASET)
-            yield from (("data", "default", name) for name in OF_DATASET)
+            yield from ((*place, name) for name in HUB_DATASET_FIELDS)
+            yield from (("data", "default", name) for name in HUB_DATASET_FIELDS)
 
 
 def _is_in_name(path: str) -> bool:
-    """Whether an interpolation may be part of a directory's own name: not in ${oc.env:SCRATCH}/runs/a."""
+    """Whether an interpolation may be in the last part of a path: not in ${oc.env:SCRATCH}/runs/a."""
     name = path.rpartition("/")[2]
     return name in ("", ".", "..") or "${" in name or "}" in name
 
@@ -145,8 +145,8 @@ def _is_on_hub(name: str | None) -> bool:
 
 
 def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
-    """The variables of the environment that a value is made of, through whatever it refers to."""
-    with _recorded() as names:
+    """Environment variables that a value reads, directly or through other interpolations."""
+    with _record_variables() as names:
         value: Any = everything
         for part in place:
             value = value[part]
@@ -156,7 +156,8 @@ def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
 
 
 @contextmanager
-def _recorded() -> Iterator[set[str]]:
+def _record_variables() -> Iterator[set[str]]:
+    """Yield a set to which the names of environment variables read inside are added."""
     names: set[str] = set()
     token = _reading.set(names)
     try:
@@ -166,7 +167,7 @@ def _recorded() -> Iterator[set[str]]:
 
 
 def _env(*arguments: Any) -> str | None:
-    """OmegaConf's own oc.env; what it reads is noted, and hidden from every message from here on."""
+    """OmegaConf's oc.env, which also records the variable and hides its value from all later messages."""
     name, names = str(arguments[0]), _reading.get()
     if name in os.environ:
         SECRETS.add(name, os.environ[name], _words())
@@ -177,14 +178,14 @@ def _env(*arguments: Any) -> str | None:
 
 @cache
 def _words() -> frozenset[str]:
-    """Words of the configuration itself: as a variable's value none of them is a secret."""
+    """Words that occur in the schema, which are not secrets when a variable has them as its value."""
     keys = " ".join(f"{key.name} {key.type} {key.default}" for key in all_keys())
     words = re.findall(r"[\w-]+(?:\.[\w-]+)*", keys)
     return frozenset([*words, *(part for word in words for part in word.split(".")), *METRICS])
 
 
 def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """{"a": {"b": [1]}} -> (("a", "b"), [1])"""
+    """Leaves of nested mappings. {"a": {"b": [1]}} -> (("a", "b"), [1])"""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _values(value, (*above, key))
@@ -193,7 +194,7 @@ def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, An
 
 
 def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
-    """{"a": ["b"]} -> (("a", 0), "b")"""
+    """All text inside mappings and lists. {"a": ["b"]} -> (("a", 0), "b")"""
     if isinstance(value, str):
         yield above, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -201,12 +202,12 @@ def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
         yield from _texts(inner, (*above, key))
 
 
-MAX_RESOLVED = 2_000  # counted each time that one is resolved, which takes about half a millisecond
+MAX_RESOLVED = 2_000  # interpolations, counted each time one is resolved; each takes about half a millisecond
 
 
 @dataclass(slots=True)
-class _Spent:
-    """What interpolations took so far: how many were resolved, and the values and characters that they became."""
+class _ResolutionCost:
+    """How many interpolations were resolved so far, and to how many values and characters."""
 
     resolved: int = 0
     values: int = 0
@@ -236,11 +237,11 @@ class _Spent:
 
 @contextmanager
 def limited_resolution() -> Iterator[None]:
-    """Whatever OmegaConf resolves inside is counted; more than any configuration needs is refused.
+    """Count what OmegaConf resolves inside, and refuse more than any configuration needs.
 
-    a: ${b}${b}, b: ${c}${c}, c: x -> a resolves b twice and c four times: OmegaConf remembers nothing.
+    a: ${b}${b}, b: ${c}${c}, c: x -> a resolves b twice and c four times, because OmegaConf does not cache.
     """
-    resolve, spent = Container.resolve_parse_tree, _Spent()
+    resolve, spent = Container.resolve_parse_tree, _ResolutionCost()
 
     def counted(self: Container, *given: Any, **named: Any) -> Any:
         spent.resolved += 1
@@ -255,8 +256,8 @@ def limited_resolution() -> Iterator[None]:
     except Exception:
         if spent.is_too_much():
             raise ConfigError(
-                f"configuration: its interpolations (${{key}}) refer to one another too often: more than {MAX_RESOLVED:,} are to "
-                f"be resolved, or they become more than {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters. Use fewer."
+                f"configuration: its interpolations (${{key}}) expand too far: to more than {MAX_RESOLVED:,} resolved "
+                f"references, {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters. Use fewer interpolations."
             ) from None
         raise
     finally:

@@ -34,7 +34,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
     keys = []
     for name, field in model.model_fields.items():
         if isinstance(field.default, BaseModel):
-            if typing.get_origin(field.annotation) is not None:  # a section, or something else: that is said too
+            if typing.get_origin(field.annotation) is not None:  # a section or another type: list the key itself too
                 keys.append(Key(prefix + name, _spell(field.annotation), "see below", field.description or ""))
             keys += all_keys(type(field.default), f"{prefix}{name}.")
         else:
@@ -44,7 +44,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
 
 @cache
 def key_names() -> frozenset[str]:
-    """Names of keys and of the sections above them, and of the settings of a schedule by name."""
+    """Names of all keys, of the sections that hold them, and of the settings of named schedules."""
     names = {key.name for key in all_keys()}
     names |= {f"policy.scheduler.{name}" for schedule in NAMED.values() for name in schedule.model_fields}
     return frozenset(names) | {name.rsplit(".", i)[0] for name in names for i in range(1, name.count(".") + 1)}

@@ -1,4 +1,4 @@
-"""YAML files, `defaults:` and overrides in; a validated Config out, and where each value came from."""
+"""Reads YAML files, `defaults:` and overrides; returns a validated Config and the origin of each value."""
 
 import json
 import os
@@ -19,27 +19,27 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from tandem.config.compat.suggest import misspelt, suggestion, unknown
+from tandem.config.compat.suggest import describe_unknown_key, similar_key, suggestion
 from tandem.config.environment import Place, as_written, check_addresses, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
-from tandem.config.sections.section import EMBEDDED, in_home
-from tandem.config.yaml_text import YamlLimitError, file_named, is_one_text, read_yaml_text, to_yaml
+from tandem.config.sections.section import EMBEDDED, expand_home
+from tandem.config.yaml_text import YamlLimitError, is_scalar, read_yaml_text, resolve_config_path, to_yaml
 from tandem.errors import ConfigError
 from tandem.terminal.printable import SECRETS
 
 Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
-MAX_DEFAULTS = 64  # files from one to the next
+MAX_DEFAULTS = 64  # length of a chain of `defaults:`
 COMMAND_LINE = "command line"
 SHOWN_ERRORS = 20
-MOST_ERRORS = 50  # that are looked at: a file may hold any number of wrong keys
-# Stands for a ~ that begins a value; what is in quotes stays as it is.
+MOST_ERRORS = 50  # errors that are processed: a file may hold any number of wrong keys
+# Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
 TILDE = "__tilde__"
 BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
-# pydantic puts the branch of a union that it tried into an error's location; keys are what the user wrote.
+# pydantic adds the union branch that it tried to an error's location; these parts are not keys that the user wrote.
 UNION_BRANCH = re.compile(
     r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
@@ -47,30 +47,30 @@ UNION_BRANCH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """The configuration in force, and the file (or command line) each given key came from."""
+    """The validated configuration, and the file (or command line) that each key came from."""
 
     config: Config
     origins: dict[str, str]
-    # Values that may come out of the environment: shown by their interpolation, never by value.
+    # Interpolated values that may come from the environment: always shown as written, never resolved.
     from_environment: dict[Place, Any]
-    file: str | None = None  # it was read from
-    overrides: tuple[str, ...] = ()  # as they were written
-    sent_variables: tuple[str, ...] = ()  # of the environment, to trackers or the hub
+    file: str | None = None  # the configuration file, if one was given
+    overrides: tuple[str, ...] = ()  # as written
+    sent_variables: tuple[str, ...] = ()  # environment variables that are sent to trackers or the hub
 
     @property
     def options(self) -> list[str]:
-        """Of a command that reads this configuration from a file."""
+        """Options that a command needs to read this configuration from a file."""
         return [part for name in self.sent_variables for part in ("--allow-env", name)]
 
     def as_yaml(self) -> str:
-        """The resolved configuration, without any value taken from the environment.
+        """The resolved configuration, without values from the environment.
 
-        A training set that is still to be given is left out: spelled out, the bundled pairs would be asked for.
+        A missing training set is left out: written down, its default would ask for the bundled pairs.
         """
         tree = self.config.model_dump()
         if any(place[:2] == ("data", "default") for place in self.from_environment):
             _refer_to_default(tree["data"])
-        if _lacks_training_set(self.config) is not None:
+        if _setting_that_needs_training_set(self.config) is not None:
             del tree["data"]["train"]
         for place, interpolation in self.from_environment.items():
             _set(tree, list(place), interpolation)
@@ -78,13 +78,13 @@ class LoadedConfig:
 
 
 def load_config(file: str | None, overrides: Sequence[str], allow_env: Collection[str] = ()) -> LoadedConfig:
-    """The configuration from a file (or the embedded default), changed by Hydra-style overrides, and validated.
+    """Read a file (or the embedded default), apply Hydra-style overrides, and validate the result.
 
-    allow_env: variables of the environment that a file may send to trackers or the hub.
+    allow_env: environment variables that a file may send to trackers or the hub.
     """
     SECRETS.clear()
     parsed = [_parse(override) for override in overrides]
-    tree, origins = _read(Path(in_home(file)), (), {}) if file else _start_without_file(parsed)
+    tree, origins = _read(Path(expand_home(file)), (), {}) if file else _start_without_file(parsed)
     for override in parsed:
         _apply(override, tree, origins)
     from_environment = as_written(tree)
@@ -94,23 +94,29 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
         resolved: Any = OmegaConf.to_container(everything, resolve=True)
     hidden = {".".join(map(str, place)): value for place, value in from_environment.items()}
     config = _validate(_given_part(tree, resolved), origins, hidden)
-    of_files = {one.place: _origin(one.key, origins) for one in found}
-    of_files = {place: origin for place, origin in of_files.items() if origin != COMMAND_LINE}
-    sent = check_addresses(config, found, of_files, allow_env)
-    return LoadedConfig(config, origins, from_environment, file, tuple(overrides), sent)
+    from_files = {one.place: _origin(one.key, origins) for one in found}
+    from_files = {place: origin for place, origin in from_files.items() if origin != COMMAND_LINE}
+    return LoadedConfig(
+        config=config,
+        origins=origins,
+        from_environment=from_environment,
+        file=file,
+        overrides=tuple(overrides),
+        sent_variables=check_addresses(config, found, from_files, allow_env),
+    )
 
 
 def require_training_set(config: Config) -> None:
-    """Refuse a model or sets of one's own without a training set: they would be used with the bundled pairs."""
-    if (given := _lacks_training_set(config)) is not None:
+    """Refuse the user's own model or validation sets without a training set, which would be the bundled pairs."""
+    if (given := _setting_that_needs_training_set(config)) is not None:
         raise ConfigError(
-            f"{given}, but no training set is given: the bundled pairs would be trained on. Set "
-            "data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+            f"{given}, but no training set is given, so it would train on the bundled pairs. Set "
+            "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs."
         )
 
 
-def _lacks_training_set(config: Config) -> str | None:
-    """What of one's own is given without a training set."""
+def _setting_that_needs_training_set(config: Config) -> str | None:
+    """The user's own model or validation set, as "key = value", if it is given without a training set."""
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
@@ -120,8 +126,8 @@ def _lacks_training_set(config: Config) -> str | None:
 
 
 def _start_without_file(parsed: list[Override]) -> Layers:
-    # The embedded default's learning rate is made for its tiny random model and must not leak into real ones:
-    # it serves only when neither a model nor data is given.
+    # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
+    # the embedded default is used only if neither a model nor data is given.
     keys = [override.key_or_group for override in parsed]
     if "policy" in keys or "data" in keys or any(f"{key}.".startswith(MODEL_OR_DATA) for key in keys):
         return {}, {}
@@ -131,20 +137,20 @@ def _start_without_file(parsed: list[Override]) -> Layers:
 
 
 def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Layers:
-    """One YAML file over the files its `defaults:` names (relative to it, later ones win, depth first).
+    """Read a YAML file and merge it over the files in its `defaults:` (relative to it, later ones win, depth first).
 
-    known: what was read already: ten files that each name the next one ten times are ten files.
+    known: files that were read already, so that files that name each other many times are read once each.
     """
-    path = file_named(path, above[-1] if above else None)
+    path = resolve_config_path(path, above[-1] if above else None)
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
-        raise ConfigError(f"{path}: `defaults:` go in a circle: {chain}. Remove one of them.")
+        raise ConfigError(f"{path}: circular `defaults:`: {chain}. Remove one of them.")
     if len(above) > MAX_DEFAULTS:
-        raise ConfigError(f"{above[0]}: `defaults:` lead through more than {MAX_DEFAULTS} files. Name fewer.")
+        raise ConfigError(f"{above[0]}: `defaults:` form a chain of more than {MAX_DEFAULTS} files. Shorten it.")
     if path in known:
         return known[path]
     try:
-        is_mapping = not is_one_text(read_yaml_text(path))  # which OmegaConf would take for YAML and read again
+        is_mapping = not is_scalar(read_yaml_text(path))  # OmegaConf would parse the text of a scalar as YAML again
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if is_mapping else ""
     except FileNotFoundError:
         asked = f", named by {above[-1]}" if above else ""
@@ -154,15 +160,17 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of sections, not a {type(loaded).__name__}.")
+        raise ConfigError(f"{path}: a configuration must be a mapping of sections, not a {type(loaded).__name__}.")
     parents = loaded.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(f"{path}: `defaults:` takes a file name or a list of them, not {json.dumps(parents)}.")
+        raise ConfigError(
+            f"{path}: `defaults:` must be a file name or a list of file names, not {json.dumps(parents)}."
+        )
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for parent in parents:
-        below, below_origins = _read(path.parent / in_home(parent), (*above, path), known)
+        below, below_origins = _read(path.parent / expand_home(parent), (*above, path), known)
         tree = _merge(tree, below)
         origins |= below_origins
     known[path] = _merge(tree, loaded), origins | dict.fromkeys(_flat(loaded), str(path))
@@ -170,7 +178,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
 
 
 def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
-    """`above` over `below`, key by key; a section with `_override_: true` replaces the one below whole."""
+    """Merge `above` over `below`, key by key; a section with `_override_: true` replaces the one below completely."""
     above = dict(above)
     merged = {} if above.pop("_override_", False) else dict(below)
     for key, value in above.items():
@@ -183,27 +191,27 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(_without_tildes(text))
     except RecursionError:
-        raise ConfigError(f"override {text[:40]!r}…: nested too deeply.") from None
+        raise ConfigError(f"override {text[:40]!r}…: nested too deeply. Use fewer levels.") from None
     except HydraException as error:
-        if os.path.isfile(text):  # noqa: PTH113 - of a text too long for a name, pathlib raises
+        if os.path.isfile(text):  # noqa: PTH113 - pathlib raises if the text is too long for a name
             raise ConfigError(
-                f"override {text!r}: a file, without a key. Pairs to train on are data.train={text}; several files are a "
-                "pattern in quotes, 'FOLDER/*.jsonl'."
+                f"override {text!r}: a file without a key. To train on it, write data.train={text}; for several files, use "
+                "a pattern in quotes, 'FOLDER/*.jsonl'."
             ) from None
         raise ConfigError(
-            f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that hold "
+            f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
             """, = { } [ ] or spaces: 'key="a, b"'."""
         ) from None
     if not override.key_or_group:
-        raise ConfigError(f"override {text!r}: there is no key before the =.")
+        raise ConfigError(f"override {text!r}: no key before the =. Write key=value.")
     if override.is_sweep_override():
         key, value = override.key_or_group, text.partition("=")[2]
         grouped = re.fullmatch(r"\d{1,3}(,\d{3})+", value)
-        one_number = f" One number has no commas: {key}={value.replace(',', '')}." if grouped else ""
-        of_list = "data.train" if key == "data.train.data_path" else key  # a set has one path; a list is of sets
+        one_number = f" Write a number without commas: {key}={value.replace(',', '')}." if grouped else ""
+        list_key = "data.train" if key == "data.train.data_path" else key  # a set has one path; data.train takes a list
         raise ConfigError(
-            f"override {text!r}: several values are a sweep, which one run cannot do. Start one run per value, each "
-            f"with its own run.name. For a list write {of_list}=[a,b].{one_number}"
+            f"override {text!r}: several values are a sweep, which a single run cannot do. Start one run per value, each "
+            f"with its own run.name. For a list, write {list_key}=[a,b].{one_number}"
         )
     return override
 
@@ -221,10 +229,10 @@ def _apply(override: Override, tree: dict[str, Any], origins: dict[str, str]) ->
 
 
 def _delete(key: str, tree: dict[str, Any]) -> None:
-    """`~key`: an optional key becomes null; any other goes back to its default."""
+    """Apply `~key`: an optional key becomes null; any other key is reset to its default."""
     path = key.split(".")
     if key not in key_names() and not _holds(tree, path):
-        raise ConfigError(f"override '~{key}': {unknown(key)}")
+        raise ConfigError(f"override '~{key}': {describe_unknown_key(key)}")
     node = tree
     for part in path[:-1]:
         node = node.setdefault(part, {})
@@ -248,7 +256,7 @@ def _holds(tree: Any, path: list[str]) -> bool:
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for depth, part in enumerate(path[:-1]):
         under = tree.get(part)
-        # A dataset may be a plain path; a key below it makes it a dataset again.
+        # A dataset may be given as a plain path; setting a key below turns it into a mapping.
         is_dataset = part in ("train", "validation") or path[:depth] == ["data", "val_data_paths"]
         if isinstance(under, str) and is_dataset:
             under = {"data_path": under}
@@ -258,7 +266,7 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Hydra's quoted strings and nested values as plain Python."""
+    """Convert Hydra's quoted strings and nested values to plain Python."""
     if isinstance(value, dict):
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -268,13 +276,13 @@ def _plain(value: Any) -> Any:
 
 
 def _without_tildes(text: str) -> str:
-    """Hydra takes ~ before a key but not in a value, where it is a home directory: data.train=~/pairs.jsonl"""
+    """Replace ~ for the home directory in values, where Hydra does not accept it: data.train=~/pairs.jsonl"""
     key, equals, value = text.partition("=")
     return f"{key}{equals}{BEGINS_IN_HOME.sub(lambda found: found[1] or TILDE, value)}"
 
 
 def _refer_to_default(data: dict[str, Any]) -> None:
-    """What datasets have from data.default is shown as a reference to it: it may come out of the environment."""
+    """Replace values that datasets have from data.default by references to it: they may come from the environment."""
     train = data["train"] if isinstance(data["train"], list) else [data["train"]]
     for dataset in (*train, data["validation"] or {}, *data["val_data_paths"].values()):
         for name in dataset:
@@ -283,13 +291,14 @@ def _refer_to_default(data: dict[str, Any]) -> None:
 
 
 def _with_defaults(tree: dict[str, Any]) -> Any:
-    """Interpolations see the defaults too."""
+    """The tree merged over the defaults, to which interpolations may refer."""
     with _one_line_errors():
         return OmegaConf.create(_merge(Config().model_dump(), tree))
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
+    """Turn errors of OmegaConf into a ConfigError of one line."""
     try:
         yield
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
@@ -297,6 +306,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
+    """The resolved values of the keys in `given`, without defaults."""
     return {
         key: _given_part(value, resolved[key]) if isinstance(value, dict) else resolved[key]
         for key, value in given.items()
@@ -305,7 +315,7 @@ def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, An
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; an empty mapping is a value."""
+    """Flatten nested mappings; an empty mapping is a value. {'a': {'b': 1}} -> {'a.b': 1}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -319,35 +329,39 @@ def _validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, A
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A default that follows another key is not made when that key's section has errors: no error of its own.
-        own = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
-        num_more = len(own[MOST_ERRORS:])
-        own = [one for e in _said_once(own[:MOST_ERRORS]) for one in _by_name(e)]
-        raise ConfigError(_together([_explain(e, origins, hidden) for e in own], num_more)) from None
+        # A default that depends on another key is not computed if that key's section has errors: not an error by the user.
+        errors = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        num_more = len(errors[MOST_ERRORS:])
+        errors = [one for e in _without_repeats(errors[:MOST_ERRORS]) for one in _split_unknown_section(e)]
+        raise ConfigError(_join_errors([_explain(e, origins, hidden) for e in errors], num_more)) from None
 
 
-def _by_name(error: Any) -> list[Any]:
-    """Of an unknown section, an error for each key in it that is known under another name; else one for the section."""
+def _split_unknown_section(error: Any) -> list[Any]:
+    """Split the error for an unknown section into one per key with a suggestion; keep it if no key has one."""
     given = error["input"]
-    if error["type"] != "extra_forbidden" or not isinstance(given, dict) or misspelt(".".join(map(str, error["loc"]))):
+    if (
+        error["type"] != "extra_forbidden"
+        or not isinstance(given, dict)
+        or similar_key(".".join(map(str, error["loc"])))
+    ):
         return [error]
     inside = [(*error["loc"], *key.split(".")) for key in islice(_flat(given), MOST_ERRORS)]
     return [{**error, "loc": loc} for loc in inside if suggestion(".".join(map(str, loc)))] or [error]
 
 
-def _said_once(errors: list[Any]) -> list[Any]:
-    """What is wrong in data.default is wrong in every dataset that it fills: told of data.default alone."""
+def _without_repeats(errors: list[Any]) -> list[Any]:
+    """Errors, those in data.default only once: they repeat in every dataset that takes values from it."""
 
-    def what(error: Any) -> tuple[Any, str]:
+    def identify(error: Any) -> tuple[Any, str]:
         return error["loc"][-1:], repr(error["input"])
 
     of_default = [e for e in errors if e["loc"][:2] == ("data", "default")]
-    known = {what(e) for e in of_default}
-    return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or what(e) not in known]
+    known = {identify(e) for e in of_default}
+    return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or identify(e) not in known]
 
 
-def _together(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
-    """A line for each of the first mistakes; a value that could have been one of several things has a reason from each."""
+def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
+    """One line per mistake, up to SHOWN_ERRORS. A value that matches no type of a union has a reason for each type."""
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:
         known = reasons.setdefault(mistake, [])
@@ -359,24 +373,23 @@ def _together(explained: list[tuple[str, str | None]], num_more: int = 0) -> str
 
 
 def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
-    """The mistake, and why it is one where that is not said already."""
+    """The mistake, and the reason if the mistake does not include it."""
     loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
     key = ".".join(loc)
     place = _origin(key, origins)
     if error["type"] == "extra_forbidden":
-        return f"{place}: {unknown(key)}", None
+        return f"{place}: {describe_unknown_key(key)}", None
     if error["type"] == "value_error":
         return f"{place}: {error['ctx']['error']}.", None
     if error["type"] in ("dict_type", "model_type"):
-        error = {**error, "msg": "it is no mapping, such as {KEY: VALUE}"}
+        error = {**error, "msg": "it must be a mapping, such as {KEY: VALUE}"}
     if error["type"] == "too_short":
         least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         error = {**error, "msg": f"it has {given} items and needs at least {least}"}
-    # What came out of the environment may be a secret: it is shown as it was written.
+    # A value from the environment may be a secret, so it is shown as written.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
-    return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", error["msg"][0].lower() + error[
-        "msg"
-    ][1:]
+    reason = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", reason
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What the chosen losses need and which settings they support, from their declarations in loss/losses.py."""
+"""What the chosen losses need and which settings they support, read from their declarations in loss/losses.py."""
 
 import difflib
 import json
@@ -15,12 +15,12 @@ else:
     LossName = Literal[tuple(LOSSES)]  # so that the schema and docs/keys.md list the names
 ChosenLosses = LossName | dict[LossName, float]
 
-# The keys of section dpo that only some losses take; beta is reported separately.
+# The keys of section dpo that only some losses read; beta is reported separately.
 LOSS_ARGUMENTS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.keys if key != BETA))
 
 ORDER_OF_MAGNITUDE = 10
 
-# What dpo.sft_average_log_probs makes of the SFT term.
+# The SFT term with and without dpo.sft_average_log_probs.
 SFT_TERM = {
     True: "an average over the tokens of the chosen completion",
     False: "a sum over the tokens of the chosen completion (dpo.sft_average_log_probs=true: an average)",
@@ -33,7 +33,7 @@ def weights_of(chosen: ChosenLosses) -> dict[LossName, float]:
 
 
 def spelled(chosen: ChosenLosses) -> str:
-    """dpo; or dpo x 1 + bco_pair x 0.2"""
+    """The losses as text: "dpo", or "dpo x 1 + bco_pair x 0.2"."""
     return chosen if isinstance(chosen, str) else " + ".join(f"{name} x {weight:g}" for name, weight in chosen.items())
 
 
@@ -42,7 +42,7 @@ def needs_reference(chosen: ChosenLosses) -> bool:
 
 
 def averages(chosen: ChosenLosses) -> bool:
-    """Whether every chosen loss divides by completion length itself."""
+    """Whether every chosen loss averages over completion length by definition."""
     return all(LOSSES[name].averages for name in weights_of(chosen))
 
 
@@ -60,7 +60,7 @@ def reads(chosen: ChosenLosses, key: str) -> bool:
 
 
 def supports(chosen: ChosenLosses, input_setting: str) -> bool:
-    """Whether every chosen loss supports a setting that changes the input of all of them."""
+    """Whether every chosen loss supports a setting that changes the input of all losses."""
     return all(input_setting in LOSSES[name].input_settings for name in weights_of(chosen))
 
 
@@ -78,7 +78,7 @@ def scope_of(chosen: ChosenLosses) -> Scope:
 
 
 def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[str]:
-    """Settings an order of magnitude away from those the chosen losses were published with: a sentence each.
+    """Warnings about settings an order of magnitude away from those the chosen losses were published with.
 
     `values` are those of section dpo. A setting of 0 is switched off.
     """
@@ -86,46 +86,47 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
     for name in weights_of(chosen):
         found, known = name, LOSSES[name].published
         if values["preference_average_log_probs"]:
-            # Published values are for summed log-probabilities. Averaged, a loss may be another one with values of its own.
+            # Published values are for summed log-probabilities. Averaging may turn a loss into another published one.
             averaged = LOSSES[name].averaged_as
             found, known = f"{LOSSES[name].name} per token", LOSSES[averaged].published if averaged else ()
         for one in known:
             value = values[one.key]
-            # a hair less, so that 0.1 / 0.01 is ten times
+            # with a tolerance, so that 0.1 / 0.01 counts as ten times
             if value and (off := one.times_off(value)) > ORDER_OF_MAGNITUDE * (1 - 1e-9):
                 nearest = one.least if value < one.least else one.most
                 reasons.append(
                     f"dpo.{one.key} = {value:g} is {off:.3g} times {'less' if value < one.least else 'more'} than {found} was "
-                    f"published with ({one.spelled()}, {one.source}): it then learns something else, or hardly anything. "
-                    f"Set dpo.{one.key}={nearest:g}, unless {value:g} is meant."
+                    f"published with ({one.spelled()}, {one.source}). The objective may differ, or the model may barely change. "
+                    f"Set dpo.{one.key}={nearest:g}, unless {value:g} is intended."
                 )
     return reasons
 
 
 def why_not_losses(chosen: Any) -> str | None:
-    """Why a value of dpo.preference_loss is neither a loss nor a map of losses to weights; None if it is one."""
+    """Why a value of dpo.preference_loss is not valid; None if it is a loss or a map of losses to weights."""
     if not isinstance(chosen, str | dict):
         return (
-            f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights"
+            f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights. "
+            "Write dpo, or {dpo: 0.8, bco_pair: 0.2}, for example"
         )
     for name in [chosen] if isinstance(chosen, str) else chosen:
         if name not in LOSSES:
             low = str(name).lower()
             near = [known for known in LOSSES if known.startswith(f"{low}_")]
             near = near or difflib.get_close_matches(low, LOSSES, 1)
-            hint = f" Did you mean {listed(near, 'or')}?" if near else ""
-            return f"dpo.preference_loss: there is no loss {name!r}.{hint} Known are {listed(LOSSES, 'and')}"
+            hint = f" Did you mean {join_names(near, 'or')}?" if near else ""
+            return f"dpo.preference_loss: unknown loss {name!r}.{hint} Use one of {join_names(LOSSES, 'or')}"
     if chosen == {}:
-        return "dpo.preference_loss names no loss"
+        return "dpo.preference_loss is empty. Name a loss, such as dpo"
     weights = chosen.items() if isinstance(chosen, dict) else []
     for name, weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight <= 0:
-            return f"dpo.preference_loss.{name} = {json.dumps(weight, default=str)}: a weight is a number above 0"
+            return f"dpo.preference_loss.{name} = {json.dumps(weight, default=str)}: a weight must be a number above 0"
     return None
 
 
 def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], changed: Collection[str]) -> list[str]:
-    """Why settings do not suit the chosen losses: a sentence each.
+    """Sentences that say which settings do not work with the chosen losses.
 
     `values` are those of section dpo, and `changed` the keys that differ from their defaults.
     """
@@ -134,23 +135,26 @@ def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], change
     for key in changed:
         readers = [name for name, loss in LOSSES.items() if key in loss.keys]
         if readers and not reads(chosen, key):
-            reasons.append(_not_read(key, values[key], names, readers))
+            reasons.append(_no_effect(key, values[key], names, readers))
     for key in changed:
         unsupported_by = [name for name in names if key in INPUT_SETTINGS and not supports(name, key)]
         if unsupported_by:
             supporting = [name for name in LOSSES if supports(name, key)]
-            reasons.append(_not_read(key, values[key], unsupported_by, supporting))
-    return [*reasons, *_divergence(values), *_out_of_bounds(names, values)]
+            reasons.append(_no_effect(key, values[key], unsupported_by, supporting))
+    return [*reasons, *_check_divergence(values), *_out_of_bounds(names, values)]
 
 
-def _divergence(values: Mapping[str, Any]) -> list[str]:
-    """Why the order of the divergence does not suit the divergence."""
+def _check_divergence(values: Mapping[str, Any]) -> list[str]:
+    """Why dpo.f_alpha does not work with dpo.f_divergence."""
     is_alpha, has_order = values["f_divergence"] == "alpha", values["f_alpha"] != 1
     if has_order and not is_alpha:
-        return [f"dpo.f_alpha = {values['f_alpha']} is read with dpo.f_divergence = alpha only"]
+        return [
+            f"dpo.f_alpha = {values['f_alpha']} has an effect with dpo.f_divergence=alpha only. Set that, or leave it out"
+        ]
     if is_alpha and not has_order:
         return [
-            "dpo.f_divergence = alpha with dpo.f_alpha = 1 is reverse_kl, as without it. Give dpo.f_alpha, for instance 0.5"
+            "dpo.f_divergence = alpha with dpo.f_alpha = 1 is the same as reverse_kl. Set dpo.f_alpha to another value, such "
+            "as 0.5, or leave out dpo.f_divergence"
         ]
     return []
 
@@ -164,14 +168,14 @@ def _out_of_bounds(names: list[LossName], values: Mapping[str, Any]) -> list[str
     ]
 
 
-def _not_read(key: str, value: Any, unsupported_by: Iterable[str], readers: Iterable[str]) -> str:
+def _no_effect(key: str, value: Any, unsupported_by: Iterable[str], readers: Iterable[str]) -> str:
     return (
-        f"dpo.{key} = {json.dumps(value)} is not read by dpo.preference_loss {listed(unsupported_by, 'and')}: "
-        f"leave it out, or choose {listed(readers, 'or')}"
+        f"dpo.{key} = {json.dumps(value)} has no effect on dpo.preference_loss {join_names(unsupported_by, 'and')}. "
+        f"Leave it out, or use {join_names(readers, 'or')}"
     )
 
 
-def listed(names: Iterable[str], last: Literal["and", "or"]) -> str:
-    """a, b and c"""
+def join_names(names: Iterable[str], last: Literal["and", "or"]) -> str:
+    """Join names: "a, b and c"."""
     *most, final = names
     return f"{', '.join(most)} {last} {final}" if most else final

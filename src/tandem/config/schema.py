@@ -1,4 +1,4 @@
-"""The closed, typed configuration: every key, its default and what it does, each in one place. Imports no torch."""
+"""The typed configuration: every key with its default and description. Unknown keys are refused. Does not import torch."""
 
 from typing import Any, Literal
 
@@ -19,29 +19,33 @@ class Run(Section):
     """The run as a whole."""
 
     name: str = Field(
-        default="tandem", pattern=r"^[A-Za-z0-9._-]+$", max_length=200, description="names the run directory"
+        default="tandem",
+        pattern=r"^[A-Za-z0-9._-]+$",
+        max_length=200,
+        description="name of the run, part of its directory's name",
     )
     dir: PathText | None = Field(
         default=None,
-        description="run directory; null: runs/{name}-{n}, an unfinished one with the same configuration is resumed",
+        description="run directory; null: runs/{name}-{n}, where an unfinished run with the same configuration is resumed",
     )
-    seed: int = Field(default=42, ge=0, lt=2**32, description="all randomness")
-    deterministic: bool = Field(default=False, description="bit for bit the same on a GPU too; slower there")
+    seed: int = Field(default=42, ge=0, lt=2**32, description="seed of all random numbers")
+    deterministic: bool = Field(default=False, description="bitwise reproducible on a GPU too; slower there")
 
 
 class Reference(Section):
-    """The frozen model the policy is compared with: by itself the policy's own start."""
+    """The frozen model that the policy is compared with; by default the policy before training."""
 
     mode: Literal["cached", "live", "none"] = Field(
         default="cached",
-        description="cached: its log-probabilities are computed once and kept on disk; live: a frozen copy; "
-        "none: what losses without a reference always have",
+        description="cached: compute its log-probabilities once and keep them on disk; live: keep a frozen copy in memory; "
+        "none: no reference (losses that do not use one never load it)",
     )
     model: PathText | None = Field(
-        default=None, description="path or hub name of another model as the reference; null: the policy as it starts"
+        default=None, description="path or hub name of another reference model; null: the policy before training"
     )
     cache_dir: PathText | None = Field(
-        default=None, description="null: reference/ in $TANDEM_CACHE or the user's cache directory"
+        default=None,
+        description="folder for cached log-probabilities; null: reference/ in $TANDEM_CACHE or the user's cache directory",
     )
 
 
@@ -49,13 +53,15 @@ class Export(Section):
     """The model folder written at the end."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto: the model's own"
+        default="auto", description="data type of the exported weights; auto: that of the original model"
     )
     rounding: Literal["stochastic", "nearest"] = Field(
-        default="stochastic", description="to a smaller dtype; nearest loses most of what DPO learned"
+        default="stochastic",
+        description="rounding to a smaller dtype; nearest discards most of the small updates that DPO makes",
     )
     merge_lora: bool = Field(
-        default=True, description="add adapters to the weights; false: write the adapters alone, in float32 by default"
+        default=True,
+        description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
     )
 
 
@@ -64,7 +70,7 @@ class Cluster(Section):
 
 
 class Config(Section):
-    """Everything that decides what a run does."""
+    """The complete configuration of a run."""
 
     config_version: int = Field(default=CONFIG_VERSION, description="version of this schema")
     run: Run = Field(default=Run(), description="the run")
@@ -81,8 +87,8 @@ class Config(Section):
     def _reference_where_needed(self) -> "Config":
         if self.reference.mode == "none" and needs_reference(self.dpo.preference_loss):
             raise ValueError(
-                f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} compares with a reference; "
-                f"use cached or live, or a loss without one ({', '.join(without_reference())})"
+                f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} needs a reference. "
+                f"Use cached or live, or a loss without a reference ({', '.join(without_reference())})"
             )
         return self
 
@@ -90,13 +96,13 @@ class Config(Section):
     def _another_reference_is_read(self) -> "Config":
         if self.reference.model is not None and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
-                f"reference.model = {self.reference.model} is not read by dpo.preference_loss "
-                f"{spelled(self.dpo.preference_loss)}, which compares with no reference: leave it out"
+                f"reference.model = {self.reference.model} has no effect: dpo.preference_loss "
+                f"{spelled(self.dpo.preference_loss)} does not use a reference. Leave it out"
             )
         if self.reference.mode == "live" and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
-                f"reference.mode = live is not read by dpo.preference_loss {spelled(self.dpo.preference_loss)}, which compares "
-                "with no reference: leave it out"
+                f"reference.mode = live has no effect: dpo.preference_loss {spelled(self.dpo.preference_loss)} does not use "
+                "a reference. Leave it out"
             )
         return self
 
@@ -105,12 +111,12 @@ class Config(Section):
         lora, loss = self.policy.lora, self.dpo.preference_loss
         if not self.export.merge_lora and not lora.enabled:
             raise ValueError(
-                "export.merge_lora=false is not read while policy.lora.enabled is false: there is no adapter to write alone"
+                "export.merge_lora=false has no effect without LoRA adapters. Leave it out, or set policy.lora.enabled=true"
             )
         if lora.dropout > 0 and scope_of(loss) == "batch":
             raise ValueError(
-                f"policy.lora.dropout = {lora.dropout:g} contradicts dpo.preference_loss {spelled(loss)}, which computes a "
-                "batch twice: the two would draw different dropout. Set policy.lora.dropout=0"
+                f"policy.lora.dropout = {lora.dropout:g} does not work with dpo.preference_loss {spelled(loss)}, which runs each "
+                "batch through the model twice, with different dropout each time. Set policy.lora.dropout=0"
             )
         return self
 
@@ -118,16 +124,19 @@ class Config(Section):
     @classmethod
     def _known_version(cls, value: int) -> int:
         if value != CONFIG_VERSION:
-            raise ValueError(f"config_version {value} is not known here; this tandem reads version {CONFIG_VERSION}")
+            raise ValueError(
+                f"config_version = {value} is not supported: this version of tandem reads {CONFIG_VERSION}. "
+                "Update the file, or install another version of tandem"
+            )
         return value
 
 
 def json_schema() -> dict[str, Any]:
-    """What a configuration file may hold, for editors: the schema, and the key `defaults` that the loader reads."""
+    """The JSON schema of a configuration file, for editors. Includes the key `defaults`, which the loader reads."""
     schema = Config.model_json_schema()
     names = {"type": "array", "items": {"type": "string"}}
     schema["properties"]["defaults"] = {
         "anyOf": [{"type": "string"}, names],
-        "description": "files this one inherits from, relative to it; later ones win",
+        "description": "files that this one inherits from, relative to it; later files win",
     }
     return schema

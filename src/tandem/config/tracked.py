@@ -1,4 +1,4 @@
-"""The metric that ranks checkpoints: which split and which number a name means, in every spelling NeMo RL has used."""
+"""The metric that ranks checkpoints: parses its name into split and metric, in every spelling that NeMo RL has used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
 from tandem.terminal.printable import listed
 
-# Metrics that every step and every validation has.
+# Metrics that every training step and every validation records.
 METRICS = (
     "loss",
     "preference_loss",
@@ -29,7 +29,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class TrackedMetric:
-    """A number of metrics.jsonl: the split it stands under, and its name."""
+    """A metric in metrics.jsonl: its split and its name."""
 
     split: str
     metric: str
@@ -39,39 +39,39 @@ class TrackedMetric:
 
 
 def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) -> None:
-    """Refuse to keep the worst where everyone knows which way is better."""
+    """Refuse a higher_is_better that would keep the worst checkpoints, for metrics whose direction is known."""
     if tracked is None:
         return
     higher = tracked.metric.endswith("accuracy") or tracked.metric.startswith("rewards_margin")
     lower = tracked.metric.endswith("loss")
     if higher != higher_is_better and (higher or lower):
         raise ConfigError(
-            f"checkpointing.higher_is_better = {str(higher_is_better).lower()}, but of {tracked} the "
-            f"{'higher' if higher else 'lower'} is better: the worst checkpoints would be kept. Set "
+            f"checkpointing.higher_is_better = {str(higher_is_better).lower()}, but {'higher' if higher else 'lower'} values of "
+            f"{tracked} are better: the worst checkpoints would be kept. Set "
             f"checkpointing.higher_is_better={str(higher).lower()}."
         )
 
 
 def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
-    """Refuse to wait for an improvement that is never measured, or whose weights would be lost."""
+    """Refuse early stopping if the metric is never measured, or if the best weights would not be saved."""
     patience, val_period = dpo.early_stopping_patience, dpo.val_period
     if patience is None:
         return
     if tracked is None:
-        problem = "there is no validation set. Give data.validation"
+        problem = "no validation set is given. Set data.validation"
     elif tracked.split == "train":
-        problem = f"checkpointing.metric_name = {tracked} is not measured by validations. Track val_loss"
+        problem = f"checkpointing.metric_name = {tracked} is not measured by validation. Use val_loss"
     elif val_period <= 0:
-        problem = f"nothing is validated during training (dpo.val_period = {val_period}). Set dpo.val_period"
+        problem = f"no validation runs during training (dpo.val_period = {val_period}). Set dpo.val_period"
     elif not saves:
-        problem = "no checkpoint is saved (checkpointing.enabled=false), so the best could not be exported. Save them"
+        problem = "no checkpoints are saved, so the best one could not be exported. Set checkpointing.enabled=true"
     else:
         return
-    raise ConfigError(f"dpo.early_stopping_patience = {patience}: {problem}, or leave dpo.early_stopping_patience out.")
+    raise ConfigError(f"dpo.early_stopping_patience = {patience}: {problem}, or leave out dpo.early_stopping_patience.")
 
 
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
-    """What checkpointing.metric_name means where these validation sets are; None ranks checkpoints by their age.
+    """The metric that checkpointing.metric_name refers to, given the names of the validation sets. None: rank by age.
 
     `val_loss`, `validation-default_loss`, `val:validation-default_loss`, `train:accuracy`
     """
@@ -81,25 +81,25 @@ def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric
         return _known(name, "train", name.removeprefix("train:"))
     if not validation:
         raise ConfigError(
-            f"checkpointing.metric_name = {name}: there is no validation set. Give data.validation, or track train:loss."
+            f"checkpointing.metric_name = {name}: no validation set is given. Set data.validation, or use train:loss."
         )
     rest = name.removeprefix("val:")
     if rest.startswith("val_"):
         return _known(name, f"validation-{validation[0]}", rest.removeprefix("val_"))
-    # The longest first: one set's name may begin another's.
+    # The longest first: one set's name may be a prefix of another's.
     for one in sorted(validation, key=len, reverse=True):
         if rest.startswith((f"validation-{one}_", f"validation-{one}/")):  # the latter as trackers show it
             return _known(name, f"validation-{one}", rest[len(f"validation-{one}_") :])
     sets = listed(f"validation-{one}" for one in validation)
     raise ConfigError(
-        f"checkpointing.metric_name = {name}: names no split and metric, such as validation-{validation[0]}_loss, val_loss "
-        f"or train:loss. The validation sets are {sets}."
+        f"checkpointing.metric_name = {name}: not a split and a metric. Write validation-{validation[0]}_loss, val_loss or "
+        f"train:loss, for example. The validation sets are {sets}."
     )
 
 
 def _known(name: str, split: str, metric: str) -> TrackedMetric:
     if metric not in METRICS:
         raise ConfigError(
-            f"checkpointing.metric_name = {name}: there is no metric {metric!r}. Known are {', '.join(METRICS)}."
+            f"checkpointing.metric_name = {name}: unknown metric {metric!r}. Use one of {', '.join(METRICS)}."
         )
     return TrackedMetric(split, metric)

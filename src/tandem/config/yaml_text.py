@@ -1,4 +1,4 @@
-"""YAML read under limits of nesting, references and size, which no configuration needs more of; and written with escapes."""
+"""Reads YAML within limits on nesting, references and size that no configuration exceeds; writes it with escapes."""
 
 import re
 from collections.abc import Iterator
@@ -13,25 +13,25 @@ from tandem.terminal.printable import escaped
 
 MAX_CHARACTERS = 4 * 1024 * 1024
 MAX_NESTING = 64
-MAX_VALUES = 100_000  # once every reference (*name) is replaced by what it refers to
+MAX_VALUES = 100_000  # once every reference (*name) is expanded
 MAX_DIGITS = 1000
-NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # 59:59 is a number of YAML 1.1, to the base 60
+NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # in YAML 1.1, 59:59 is a number in base 60
 
 
 class YamlLimitError(ConfigError):
-    """What a file has too much of, as the end of a sentence that begins with its name."""
+    """A file exceeds a limit. The message continues a sentence that begins with the file's name."""
 
 
-def file_named(path: Path, by: Path | None) -> Path:
-    """The real path of a configuration file. by: the file whose `defaults:` name it; none for one that the user gives.
+def resolve_config_path(path: Path, by: Path | None) -> Path:
+    """The real path of a configuration file. by: the file whose `defaults:` names it; None if the user gives it.
 
-    The user may give a pipe. A file that names one would have its reader wait for whoever writes to it.
+    The user may give a pipe. A pipe in `defaults:` is refused, because reading it could wait forever.
     """
     asked = f", named by {by}" if by else ""
     try:
         path = path.resolve()
         is_file = by is None or not path.exists() or path.is_file()
-    except (OSError, ValueError, RuntimeError):  # of too many characters, of impossible ones, of links in a circle
+    except (OSError, ValueError, RuntimeError):  # too long a name, invalid characters, circular links
         is_file = False
     if not is_file:
         raise ConfigError(f"{path}: not a configuration file{asked}.")
@@ -39,7 +39,7 @@ def file_named(path: Path, by: Path | None) -> Path:
 
 
 def read_yaml_text(path: Path) -> str:
-    """The text of a file that `check_yaml` has nothing against; never more of it than that takes."""
+    """Read a file and check it with `check_yaml`; stops reading at the size limit."""
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
     check_yaml(text)
@@ -47,15 +47,16 @@ def read_yaml_text(path: Path) -> str:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse what takes far more memory than the text, or more nested calls than Python has. The parser itself takes neither.
+    """Refuse YAML that expands to far more memory than its text, or nests deeper than Python can recurse.
 
-    a: &a [x, x]; b: &b [*a, *a]; c: [*b, *b] -> a has 3 values, b 1 + 2 * 3 = 7, c 1 + 2 * 7 = 15.
+    Only parses events, which is safe. a: &a [x, x]; b: &b [*a, *a]; c: [*b, *b] -> a has 3 values, b 1 + 2 * 3 = 7,
+    c 1 + 2 * 7 = 15.
     """
     if len(text) > MAX_CHARACTERS:
         raise YamlLimitError(f"it has more than {MAX_CHARACTERS:,} characters.")
-    known: dict[str, tuple[int, int]] = {}  # values and levels of what has a name
-    names: list[str | None] = []  # of each list or mapping that is not closed
-    values, levels = [0], [0]  # inside each of them; the first is the file
+    known: dict[str, tuple[int, int]] = {}  # anchor -> number of values and levels
+    names: list[str | None] = []  # anchors of the open lists and mappings
+    values, levels = [0], [0]  # inside each open one; the first entry is the file
     for event in _events(text):
         name, inside = getattr(event, "anchor", None), (1, 0)
         if isinstance(event, yaml.CollectionStartEvent):
@@ -67,7 +68,7 @@ def check_yaml(text: str) -> None:
             name, inside = names.pop(), (values.pop(), levels.pop() + 1)
         elif isinstance(event, yaml.AliasEvent):
             if name in names:
-                raise YamlLimitError(f"&{name} refers to itself, without end.")
+                raise YamlLimitError(f"&{name} refers to itself.")
             inside = known.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
             _refuse_long_number(event)
@@ -80,9 +81,7 @@ def check_yaml(text: str) -> None:
         if len(names) + levels[-1] > MAX_NESTING:
             raise YamlLimitError(f"it is nested more than {MAX_NESTING} levels deep.")
         if values[-1] > MAX_VALUES:
-            raise YamlLimitError(
-                f"it has more than {MAX_VALUES:,} values once its references (*name) are replaced by what they refer to."
-            )
+            raise YamlLimitError(f"it has more than {MAX_VALUES:,} values once its references (*name) are expanded.")
 
 
 def _refuse_long_number(event: yaml.ScalarEvent) -> None:
@@ -92,25 +91,25 @@ def _refuse_long_number(event: yaml.ScalarEvent) -> None:
         raise YamlLimitError(f"it has a number of more than {MAX_DIGITS:,} digits.")
 
 
-def is_one_text(text: str) -> bool:
-    """Whether a file is a single text, number or date instead of a mapping or a list. One that says nothing is neither."""
+def is_scalar(text: str) -> bool:
+    """Whether a YAML file is a single text, number or date, not a mapping or a list. An empty file is none of these."""
     root = next((event for event in _events(text) if isinstance(event, yaml.NodeEvent)), None)
     return isinstance(root, yaml.ScalarEvent) and yaml.safe_load(text) is not None
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """What the parser finds, up to where the text is no YAML: that is left to whoever reads it."""
+    """Parser events up to the first syntax error, which is reported when the file is loaded."""
     with suppress(yaml.YAMLError):
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """A tree as text without control characters: inside double quotes the escapes are YAML's own."""
+    """Dump a tree as YAML without control characters: they become YAML escapes in double quotes."""
     return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts texts that need escapes into double quotes."""
+    """Puts text that needs escapes in double quotes."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         style = '"' if escaped(text) != text else None

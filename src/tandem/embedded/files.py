@@ -1,4 +1,4 @@
-"""Where the bundled preference pairs are, on disk."""
+"""Paths of the bundled preference pairs."""
 
 from pathlib import Path
 

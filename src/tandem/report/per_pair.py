@@ -1,4 +1,4 @@
-"""PairTables in; a JSONL file out, one pair a line: those that the policy orders most against the data come first."""
+"""Writes a JSONL file with the metrics of every pair, one per line, smallest margin first."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tandem.storage.cache import replacing
 if TYPE_CHECKING:
     from tandem.train.metrics import PairTable
 
-NUMBERS = (
+METRIC_COLUMNS = (
     "reward_chosen",
     "reward_rejected",
     "logp_chosen",
@@ -32,17 +32,17 @@ NUMBERS = (
 
 
 class PerPairFile:
-    """Written under another name; it gets its own when it is whole."""
+    """The file that --per-pair writes. It is written under a temporary name and renamed when complete."""
 
     def __init__(self, path: Path, dpo: Dpo):
         self.path = path
-        # Without a reference there is nothing to compare with; sorted over the batch, a loss stands in no pair's place.
+        # Losses without a reference have no reference columns; losses over sorted batches have no loss per pair.
         absent = {"reference_chosen", "reference_rejected"} if not needs_reference(dpo.preference_loss) else set()
         own_loss = ("loss",) if scope_of(dpo.preference_loss) == "pair" else ()
-        self._names = tuple(name for name in (*own_loss, *NUMBERS) if name not in absent)
+        self._names = tuple(name for name in (*own_loss, *METRIC_COLUMNS) if name not in absent)
 
     def write(self, tables: Iterator[tuple[str, "PairTable", Preferences]]) -> None:
-        """Every pair of every split, the least margin first within each."""
+        """Write every pair of every split, smallest margin first within each split."""
         with replacing(self.path, "per_pair") as out:
             for split, table, store in tables:
                 self._add(out, split, table, store)
@@ -62,11 +62,11 @@ class PerPairFile:
 
 
 def check_per_pair(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written in the end."""
+    """Refuse a file that cannot be written, before training starts."""
     if path.is_dir():
         raise ConfigError(f"--per-pair {path}: a directory. Give the name of a file.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--per-pair {path}: {path.parent} is no directory that can be written to. Make it first.")
+        raise ConfigError(f"--per-pair {path}: {path.parent} is not a writable directory. Create it first.")
 
 
 def _number(name: str, value: Any) -> float | int | None:

@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere, JSON lines when asked for."""
+"""Reports a run: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere, JSON lines on request."""
 
 import json
 import os
@@ -22,34 +22,34 @@ from tandem.terminal.printable import escaped, scrubbed, shortened
 from tandem.terminal.text import table, wrap
 from tandem.train.checkpoint.ranking import records_in
 
-if TYPE_CHECKING:  # else `tandem prepare` would wait for all that training imports
+if TYPE_CHECKING:  # otherwise `tandem prepare` would import everything that training needs
     from tandem.train.samples import Sample
     from tandem.train.validation import ValidationReport
 
-# silent: not even warnings; of workers other than the first
+# silent: not even warnings, for ranks other than 0
 Verbosity = Literal["silent", "quiet", "normal", "verbose"]
 
 PLAIN_WIDTH = 120
-LINE = 300  # characters of an answer
+ANSWER_CHARACTERS = 300
 SHOWN_FILES = 3
-MUCH_OVERLAP = 0.3  # of validation's n-grams
-BAR_CELLS = 20  # of a progress bar, at least
-TIME_CELLS = 8  # of the time left
-STEP_LINES = 50  # about as many as a terminal keeps of a run
+MUCH_OVERLAP = 0.3  # share of validation n-grams that are in the training set
+BAR_CELLS = 20  # least width of a progress bar
+TIME_CELLS = 8  # width of the remaining time
+STEP_LINES = 50  # about how many steps of a run stay visible on a terminal
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, flushed as it is written."""
+    """`metrics.jsonl`: one JSON object per line, flushed after each."""
 
-    has_lost_lines = False  # that were there when the checkpoint was saved which the run goes on from
+    has_lost_lines = False  # lines that existed when the checkpoint that the run resumes from was saved
 
     def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
         self._file = open_own(path, "a")
-        # A resumed run goes on from its checkpoint: lines written after that belong to steps done anew.
+        # A run resumes from its checkpoint, so lines written after it belong to steps that are repeated.
         if keep_bytes is not None:
             is_cut = path.stat().st_size < keep_bytes
-            self._file.truncate(_whole_lines(path) if is_cut else keep_bytes)
+            self._file.truncate(_end_of_last_line(path) if is_cut else keep_bytes)
             self.has_lost_lines = is_cut or None in self._lines()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -62,11 +62,11 @@ class MetricsFile:
                 self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
-        """All lines so far, those of the run before it was resumed too; without those that something damaged."""
+        """All intact records so far, including those from before the run was resumed."""
         return [record for record in self._lines() if record is not None]
 
     def size(self) -> int:
-        """Bytes so far, on disk."""
+        """Number of bytes written so far, after flushing them to disk."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -74,13 +74,13 @@ class MetricsFile:
         return records_in(self._path.read_bytes())
 
 
-def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last line that has one."""
+def _end_of_last_line(path: Path) -> int:
+    """Number of bytes up to the end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 class NoMetricsFile(MetricsFile):
-    """Of workers other than the first, which alone keeps metrics."""
+    """Writes nothing: only rank 0 writes metrics."""
 
     def __init__(self) -> None:
         pass
@@ -96,25 +96,25 @@ class NoMetricsFile(MetricsFile):
 
 
 class Reporter:
-    """Speaks to the user. The same words on a terminal and in a file; only the bar needs a terminal."""
+    """Prints messages, tables and progress. Output is the same on a terminal and in a file, except for progress bars."""
 
     def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
-        """as_json: records and the result are lines on standard output, and whatever else is said goes to standard error."""
+        """as_json: print records and the result as lines on standard output, and everything else on standard error."""
         in_ci = os.environ.get("CI", "") not in ("", "0", "false")
         self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
         if console is None and not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
         self.as_json = as_json
-        self.shows_parts = False  # of the loss: preference and SFT, where both are trained on
+        self.shows_parts = False  # of the loss: preference and SFT, if both are trained on
 
     def say(self, text: str = "", *, hang: int | None = None) -> None:
-        """On a terminal broken at words; `hang` is the indentation of lines that continue one."""
+        """Print a message, wrapped at words on a terminal; `hang` is the indentation of continuation lines."""
         if self.verbosity in ("normal", "verbose"):
             self._print(text, hang=hang)
 
     def command(self, text: str) -> None:
-        """A command to copy: never broken, so that it runs as printed."""
+        """Print a command to copy, never wrapped, so that it runs as printed."""
         if self.verbosity in ("normal", "verbose"):
             self._draw(f"  {text}")
 
@@ -123,7 +123,7 @@ class Reporter:
             self._print(text, style="dim")
 
     def warn(self, text: str, *, command: str = "") -> None:
-        """`command`: what the user may want to run, on a line of its own."""
+        """Print a warning. `command`: a command that the user may want to run, printed on a separate line."""
         if self.verbosity != "silent":
             self._print(f"warning: {text}", style="yellow")
             if command:
@@ -134,23 +134,23 @@ class Reporter:
         self._draw(wrap(shown, self.console.width, hang) if self.console.is_terminal else shown, style)
 
     def _draw(self, text: str, style: str = "") -> None:
-        # Escaped here, for rich drops some control characters in silence.
+        # Escaped here, because rich silently drops some control characters.
         self.console.print(Text(escaped(text), style), soft_wrap=True)
 
     def end(self, text: str) -> None:
-        """Where everything is: said in quiet runs too."""
+        """Print where the results are, in quiet runs too."""
         if self.verbosity == "quiet" and not self.as_json:
             self._print(text)
         else:
             self.say(f"\n{text}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, for a program that reads along."""
+        """With as_json, print a record of metrics.jsonl."""
         if self.as_json:
             print(json.dumps(record), flush=True)
 
     def result(self, run: Path) -> None:
-        """The last line for such a program: the run's directory, and the last record of every split."""
+        """With as_json, print the last line: the run directory, and the last record of every split."""
         if self.as_json:
             metrics = run / "metrics.jsonl"
             records = records_in(metrics.read_bytes() if metrics.is_file() else b"")
@@ -158,13 +158,14 @@ class Reporter:
             print(json.dumps({"run_dir": str(run), "final": final}), flush=True)
 
     def choices(self, rows: Sequence[tuple[str, str]]) -> None:
-        self.say("\nChoices that change what is learned")
+        """Print names and values of the settings that affect the result."""
+        self.say("\nSettings that affect the result")
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.say(f"  {name:<{width}}  {value}", hang=width + 4)
 
     def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
-        """rejects: by set, the file that lists the rows left out."""
+        """Print a table of the sets, and notes and warnings. rejects: by set, the file that lists the skipped rows."""
         counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
@@ -182,7 +183,7 @@ class Reporter:
             for reason, count in skipped.items():
                 self.say(f"  {s.name}: skipped {count:,}: {reason}")
             if skipped:
-                self.say(f"  {s.name}: the rows that were skipped are in {rejects[s.name]}")
+                self.say(f"  {s.name}: skipped rows are listed in {rejects[s.name]}")
             warnings = warnings_of(s)
             for note, count in ((note, count) for note, count in s.notes.items() if note not in warnings):
                 place = f" (first at {s.noted_at[note]})" if note in s.noted_at else ""
@@ -197,12 +198,12 @@ class Reporter:
                 )
                 self.say(f"  {s.name}: prompt overlap with training {s.prompt_overlap}{shared}")
                 if (s.ngram_overlap or 0) > MUCH_OVERLAP:
-                    self.warn(f"much of {s.name} stands in the training set too: its loss says little about new text.")
+                    self.warn(f"much of {s.name} is in the training set too, so its loss says little about new text.")
                 if s.prompt_overlap:
-                    self.warn(f"{s.prompt_overlap} prompts of {s.name} stand in the training set too.")
+                    self.warn(f"{s.prompt_overlap} prompts of {s.name} are in the training set too.")
 
     def lengths(self, rows: dict[str, Lengths]) -> None:
-        """A table of lengths in tokens."""
+        """Print a table of lengths in tokens."""
         columns = ["of", "mean", *(f"p{p}" for p in PERCENTILES), "longest"]
         cells = [
             [name, f"{of.mean:,.1f}", *(f"{n:,}" for n in of.percentiles.values()), f"{of.longest:,}"]
@@ -211,7 +212,7 @@ class Reporter:
         self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
-        """A line a step. On a terminal, where the bar shows every step, about fifty of a run stay above it."""
+        """Print a line per step. On a terminal, where the bar shows every step, only about STEP_LINES of a run."""
         step = record["step"]
         line = f"step {step}/{total}"
         parts = [
@@ -228,7 +229,7 @@ class Reporter:
             self.say("  ".join([line, *_fitting(parts, self.console.width - cell_len(line), gap=2)]))
 
     def numbers(self, record: dict[str, Any]) -> list[str]:
-        """A step's numbers beside the bar, the most important first."""
+        """The metrics of a step to show next to the bar, the most important first."""
         return [
             *self._losses(record),
             f"accuracy {record['accuracy']:.3f}",
@@ -237,23 +238,23 @@ class Reporter:
         ]
 
     def _losses(self, record: dict[str, Any]) -> list[str]:
-        """The loss, and its parts before they are weighted."""
+        """The loss, and its unweighted parts if they are shown."""
         names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
         return [f"{shown} {record[name]:.4f}" for shown, name in names.items()]
 
-    def _validated(self) -> list[str]:
-        """The metrics that tables of validations show."""
+    def _validation_metrics(self) -> list[str]:
+        """The metrics that validation tables show."""
         parts = ["preference_loss", "sft_loss"] if self.shows_parts else []
         return ["loss", *parts, "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
 
     def validations(self, title: str, reports: Sequence["ValidationReport"]) -> None:
-        """A table of validation metrics, a row per set."""
-        names = self._validated()
+        """Print a table of validation metrics, one row per set."""
+        names = self._validation_metrics()
         rows = [[r.split, str(r.num_pairs), *(_number(r.metrics[name]) for name in names)] for r in reports]
         self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
 
     def samples(self, step: int, samples: Sequence["Sample"]) -> None:
-        """Answers to the same prompts, the policy's below the reference's."""
+        """Print answers to the same prompts, the policy's below the reference's."""
         self.say(f"\nAnswers after step {step}" if step else "\nAnswers before training")
         for sample in samples:
             self.say(f"  {sample.place}: {_one_line(sample.prompt)}")
@@ -268,8 +269,8 @@ class Reporter:
         before: Sequence["ValidationReport"],
         after: Sequence["ValidationReport"],
     ) -> None:
-        """A table of the same metrics at two times, a row per set and metric."""
-        names = self._validated()
+        """Print a table of the same metrics at two times, one row per set and metric."""
+        names = self._validation_metrics()
         start = {report.split: report.metrics for report in before}
         rows = [
             [report.split, _short(name), _number(start[report.split][name]), _number(report.metrics[name])]
@@ -293,9 +294,9 @@ class Reporter:
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
-        """A bar on a terminal; call the yielded function with the number done and, if wanted, numbers to show beside it.
+        """Show a bar on a terminal; yield a function that takes the number done and metrics to show next to the bar.
 
-        unit: %, where the number done is a share of all; without it "3/9" is shown.
+        unit: "%" if the number done is a percentage; without it "3/9" is shown.
         """
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, numbers=(): None
@@ -309,7 +310,7 @@ class Reporter:
         )
 
         def update(advance: int = 1, numbers: Sequence[str] = ()) -> None:
-            # Numbers that would shrink the bar are left out, the last ones first.
+            # Metrics that would make the bar too short are left out, the last ones first.
             taken = sum((cell_len(what), 1, BAR_CELLS, 1, cell_len(f"{total}/{total}"), 1, TIME_CELLS))
             words = " ".join(_fitting(numbers, self.console.width - taken, gap=1))
             bar.update(task, advance=advance, words=words)
@@ -325,13 +326,13 @@ class Reporter:
 
 
 def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
-    """The first of some parts that fit side by side, each after a gap."""
+    """The first parts that fit side by side, each after a gap."""
     ends = accumulate(gap + cell_len(part) for part in parts)
     return [part for part, end in zip(parts, ends, strict=True) if end <= width]
 
 
 def _line_period(total: int) -> int:
-    """1, 2, 5, 10, 20, ...: the least that leaves about as many lines as wanted."""
+    """Steps between printed lines: the least of 1, 2, 5, 10, 20, ... that gives at most STEP_LINES lines."""
     period = 1
     while total > STEP_LINES * period:
         period = period * 5 // 2 if str(period).startswith("2") else period * 2
@@ -343,13 +344,13 @@ def _margin(record: dict[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """On one line of a screen, its end cut off if need be."""
+    """The text on one line, cut to ANSWER_CHARACTERS."""
     line = " ".join(text.split())
-    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+    return line if len(line) <= ANSWER_CHARACTERS else line[: ANSWER_CHARACTERS - 1] + "…"
 
 
 def _answer(text: str) -> str:
-    """What white space alone would not show is spelled."""
+    """An answer on one line; one of white space only is quoted."""
     return _one_line(text) if text.strip() else f"{text[:20]!r} ({len(text)} characters of white space)"
 
 
@@ -358,4 +359,4 @@ def _short(metric: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{round(value, 4) + 0.0:.4f}"  # + 0.0: no minus before a zero
+    return f"{round(value, 4) + 0.0:.4f}"  # + 0.0 turns -0.0 into 0.0

@@ -1,4 +1,4 @@
-"""Where caches live, and how a finished file or folder is published: written aside, synced, then renamed."""
+"""Cache directories, and atomic publishing of files and folders: written under a temporary name, synced, then renamed."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from tandem.storage.ownership import (
     temporary_folder,
 )
 
-# Hashing runs at about 0.7 GB/s: below this it is not worth remembering.
+# Hashing runs at about 0.7 GB/s, so the hash of a smaller file is not worth remembering.
 REMEMBERED_BYTES = 16 * 1024 * 1024
-OWN = "fingerprint_of_manifest"
-MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any has
+MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any manifest has
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
@@ -37,9 +37,9 @@ def cache_dir() -> Path:
 
 
 def check_cache_dir() -> None:
-    """Refuse a cache directory that cannot be made or written, before any work is done; tidy one that can.
+    """Refuse a cache directory that cannot be created or written, before any work is done.
 
-    What is removed are the folders that killed processes of this machine were writing.
+    Also removes temporary folders that killed processes on this machine left there.
     """
     folder = cache_dir()
     check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
@@ -50,7 +50,7 @@ def check_cache_dir() -> None:
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:
-    """Refuse a directory that cannot be made or written. what: it is called in the message."""
+    """Refuse a directory that cannot be created or written. what: its name in the message; instead: what to do."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,7 +60,7 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
 
 
 def real_path(path: str | Path) -> Path:
-    """Without links. Unlike Path.resolve it raises nothing where links go in a circle."""
+    """The path with links resolved. Unlike Path.resolve, does not raise on circular links."""
     return Path(os.path.realpath(path))
 
 
@@ -89,10 +89,9 @@ def sha256_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """SHA-256 of a file; of a large one remembered by its size, times and inode, so that it is hashed once.
+    """SHA-256 of a file. For a large file it is remembered by path, size, times and inode, so that it is hashed once.
 
-    The time of modification alone may be that of another content: archives and copies put an old one back. That of the last
-    change (ctime) nobody can set.
+    The modification time alone is not enough: archives and copies restore old ones. The change time (ctime) cannot be set.
     """
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
@@ -110,7 +109,7 @@ def content_of(path: Path) -> str:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short name for content: SHA-256 over the parts as canonical JSON."""
+    """A short name for content: the start of the SHA-256 of its parts as canonical JSON."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -131,7 +130,10 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, what: str) -> None:
-    """Write a file that is at any moment the old one or the new one, whole. `what` names its fail-point."""
+    """Replace a file so that at any moment it is either the complete old or the complete new one.
+
+    `what` names its fail point.
+    """
     with replacing(path, what) as file:
         file.write(text)
 
@@ -140,7 +142,7 @@ def write_atomically(path: Path, text: str, what: str) -> None:
 def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
     """Yield a file open for writing; on success it replaces the one at `path` in one rename. A link there is replaced too.
 
-    `what` names its fail-point.
+    `what` names its fail point.
     """
     aside, descriptor = create_temporary(path)
     try:
@@ -161,10 +163,10 @@ def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> I
 
 @contextmanager
 def published(folder: Path, what: str) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; on success it becomes `folder` in one rename.
+    """Yield an empty temporary folder next to `folder`; on success it becomes `folder` in one rename.
 
-    Killed at any moment, `folder` is either absent or complete. Of two writers of the same content the first wins.
-    `what` names its fail-points.
+    If the process is killed at any moment, `folder` is either absent or complete. If two processes write the same content,
+    the first wins. `what` names its fail points.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as aside:
@@ -186,7 +188,7 @@ def published(folder: Path, what: str) -> Iterator[Path]:
 
 
 def _follow_umask(folder: Path) -> None:
-    """safetensors writes weights for their owner alone: every file gets the mode of the marker, as the umask gives it."""
+    """Give every file the mode of the marker, which follows the umask. safetensors makes files readable by the owner only."""
     mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -194,39 +196,39 @@ def _follow_umask(folder: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a run saved itself there, which makes it neither a run nor a model."""
+    """Whether a folder is a checkpoint of a run, which is neither a run nor a model."""
     return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is a run's directory, which holds a model but is not one."""
+    """Whether a folder is a run directory, which contains a model but is not one."""
     return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a run exported its model there, or its adapter."""
+    """Whether a folder holds an exported model or adapter."""
     described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     return described and any(folder.glob("*.safetensors"))
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and its own.
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and the manifest's own fingerprint.
 
-    known: of files that are not worth reading again, by their names in the folder.
+    known: hashes of files that need not be read again, by their names in the folder.
     """
     besides = ("manifest.json", MARKER)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in besides]
     names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
-    manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read
-    text = json.dumps({**manifest, OWN: fingerprint(manifest)}, indent=1, sort_keys=True)
+    manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read back
+    text = json.dumps({**manifest, MANIFEST_FINGERPRINT: fingerprint(manifest)}, indent=1, sort_keys=True)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
-    """Read `manifest.json` and verify every file it names; ValueError says which one is wrong.
+    """Read `manifest.json` and verify every file that it lists; raise ValueError with the first one that is wrong.
 
-    needed: files that will be read, so that the manifest must name them.
+    needed: files that the manifest must list because they will be read.
     """
     manifest = intact_manifest(folder)
     for name in needed:
@@ -244,24 +246,24 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; ValueError where it is not a file, not JSON or too large. A pipe is not read: it may never end."""
+    """Read a JSON file; ValueError if it is not a plain file, not JSON or too large. A pipe is refused: it may never end."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
-        if found.st_size > MANIFEST_BYTES:
-            raise ValueError(f"{found.st_size:,} bytes, more than the {MANIFEST_BYTES:,} that are read of one")
+        if found.st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {found.st_size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
 def intact_manifest(folder: Path) -> dict[str, Any]:
-    """Read `manifest.json` alone; ValueError where it is missing or damaged."""
+    """Read `manifest.json` without verifying the files that it lists; ValueError if it is missing or damaged."""
     try:
         manifest = read_json(folder / "manifest.json")
         manifest["files"].items()
-        own = manifest.pop(OWN, None)  # manifests were written without it once
+        own = manifest.pop(MANIFEST_FINGERPRINT, None)  # early manifests do not have it
         is_intact = own is None or own == fingerprint(manifest)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder}/manifest.json is missing or damaged ({error})") from error
@@ -271,5 +273,5 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name in a manifest is one of a file below its folder: relative, without steps upwards."""
+    """Whether a name in a manifest is a path inside its folder: relative, without `..`."""
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")

@@ -1,7 +1,7 @@
-"""Which files and folders are tandem's: what it may write to, and which temporary ones of dead processes it may remove.
+"""Which files and folders belong to tandem: what it may write to, and which temporary files of dead processes it may remove.
 
-Whatever tandem writes under a temporary name is called `.NAME.PID`, after what it becomes and the process that writes it. A
-temporary folder also holds a marker, which the process keeps locked for as long as it writes there. Nothing else is removed.
+Temporary files and folders are named `.NAME.PID`, after their final name and the process that writes them. A temporary folder
+also holds a marker, which the process keeps locked while it writes there. Nothing else is removed.
 """
 
 import errno
@@ -20,14 +20,14 @@ from typing import IO, Any, Literal
 from tandem.errors import CheckpointError
 
 MARKER = "written-by-tandem"
-# The largest that Linux gives out. A greater number is something else: .config.yaml.20261117 has a date.
+# The largest process ID on Linux. A greater number is something else, such as the date in .config.yaml.20261117.
 GREATEST_PID = 1 << 22
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]{0,6})", re.ASCII | re.DOTALL)
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)
 
 
 def step_in(name: str) -> int | None:
-    """N of a bare `step_N`; None of any other name (step_007, step_², ../step_1)."""
+    """N if the name is exactly `step_N`; None for any other name (step_007, step_², ../step_1)."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -36,7 +36,7 @@ def step_in(name: str) -> int | None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Refuse to write where a link, a directory or a device is. What does not exist may be written."""
+    """Refuse a path that is a link, a directory or a device. A path that does not exist is accepted."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -49,7 +49,7 @@ def refuse_other_than_file(path: Path) -> None:
 
 
 def refuse_other_than_folder(path: Path) -> None:
-    """Refuse a file where a folder is written to. A link to a folder is one."""
+    """Refuse a path that exists and is not a folder. A link to a folder is accepted."""
     if os.path.lexists(path) and not path.is_dir():
         what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
         raise CheckpointError(f"{path}: {what}, where tandem writes a directory. Move it elsewhere.")
@@ -65,7 +65,7 @@ def open_own(path: Path, mode: Literal["a", "a+", "ab"]) -> IO[Any]:
     try:
         return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # made since it was looked at
+        if error.errno == errno.ELOOP:  # a link was created after the check
             raise CheckpointError(_is_link(path)) from None
         raise
 
@@ -78,7 +78,7 @@ def _is_link(path: Path) -> str:
 
 
 def free_path(folder: Path, name: str, ending: str = "") -> Path:
-    """The first of NAME, NAME.2, NAME.3, ... that is not there: nothing is ever overwritten."""
+    """The first of NAME, NAME.2, NAME.3, ... that does not exist, so that nothing is overwritten."""
     paths = (folder / f"{name}{'' if number == 1 else f'.{number}'}{ending}" for number in count(1))
     return next(path for path in paths if not os.path.lexists(path))
 
@@ -87,9 +87,9 @@ def free_path(folder: Path, name: str, ending: str = "") -> Path:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a file or link is written before it gets its name, free to be created there.
+    """The temporary name of a file or link, free to be created.
 
-    Under this process's own number there is only what an earlier process of the same number left.
+    A file of that name can only be left from an earlier process with the same ID, so it is removed.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     if aside.is_symlink() or aside.is_file():
@@ -98,14 +98,14 @@ def temporary_path(path: Path) -> Path:
 
 
 def create_temporary(path: Path) -> tuple[Path, int]:
-    """A new empty file beside `path`, never one that is there already; its name, and it open for writing."""
+    """Create an empty temporary file next to `path`, never opening an existing one; return its path and descriptor."""
     aside = temporary_path(path)
     return aside, os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder` with a marker in it; removed in the end, unless it was renamed."""
+    """Yield an empty temporary folder next to `folder`, with a marker in it; remove it afterwards unless it was renamed."""
     aside = _free_temporary_folder(folder)
     aside.mkdir()
     lock = -1
@@ -114,16 +114,16 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
         yield aside
     finally:
         if aside.is_dir():
-            with suppress(OSError):  # what went wrong before is what is reported
+            with suppress(OSError):  # an earlier error is the one to report
                 _remove_tree(aside)
         if lock >= 0:
             os.close(lock)
 
 
 def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
-    """Remove a folder of tandem's: under its own name it is complete or absent, whenever the process is killed.
+    """Remove a folder so that under its name it is either complete or absent, even if the process is killed.
 
-    `renamed` is called once it has a temporary name.
+    `renamed` is called once the folder has a temporary name.
     """
     lock = _mark(folder, folder.name)
     try:
@@ -135,10 +135,10 @@ def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
 
 
 def remove_abandoned(folder: Path, *names: str, is_held: bool) -> None:
-    """Remove the temporary files, links and folders of dead processes that were to become one of `names`, regular expressions.
+    """Remove temporary files, links and folders of dead processes whose final name matches one of `names` (patterns).
 
-    is_held: no other process writes into `folder` now. Where others may, on other machines too, only folders of this machine
-    are removed: of a file nothing says where its process runs.
+    is_held: no other process writes into `folder` now. If others may, also on other machines, only folders written on this
+    machine are removed: a file does not record the machine of its process.
     """
     for path in sorted(folder.glob(".*")):
         found = _TEMPORARY.fullmatch(path.name)
@@ -152,13 +152,13 @@ def remove_abandoned(folder: Path, *names: str, is_held: bool) -> None:
 
 
 def _remove_abandoned_folder(path: Path, name: str, pid: int, names: tuple[str, ...], *, is_held: bool) -> None:
-    # This process's own number may be that of a dead one too: in a container every first process is number 1.
+    # A dead process may have had the same ID as this one: in a container the first process always has ID 1.
     if _is_alive(pid) and pid != os.getpid():
         return
     try:
-        lock = os.open(path / MARKER, os.O_RDWR | os.O_NOFOLLOW)  # network file systems lock only what can be written
+        lock = os.open(path / MARKER, os.O_RDWR | os.O_NOFOLLOW)  # network file systems lock only writable files
     except OSError:
-        return  # not tandem's
+        return  # not created by tandem
     try:
         marked = _read_marker(lock)
         becomes = marked.get("becomes")
@@ -167,13 +167,13 @@ def _remove_abandoned_folder(path: Path, name: str, pid: int, names: tuple[str, 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(path)
     except OSError:
-        pass  # in use, or not removable: it is never read
+        pass  # in use, or not removable; temporary folders are never read
     finally:
         os.close(lock)
 
 
 def _is_temporary_file(path: Path) -> bool:
-    """A plain file, or a link as `best` and `latest` are."""
+    """Whether a path is a plain file, or a link to a step like `best` and `latest`."""
     return step_in(str(path.readlink())) is not None if path.is_symlink() else path.is_file()
 
 
@@ -182,18 +182,18 @@ def _matches(name: str, names: tuple[str, ...]) -> bool:
 
 
 def _free_temporary_folder(folder: Path) -> Path:
-    """`.NAME.PID`; where this process has one already, or a user's folder is called so, `.NAME.2.PID`."""
+    """`.NAME.PID`, or `.NAME.2.PID` and so on if that exists."""
     numbers = ("" if number == 1 else f".{number}" for number in count(1))
     paths = (folder.with_name(f".{folder.name}{number}.{os.getpid()}") for number in numbers)
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _mark(folder: Path, becomes: str) -> int:
-    """Write the marker and lock it; the lock is let go when it is closed, or its process dies."""
+    """Write the marker and lock it. The lock is released when it is closed or its process dies."""
     lock = os.open(folder / MARKER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         os.write(lock, json.dumps({"becomes": becomes, "host": _host()}).encode() + b"\n")
-        with suppress(OSError):  # a file system without locks: then the folder is never taken for abandoned either
+        with suppress(OSError):  # a file system without locks, where the folder is never considered abandoned either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(lock)
@@ -210,7 +210,7 @@ def _read_marker(descriptor: int) -> dict[str, Any]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """The marker last: what is left of a removal that was killed is still known to be tandem's."""
+    """Remove a folder, its marker last, so that the rest of an interrupted removal is still recognised as tandem's."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -224,7 +224,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # it belongs to another user
         pass
     return True
 

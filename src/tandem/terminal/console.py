@@ -1,4 +1,4 @@
-"""The terminal as rich draws on it: its colours and bars are obeyed, and nothing that the text itself holds."""
+"""rich consoles that escape control characters in the text they draw, and keep rich's own colours and bars."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from tandem.terminal.printable import escaped
 
 
 class SafeConsole(Console):
-    """A console whose text is escaped as it is drawn. Only then may it write past the stream that escapes all else."""
+    """A console that escapes text as it draws it, and therefore writes to the unescaped stream directly."""
 
     def __init__(self, **settings: Any):
         super().__init__(**{"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, **settings})
@@ -33,7 +33,7 @@ class SafeConsole(Console):
 
 
 class EscapedProxy(FileProxy):
-    """What is printed while a bar is shown, above it. rich alone would take escape sequences in it for styles and links."""
+    """Prints above a progress bar. rich alone would interpret escape sequences in the text as styles and links."""
 
     def write(self, text: str) -> int:
         super().write(escaped(text))
@@ -42,7 +42,7 @@ class EscapedProxy(FileProxy):
 
 @contextmanager
 def printing_above(console: Console) -> Iterator[None]:
-    """Within, while a bar is shown, print() and its like write above the bar, where they are for the terminal."""
+    """While a progress bar is shown, make print() write above the bar if its stream is the terminal."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         cast(TextIO, EscapedProxy(console, stream)) if stream.isatty() else stream for stream in before

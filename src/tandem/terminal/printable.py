@@ -1,44 +1,44 @@
-"""What is shown to the user: text in; the same text out, without control characters, secrets or endless lists."""
+"""Makes text safe to show: escapes control characters, hides secrets, and shortens long lists and messages."""
 
 import json
 import re
 from collections.abc import Collection, Iterable
 
-# What a terminal obeys or reorders text by: C0 (but newline and tab) and C1 controls, bidirectional controls, line and
-# paragraph separators; and halves of surrogate pairs, which stand for undecodable bytes of file names and cannot be encoded.
+# Characters that control a terminal or reorder text: C0 (except newline and tab) and C1 controls, bidirectional controls,
+# line and paragraph separators; and lone surrogates, which represent undecodable bytes in file names and cannot be encoded.
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\N{ARABIC LETTER MARK}\N{LEFT-TO-RIGHT MARK}\N{RIGHT-TO-LEFT MARK}"
     "\N{LINE SEPARATOR}-\N{RIGHT-TO-LEFT OVERRIDE}\N{LEFT-TO-RIGHT ISOLATE}-\N{POP DIRECTIONAL ISOLATE}\ud800-\udfff]"
 )
-# The user and password of an address end at its last @: passwords hold @ and / too. sqlite:///path has none.
+# The user and password of a URL end at its last @, because passwords may contain @ and /. sqlite:///path has none.
 CREDENTIALS = re.compile(r"(?<=://)[^/\s]\S*@")
 LISTED_ITEMS = 20
 LISTED_CHARACTERS = 100  # of one item
 LONGEST_MESSAGE = 8000  # characters
-MESSAGE_END = 1000  # of these, the last ones: what to do about it
-SHORTEST_SECRET = 4  # shorter values would be found in every other word
-SHORTEST_PART = 6
+MESSAGE_END = 1000  # characters kept at the end of a long message, which says what to do
+SHORTEST_SECRET = 4  # characters; shorter values would match inside ordinary words
+SHORTEST_PART = 6  # characters of a part of a secret
 SEPARATORS = re.compile(r"[\s:/@,;=_]+")
-WINDOW = 8  # characters by which a part of a long value is recognised
+WINDOW = 8  # characters by which a fragment of a long secret is recognised
 
 
 def escaped(text: str) -> str:
-    r"""Characters that a terminal obeys as \x1b or \u202e; all other text, in any script, as it is.
+    r"""Replace characters that control a terminal by escapes such as \x1b or \u202e; keep all other text in any script.
 
-    From \x7f on they are written \u007f, as JSON and YAML do: a line of JSON is still JSON.
+    From \x7f on the escapes have the form \u007f, as in JSON and YAML, so a line of JSON remains valid JSON.
     """
     return UNSAFE.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
 
 def listed(items: Iterable[object], *, most: int = LISTED_ITEMS) -> str:
-    """a, b, c and 97 more"""
+    """Join items for a message, at most `most` of them: "a, b, c and 97 more"."""
     shown = [text if len(text) <= LISTED_CHARACTERS else f"{text[:LISTED_CHARACTERS]}..." for text in map(str, items)]
     more = f" and {len(shown) - most:,} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
 
 
 def shortened(text: str) -> str:
-    """A message of bearable length: the middle of a longer one is left out."""
+    """Leave out the middle of a message longer than LONGEST_MESSAGE."""
     if len(text) <= LONGEST_MESSAGE:
         return text
     head = LONGEST_MESSAGE - MESSAGE_END
@@ -46,42 +46,42 @@ def shortened(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """http://me:secret@host/ -> http://host/"""
+    """Remove user and password from URLs. http://me:secret@host/ -> http://host/"""
     return CREDENTIALS.sub("", text)
 
 
 class Secrets:
-    """Values taken from the environment by the configuration in force, which no message may show."""
+    """Values that the configuration takes from the environment. No message may show them."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, str] = {}  # a value as a message may spell it: its variable
-        self._windows: dict[str, str] = {}
+        self._values: dict[str, str] = {}  # spelling of a value, or a part of it -> name of its variable
+        self._windows: dict[str, str] = {}  # fragment of WINDOW characters -> name of its variable
 
     def clear(self) -> None:
-        self._whole.clear()
+        self._values.clear()
         self._windows.clear()
 
     def add(self, name: str, value: str, words: Collection[str]) -> None:
-        """words: of the configuration itself, which are no secrets (float32, accuracy)."""
+        """Hide a value from now on. words: of the configuration itself, which are not secrets (float32, accuracy)."""
         for one in _spellings(value):
             if len(one) >= SHORTEST_SECRET and one not in words:
-                self._whole[one] = name
-            if one.startswith("/"):  # other paths begin with the same folders
+                self._values[one] = name
+            if one.startswith("/"):  # other paths share its leading folders
                 continue
             for part in SEPARATORS.split(one):
                 if len(part) >= SHORTEST_PART and part not in words:
-                    self._whole[part] = name
+                    self._values[part] = name
             windows = [one[i : i + WINDOW] for i in range(min(len(one), LONGEST_MESSAGE) - WINDOW + 1)]
             self._windows |= {
                 window: name for window in windows if "://" not in window and not any(window in word for word in words)
             }
 
     def scrub(self, text: str) -> str:
-        """Each value, and each longer part of one, as $NAME."""
-        if not self._whole:
+        """Replace each value, and each longer part of one, by $NAME."""
+        if not self._values:
             return text
         marks: list[str | None] = [None] * len(text)
-        for value, name in self._whole.items():
+        for value, name in self._values.items():
             start = text.find(value)
             while start >= 0:
                 marks[start : start + len(value)] = [name] * len(value)
@@ -102,12 +102,12 @@ SECRETS = Secrets()
 
 
 def scrubbed(text: str) -> str:
-    """Without values of the environment, and without passwords in addresses."""
+    """Remove values from the environment, and passwords in URLs."""
     return without_password(SECRETS.scrub(text))
 
 
 def _spellings(value: str) -> set[str]:
-    """A value as messages may write it: as it is, quoted, on one line, or as a number."""
+    """The ways a message may write a value: unchanged, quoted, on one line, in lower case, or as a number."""
     spellings = {value, json.dumps(value)[1:-1], repr(value)[1:-1], " ".join(value.split()), value.lower()}
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""Standard output and error, whose reader may go away: a short command then ends, a run continues in silence."""
+"""Standard output and error that survive a closed pipe or terminal: a short command then exits, a run continues silently."""
 
 import errno
 import os
@@ -10,22 +10,22 @@ from typing import Any, TextIO, cast
 
 from tandem.terminal.printable import escaped, scrubbed, shortened
 
-# 128 + SIGPIPE: what a shell reports of a process that wrote to a closed pipe.
-EXIT_CODE = 141
-GONE = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
+# 128 + SIGPIPE: what a shell reports for a process that wrote to a closed pipe.
+CLOSED_PIPE_EXIT_CODE = 141
+CLOSED_ERRNOS = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
 
 
 class ReaderGone(BaseException):
-    """Nobody reads standard output. Not an Exception, so that nothing that handles errors handles it."""
+    """Standard output was closed by its reader. Not an Exception, so that error handlers do not catch it."""
 
 
 class WatchedStream:
-    """A text stream. Once its reader is gone, what is written is dropped, or ReaderGone ends the command."""
+    """A text stream that drops what is written after its reader closed it, or raises ReaderGone to end the command."""
 
     def __init__(self, stream: TextIO, *, continues: bool):
         self._stream = stream
         self.continues = continues
-        self.notice = ""  # for standard error, when the reader is gone
+        self.notice = ""  # printed to standard error when the reader is gone
 
     def write(self, text: str) -> int:
         try:
@@ -44,12 +44,12 @@ class WatchedStream:
         return getattr(self._stream, name)
 
     def _close(self, error: OSError) -> None:
-        if error.errno not in GONE:
+        if error.errno not in CLOSED_ERRNOS:
             raise error
-        # What is still in buffers goes there too, so that closing them at the end does not fail again.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        # Buffered text goes to /dev/null too, so that flushing it at exit does not fail again.
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, self._stream.fileno())
+        os.close(null_device)
         if not self.continues:
             raise ReaderGone
         if self.notice:
@@ -57,10 +57,10 @@ class WatchedStream:
 
 
 class EscapedStream:
-    """A text stream. Whatever is written, by whomever, a terminal obeys none of it; on standard error no secret is shown."""
+    """A text stream that escapes control characters in everything written to it. scrubs: hides secrets too."""
 
     def __init__(self, stream: WatchedStream, *, scrubs: bool = False):
-        self.unescaped = stream  # for those who draw and have escaped their text (console.py)
+        self.unescaped = stream  # for consoles that escape the text they draw (console.py)
         self._scrubs = scrubs
 
     def write(self, text: str) -> int:
@@ -68,24 +68,24 @@ class EscapedStream:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "buffer":  # what is written there would not be escaped
+        if name == "buffer":  # bytes written there would not be escaped
             raise AttributeError(name)
         return getattr(self.unescaped, name)
 
 
 def continue_without_reader(notice: str) -> None:
-    """From here on a closed standard output does not end the command; `notice` then goes to standard error."""
+    """Do not end the command when standard output is closed; print `notice` to standard error instead."""
     if isinstance(sys.stdout, EscapedStream):
         sys.stdout.unescaped.continues, sys.stdout.unescaped.notice = True, notice
 
 
 def print_error(text: str) -> None:
-    """On standard error, its middle left out if it is very long; on a terminal its lines are broken at words."""
+    """Print to standard error: shortened if very long, and wrapped at words on a terminal."""
     text = shortened(escaped(scrubbed(text)))
     if sys.stderr.isatty():
         from tandem.terminal.text import wrap
 
-        with suppress(OSError):  # some terminals do not tell their width
+        with suppress(OSError):  # some terminals do not report their width
             text = wrap(text, os.get_terminal_size(sys.stderr.fileno()).columns)
     print(text, file=sys.stderr)
 
@@ -103,13 +103,13 @@ def watched_streams() -> Iterator[None]:
         finally:
             out.flush()
     except ReaderGone:
-        sys.exit(EXIT_CODE)
+        sys.exit(CLOSED_PIPE_EXIT_CODE)
     finally:
         sys.stdout, sys.stderr = before
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an error that nothing handled, escaped: for sys.excepthook."""
+    """Print the traceback of an unhandled error, escaped and without secrets. For sys.excepthook."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -1,4 +1,4 @@
-"""Text and tables that fit a terminal: lines are broken at spaces, never inside a word, and no number is cut."""
+"""Wraps text and lays out tables for the width of a terminal. Lines break at spaces, never inside a word or number."""
 
 import re
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from rich.cells import cell_len
 from tandem.terminal.printable import escaped
 
 GAP = 2  # cells between two columns
-LEFT = ("set", "metric", "of")  # columns of names; all others hold numbers
+LEFT_ALIGNED = ("set", "metric", "of")  # columns of names; all others hold numbers
 
 
 def wrap(text: str, width: int, hang: int | None = None) -> str:
-    """Lines of at most `width` cells; a word that is longer is left to the terminal, so that it can be copied whole.
+    """Break lines at spaces so that they have at most `width` cells. A longer word stays in one piece, so it can be copied.
 
-    A continued line is indented by `hang` cells: as far as the line it continues, and two more if that is indented.
+    Continuation lines are indented by `hang` cells; by default as far as the line itself, plus two if it is indented.
     """
     return "\n".join(_wrap_line(line, width, hang) for line in escaped(text).split("\n"))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[tuple[str, bool]]:
-    """Its lines, and of each whether it is a heading.
+    """The lines of a table, each with whether it is a heading. width: None for no limit.
 
-    One that is too wide gets headings of several lines; then, if need be, columns move below the others, beside the
-    first one again. None: as wide as it is.
+    In a table that is too wide, headings take several lines. If that is not enough, the remaining columns move below
+    the others, next to the first column again.
     """
     columns, rows = list(map(escaped, columns)), [list(map(escaped, row)) for row in rows]
     wide = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
@@ -34,15 +34,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         for i, name in enumerate(columns)
     ]
     lines: list[tuple[str, bool]] = []
-    for block in _blocks(narrow, width):
+    for block in _column_blocks(narrow, width):
         lines += _lines(
             [columns[i] for i in block], [[row[i] for i in block] for row in rows], [narrow[i] for i in block]
         )
     return lines
 
 
-def _blocks(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Which columns stand side by side: the first, and as many others as fit, at least one."""
+def _column_blocks(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Column numbers that are printed side by side: the first column, and as many others as fit, at least one."""
     blocks = [[0]]
     for number in range(1, len(widths)):
         if len(blocks[-1]) > 1 and _total([widths[i] for i in (*blocks[-1], number)]) > width:
@@ -66,7 +66,8 @@ def _lines(columns: list[str], rows: Sequence[Sequence[str]], widths: Sequence[i
 def _padded(columns: list[str], cells: list[str], widths: Sequence[int]) -> str:
     spaces = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
     padded = [
-        cell + space if name in LEFT else space + cell for name, cell, space in zip(columns, cells, spaces, strict=True)
+        cell + space if name in LEFT_ALIGNED else space + cell
+        for name, cell, space in zip(columns, cells, spaces, strict=True)
     ]
     return (" " * GAP).join(padded).rstrip()
 

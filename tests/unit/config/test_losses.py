@@ -1,26 +1,37 @@
-"""Which settings go with which loss, and what a user reads when they do not."""
+"""Which settings work with which loss, and the messages about those that do not."""
 
 import pytest
 import yaml
 from declared import needed_settings
 
 from tandem.config.load import load_config
-from tandem.config.losses import far_from_published, is_dpo, listed, needs_reference, needs_scores, scope_of, weights_of
+from tandem.config.losses import (
+    far_from_published,
+    is_dpo,
+    join_names,
+    needs_reference,
+    needs_scores,
+    scope_of,
+    weights_of,
+)
 from tandem.config.schema import Config
 from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
 from tandem.loss.declare import INPUT_SETTINGS, Bounds
 from tandem.loss.losses import LOSSES
 
-ALL = listed(LOSSES, "and")
+ALL = join_names(LOSSES, "or")
+
+
+EXAMPLE = "Write dpo, or {dpo: 0.8, bco_pair: 0.2}, for example."
 
 
 def reading(key: str) -> str:
-    return listed([name for name, loss in LOSSES.items() if key in loss.keys], "or")
+    return join_names([name for name, loss in LOSSES.items() if key in loss.keys], "or")
 
 
 def supporting(input_setting: str) -> str:
-    return listed([name for name, loss in LOSSES.items() if input_setting in loss.input_settings], "or")
+    return join_names([name for name, loss in LOSSES.items() if input_setting in loss.input_settings], "or")
 
 
 def refusal(*overrides: str) -> str:
@@ -37,7 +48,7 @@ def dpo(*overrides: str) -> Dpo:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_can_be_chosen_by_its_name(name):
+def test_every_loss_can_be_chosen_by_name(name):
     needed = [f"dpo.{key}={value}" for key, value in needed_settings(name).items()]
     assert dpo(f"dpo.preference_loss={name}", *needed).preference_loss == name
 
@@ -51,33 +62,33 @@ def test_several_losses_are_given_with_weights():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("dpo2", f"dpo.preference_loss: there is no loss 'dpo2'. Did you mean dpo? Known are {ALL}."),
-        ("bco", f"dpo.preference_loss: there is no loss 'bco'. Did you mean bco_pair? Known are {ALL}."),
+        ("dpo2", f"dpo.preference_loss: unknown loss 'dpo2'. Did you mean dpo? Use one of {ALL}."),
+        ("bco", f"dpo.preference_loss: unknown loss 'bco'. Did you mean bco_pair? Use one of {ALL}."),
         (
             "rpo",
-            "dpo.preference_loss: there is no loss 'rpo'. Did you mean rpo_sq, rpo_bwd_kl or rpo_fwd_kl? "
-            f"Known are {ALL}.",
+            "dpo.preference_loss: unknown loss 'rpo'. Did you mean rpo_sq, rpo_bwd_kl or rpo_fwd_kl? "
+            f"Use one of {ALL}.",
         ),
-        ("DPO", f"dpo.preference_loss: there is no loss 'DPO'. Did you mean dpo? Known are {ALL}."),
-        ("zz", f"dpo.preference_loss: there is no loss 'zz'. Known are {ALL}."),
-        ("{dpo: 1, ip: 1}", f"dpo.preference_loss: there is no loss 'ip'. Did you mean ipo? Known are {ALL}."),
-        ("{dpo: 0}", "dpo.preference_loss.dpo = 0: a weight is a number above 0."),
-        ("{dpo: 1, ipo: -0.5}", "dpo.preference_loss.ipo = -0.5: a weight is a number above 0."),
-        ("{dpo: nan}", "dpo.preference_loss.dpo = NaN: a weight is a number above 0."),
-        ("{dpo: inf}", "dpo.preference_loss.dpo = Infinity: a weight is a number above 0."),
-        ("{dpo: much}", 'dpo.preference_loss.dpo = "much": a weight is a number above 0.'),
-        ("{dpo: true}", "dpo.preference_loss.dpo = true: a weight is a number above 0."),
-        ("{}", "dpo.preference_loss names no loss."),
-        ("3", "dpo.preference_loss = 3 is neither a loss nor a map of losses to weights."),
-        ("[dpo]", 'dpo.preference_loss = ["dpo"] is neither a loss nor a map of losses to weights.'),
-        ("null", "dpo.preference_loss = null is neither a loss nor a map of losses to weights."),
+        ("DPO", f"dpo.preference_loss: unknown loss 'DPO'. Did you mean dpo? Use one of {ALL}."),
+        ("zz", f"dpo.preference_loss: unknown loss 'zz'. Use one of {ALL}."),
+        ("{dpo: 1, ip: 1}", f"dpo.preference_loss: unknown loss 'ip'. Did you mean ipo? Use one of {ALL}."),
+        ("{dpo: 0}", "dpo.preference_loss.dpo = 0: a weight must be a number above 0."),
+        ("{dpo: 1, ipo: -0.5}", "dpo.preference_loss.ipo = -0.5: a weight must be a number above 0."),
+        ("{dpo: nan}", "dpo.preference_loss.dpo = NaN: a weight must be a number above 0."),
+        ("{dpo: inf}", "dpo.preference_loss.dpo = Infinity: a weight must be a number above 0."),
+        ("{dpo: much}", 'dpo.preference_loss.dpo = "much": a weight must be a number above 0.'),
+        ("{dpo: true}", "dpo.preference_loss.dpo = true: a weight must be a number above 0."),
+        ("{}", "dpo.preference_loss is empty. Name a loss, such as dpo."),
+        ("3", f"dpo.preference_loss = 3 is neither a loss nor a map of losses to weights. {EXAMPLE}"),
+        ("[dpo]", f'dpo.preference_loss = ["dpo"] is neither a loss nor a map of losses to weights. {EXAMPLE}'),
+        ("null", f"dpo.preference_loss = null is neither a loss nor a map of losses to weights. {EXAMPLE}"),
     ],
 )
-def test_what_is_no_loss_is_refused(given, reason):
+def test_an_invalid_loss_is_refused(given, reason):
     assert refusal(f"dpo.preference_loss={given}") == f"command line: {reason}"
 
 
-# Settings nobody reads
+# Settings without effect
 
 
 @pytest.mark.parametrize(
@@ -86,65 +97,69 @@ def test_what_is_no_loss_is_refused(given, reason):
         (
             "hinge",
             "label_smoothing=0.1",
-            "dpo.label_smoothing = 0.1 is not read by dpo.preference_loss hinge: "
-            f"leave it out, or choose {reading('label_smoothing')}.",
+            "dpo.label_smoothing = 0.1 has no effect on dpo.preference_loss hinge. "
+            f"Leave it out, or use {reading('label_smoothing')}.",
         ),
         (
             "{ipo: 1, hinge: 2}",
             "gt_reward_scale=2",
-            "dpo.gt_reward_scale = 2.0 is not read by dpo.preference_loss ipo and hinge: "
-            f"leave it out, or choose {reading('gt_reward_scale')}.",
+            "dpo.gt_reward_scale = 2.0 has no effect on dpo.preference_loss ipo and hinge. "
+            f"Leave it out, or use {reading('gt_reward_scale')}.",
         ),
         (
             "dpo",
             "simpo_gamma=1",
-            "dpo.simpo_gamma = 1.0 is not read by dpo.preference_loss dpo: leave it out, or choose simpo.",
+            "dpo.simpo_gamma = 1.0 has no effect on dpo.preference_loss dpo. Leave it out, or use simpo.",
         ),
         (
             "dpo",
             "orpo_lambda=0.1",
-            "dpo.orpo_lambda = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose orpo.",
+            "dpo.orpo_lambda = 0.1 has no effect on dpo.preference_loss dpo. Leave it out, or use orpo.",
         ),
         (
             "dpo",
             "cpo_alpha=0.1",
-            "dpo.cpo_alpha = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose cpo.",
+            "dpo.cpo_alpha = 0.1 has no effect on dpo.preference_loss dpo. Leave it out, or use cpo.",
         ),
         (
             "dpo",
             "discopop_tau=0.1",
-            "dpo.discopop_tau = 0.1 is not read by dpo.preference_loss dpo: leave it out, or choose discopop.",
+            "dpo.discopop_tau = 0.1 has no effect on dpo.preference_loss dpo. Leave it out, or use discopop.",
         ),
         (
             "orpo",
             "reference_policy_kl_penalty=0.2",
-            "dpo.reference_policy_kl_penalty = 0.2 is not read by dpo.preference_loss orpo: leave it out, or choose "
+            "dpo.reference_policy_kl_penalty = 0.2 has no effect on dpo.preference_loss orpo. Leave it out, or use "
             f"{reading('reference_policy_kl_penalty')}.",
         ),
         (
             "sigmoid_norm",
             "preference_average_log_probs=true",
-            "dpo.preference_average_log_probs = true is not read by dpo.preference_loss sigmoid_norm: leave it out, "
-            f"or choose {supporting('preference_average_log_probs')}.",
+            "dpo.preference_average_log_probs = true has no effect on dpo.preference_loss sigmoid_norm. Leave it out, "
+            f"or use {supporting('preference_average_log_probs')}.",
         ),
         (
             "simpo",
             "ld_alpha=0.5",
-            "dpo.ld_alpha = 0.5 is not read by dpo.preference_loss simpo: leave it out, "
-            f"or choose {supporting('ld_alpha')}.",
+            "dpo.ld_alpha = 0.5 has no effect on dpo.preference_loss simpo. Leave it out, "
+            f"or use {supporting('ld_alpha')}.",
         ),
         (
             "aot",
             "f_divergence=js",
-            'dpo.f_divergence = "js" is not read by dpo.preference_loss aot: leave it out, '
-            f"or choose {supporting('f_divergence')}.",
+            'dpo.f_divergence = "js" has no effect on dpo.preference_loss aot. Leave it out, '
+            f"or use {supporting('f_divergence')}.",
         ),
         (
             "aot",
             "wpo=true",
-            f"dpo.wpo = true is not read by dpo.preference_loss aot: leave it out, or choose {supporting('wpo')}.",
+            f"dpo.wpo = true has no effect on dpo.preference_loss aot. Leave it out, or use {supporting('wpo')}.",
         ),
-        ("dpo", "f_alpha=0.5", "dpo.f_alpha = 0.5 is read with dpo.f_divergence = alpha only."),
+        (
+            "dpo",
+            "f_alpha=0.5",
+            "dpo.f_alpha = 0.5 has an effect with dpo.f_divergence=alpha only. Set that, or leave it out.",
+        ),
         (
             "robust",
             "label_smoothing=0.5",
@@ -158,25 +173,25 @@ def test_what_is_no_loss_is_refused(given, reason):
         ),
     ],
 )
-def test_a_setting_that_the_loss_cannot_use_is_refused(chosen, setting, reason):
+def test_a_setting_without_effect_on_the_loss_is_refused(chosen, setting, reason):
     assert refusal(f"dpo.preference_loss={chosen}", f"dpo.{setting}") == f"command line: {reason}"
 
 
-def test_all_settings_that_do_not_fit_are_named_together():
+def test_all_unsupported_settings_are_listed_together():
     assert refusal("dpo.preference_loss=ipo", "dpo.simpo_gamma=1", "dpo.cpo_alpha=2") == (
-        "command line: dpo.simpo_gamma = 1.0 is not read by dpo.preference_loss ipo: leave it out, or choose simpo. "
-        "dpo.cpo_alpha = 2.0 is not read by dpo.preference_loss ipo: leave it out, or choose cpo."
+        "command line: dpo.simpo_gamma = 1.0 has no effect on dpo.preference_loss ipo. Leave it out, or use simpo. "
+        "dpo.cpo_alpha = 2.0 has no effect on dpo.preference_loss ipo. Leave it out, or use cpo."
     )
 
 
-def test_a_loss_of_several_may_read_a_setting_alone():
+def test_one_of_several_losses_may_be_the_only_one_to_read_a_setting():
     assert dpo("dpo.preference_loss={dpo: 1, hinge: 1}", "dpo.label_smoothing=0.1").label_smoothing == 0.1
 
 
-def test_what_changes_the_common_numbers_must_suit_every_loss_of_several():
+def test_a_setting_that_changes_the_input_must_be_supported_by_every_loss():
     assert refusal("dpo.preference_loss={dpo: 1, cpo: 1}", "dpo.ld_alpha=0.5") == (
-        "command line: dpo.ld_alpha = 0.5 is not read by dpo.preference_loss cpo: leave it out, "
-        f"or choose {supporting('ld_alpha')}."
+        "command line: dpo.ld_alpha = 0.5 has no effect on dpo.preference_loss cpo. Leave it out, "
+        f"or use {supporting('ld_alpha')}."
     )
 
 
@@ -196,7 +211,7 @@ def test_what_changes_the_common_numbers_must_suit_every_loss_of_several():
         ),
     ],
 )
-def test_a_setting_out_of_its_range_is_refused(setting, reason):
+def test_a_setting_outside_its_range_is_refused(setting, reason):
     assert refusal(f"dpo.{setting}") == f"command line: {reason}"
 
 
@@ -209,7 +224,7 @@ def test_a_setting_out_of_its_range_is_refused(setting, reason):
         ["dpo.f_divergence=alpha", "dpo.f_alpha=0.5", "dpo.ld_alpha=0.5"],
     ],
 )
-def test_a_resolved_configuration_is_accepted_again_with_all_its_defaults(tmp_path, overrides):
+def test_a_resolved_configuration_with_all_defaults_is_accepted(tmp_path, overrides):
     loaded = load_config(None, overrides)
     dumped = tmp_path / "config.yaml"
     dumped.write_text(loaded.as_yaml(), encoding="utf-8")
@@ -239,7 +254,7 @@ def test_every_key_that_a_loss_reads_is_a_key_of_the_schema():
     }
 
 
-def test_what_losses_need():
+def test_losses_declare_what_they_need():
     assert [needs_reference(name) for name in ("dpo", "aot", "simpo", "orpo", "cpo")] == [
         True,
         True,
@@ -251,12 +266,12 @@ def test_what_losses_need():
     assert [scope_of(name) for name in ("dpo", "aot", "aot_unpaired")] == ["pair", "batch", "batch"]
 
 
-def test_dpo_is_known_by_all_its_names():
+def test_dpo_is_recognised_under_all_its_names():
     assert is_dpo("dpo") and is_dpo("sigmoid") and is_dpo({"dpo": 0.5, "sigmoid": 0.5})
     assert not is_dpo("robust") and not is_dpo({"dpo": 1.0, "ipo": 0.1})
 
 
-def test_bounds_are_excluded_and_spelled_out():
+def test_bounds_are_exclusive_and_described():
     both = Bounds(key="label_smoothing", above=0, below=0.5, reason="since both ends are degenerate")
     assert [both.allow(value) for value in (0.0, 0.1, 0.5)] == [False, True, False]
     assert both.spelled() == "more than 0 and less than 0.5, since both ends are degenerate"
@@ -278,47 +293,48 @@ def far(**settings) -> list[str]:
     return far_from_published(chosen.preference_loss, chosen.model_dump())
 
 
-def test_a_setting_an_order_of_magnitude_from_the_paper_is_told_with_the_nearest_of_the_paper():
+def test_a_setting_an_order_of_magnitude_from_the_paper_is_reported_with_the_nearest_published_value():
     assert far(preference_loss="simpo") == [
-        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv:2405.14734): it "
-        "then learns something else, or hardly anything. Set dpo.reference_policy_kl_penalty=2, unless 0.1 is meant."
+        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv:2405.14734). "
+        "The objective may differ, or the model may barely change. Set dpo.reference_policy_kl_penalty=2, unless 0.1 is "
+        "intended."
     ]
     assert far(preference_loss="discopop", discopop_tau=0.9) == [
-        "dpo.discopop_tau = 0.9 is 18 times more than discopop was published with (0.05, arXiv:2406.08414): it then learns "
-        "something else, or hardly anything. Set dpo.discopop_tau=0.05, unless 0.9 is meant."
+        "dpo.discopop_tau = 0.9 is 18 times more than discopop was published with (0.05, arXiv:2406.08414). The objective "
+        "may differ, or the model may barely change. Set dpo.discopop_tau=0.05, unless 0.9 is intended."
     ]
 
 
-def test_by_default_the_losses_made_for_another_beta_are_told():
-    told = {name for name in LOSSES if far(preference_loss=name, **needed_settings(name))}
-    assert told >= {"robust", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm", "simpo"}
-    assert told.isdisjoint({"dpo", "sigmoid", "ipo", "exo_pair", "apo_zero", "apo_down", "discopop", "orpo", "cpo"})
+def test_losses_published_with_another_beta_are_reported_by_default():
+    warned = {name for name in LOSSES if far(preference_loss=name, **needed_settings(name))}
+    assert warned >= {"robust", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm", "simpo"}
+    assert warned.isdisjoint({"dpo", "sigmoid", "ipo", "exo_pair", "apo_zero", "apo_down", "discopop", "orpo", "cpo"})
 
 
-def test_the_published_settings_themselves_are_not_told():
+def test_published_settings_are_not_reported():
     for name, loss in LOSSES.items():
         for end in ("least", "most"):
             settings = needed_settings(name) | {one.key: getattr(one, end) for one in loss.published}
             assert far(preference_loss=name, **settings) == []
 
 
-def test_less_than_an_order_of_magnitude_is_not_told():
+def test_less_than_an_order_of_magnitude_is_not_reported():
     assert far(preference_loss="simpo", reference_policy_kl_penalty=0.21) == []
     assert far(preference_loss="simpo", reference_policy_kl_penalty=0.2) != []
     assert far(preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.0) == []  # switched off
 
 
-def test_every_loss_of_several_is_looked_at():
-    (told,) = far(preference_loss={"dpo": 1.0, "simpo": 0.5})
-    assert "than simpo was published" in told
+def test_each_of_several_losses_is_checked():
+    (warning,) = far(preference_loss={"dpo": 1.0, "simpo": 0.5})
+    assert "than simpo was published" in warning
 
 
-def test_averaged_log_probabilities_need_the_beta_of_a_loss_per_token():
-    (told,) = far(preference_average_log_probs=True)
-    assert "0.1 is 50 times less than dpo per token was published with (5, arXiv:2411.15124)" in told
+def test_averaged_log_probabilities_are_compared_with_the_beta_of_a_per_token_loss():
+    (warning,) = far(preference_average_log_probs=True)
+    assert "0.1 is 50 times less than dpo per token was published with (5, arXiv:2411.15124)" in warning
     assert far(preference_average_log_probs=True, reference_policy_kl_penalty=5.0) == []
     assert far(preference_loss="bco_pair", preference_average_log_probs=True) == []
 
 
-def test_every_published_or_bounded_setting_is_one_that_the_loss_reads():
+def test_losses_read_every_setting_they_declare_published_values_or_bounds_for():
     assert all(one.key in loss.keys for loss in LOSSES.values() for one in (*loss.published, *loss.bounds))

@@ -1,4 +1,4 @@
-"""Interpolations made to take all memory or time; and that usual ones are not counted as such."""
+"""Interpolations that would take all memory or time are refused; ordinary ones are not."""
 
 import time
 
@@ -9,8 +9,8 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError
 
 TOO_MUCH = (
-    "configuration: its interpolations (${key}) refer to one another too often: more than 2,000 are to be resolved, or they "
-    "become more than 100,000 values or 4,194,304 characters. Use fewer."
+    "configuration: its interpolations (${key}) expand too far: to more than 2,000 resolved references, 100,000 values or "
+    "4,194,304 characters. Use fewer interpolations."
 )
 LEVELS = range(40)
 
@@ -29,7 +29,7 @@ LEVELS = range(40)
         "a: [" + "1," * 2000 + "]\nb: [" + "'${a}', " * 60 + "]\n",
     ],
 )  # fmt: skip
-def test_a_few_lines_that_stand_for_a_billion_values_are_refused(tmp_path, text):
+def test_a_few_lines_that_expand_to_a_billion_values_are_refused(tmp_path, text):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     began = time.monotonic()
@@ -39,14 +39,14 @@ def test_a_few_lines_that_stand_for_a_billion_values_are_refused(tmp_path, text)
     assert time.monotonic() - began < 60
 
 
-def test_a_circle_is_one_message(tmp_path):
+def test_circular_interpolations_end_in_one_message(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("a: '${b}${b}'\nb: '${a}${a}'\n")
     with pytest.raises(ConfigError, match="configuration: "):
         load_config(str(file), [])
 
 
-def test_as_many_as_configurations_have_are_resolved():
+def test_as_many_interpolations_as_configurations_use_are_resolved():
     names = [f"x{number}" for number in range(200)]
     sets = ",".join(f"{name}: ${{data.default.data_path}}" for name in names)
     loaded = load_config(None, ["data.default.data_path=embedded", f"data.val_data_paths={{{sets}}}"])

@@ -1,4 +1,4 @@
-"""`policy.scheduler` by name: what it takes, and what is said of what it does not take."""
+"""`policy.scheduler` by name: the values it accepts, and the messages about others."""
 
 import pytest
 import yaml
@@ -18,7 +18,7 @@ def refused(*overrides: str) -> str:
     return str(error.value).removeprefix("command line: ")
 
 
-def test_a_schedule_by_name_is_given_in_one_mapping_or_key_by_key():
+def test_a_named_schedule_is_given_as_one_mapping_or_key_by_key():
     given = policy_of("policy.scheduler={name: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.2}")
     assert (
         given.scheduler
@@ -28,7 +28,7 @@ def test_a_schedule_by_name_is_given_in_one_mapping_or_key_by_key():
     )
 
 
-def test_a_resolved_configuration_reads_as_the_same_schedule(tmp_path):
+def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
     loaded = load_config(None, ["policy.scheduler={name: wsd, warmup_ratio: 0.1}"])
     (tmp_path / "config.yaml").write_text(loaded.as_yaml(), encoding="utf-8")
     assert yaml.safe_load(loaded.as_yaml())["policy"]["scheduler"] == {
@@ -41,7 +41,7 @@ def test_a_resolved_configuration_reads_as_the_same_schedule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("{name: linear, warmup_ratio: -0.1}", ".warmup_ratio = -0.1: input should be greater than or equal to 0."),
         ("{name: linear, warmup_ratio: 1}", ".warmup_ratio = 1: input should be less than 1."),
@@ -49,42 +49,42 @@ def test_a_resolved_configuration_reads_as_the_same_schedule(tmp_path):
         ("{name: wsd, decay_ratio: 2}", ".decay_ratio = 2: input should be less than or equal to 1."),
         (
             "{name: wsd, warmup_ratio: 0.6, decay_ratio: 0.5}",
-            ": warmup_ratio = 0.6 and decay_ratio = 0.5 are more than the whole run: lower one until they add up to 1 or less.",
+            ": warmup_ratio = 0.6 and decay_ratio = 0.5 add up to more than the run. Lower one until they add up to at most 1.",
         ),
         (
             "{name: constant, min_lr_ratio: 0.1}",
-            ".min_lr_ratio is not a setting of the schedule constant, which takes name, warmup_ratio. Steps in absolute "
-            "numbers are torch's schedulers' (docs/keys.md, Schedules).",
+            ".min_lr_ratio is not a setting of the schedule constant, which has name, warmup_ratio. For absolute steps, use "
+            "torch's schedulers (docs/keys.md, Schedules).",
         ),
         (
             "{name: cosine, warmup_steps: 20}",
-            ".warmup_steps is not a setting of the schedule cosine, which takes name, warmup_ratio, min_lr_ratio. Steps in "
-            "absolute numbers are torch's schedulers' (docs/keys.md, Schedules).",
+            ".warmup_steps is not a setting of the schedule cosine, which has name, warmup_ratio, min_lr_ratio. For absolute "
+            "steps, use torch's schedulers (docs/keys.md, Schedules).",
         ),
-        ("cosine", " = cosine is a text; write a mapping, such as {name: cosine, warmup_ratio: 0.1}."),
-        ("{warmup_ratio: 0.1}", " has no name; set policy.scheduler.name to linear, cosine, constant, wsd."),
-        ("3", " = 3: it is no mapping, such as {KEY: VALUE}."),
+        ("cosine", " = cosine is text, not a mapping. Write {name: cosine, warmup_ratio: 0.1}, for example."),
+        ("{warmup_ratio: 0.1}", " has no name. Set policy.scheduler.name to linear, cosine, constant, wsd."),
+        ("3", " = 3: it must be a mapping, such as {KEY: VALUE}."),
         (
             "[{name: cosine}]",
-            " is a list, which takes torch's schedulers and milestones; a schedule by name is written alone, such as "
+            " is a list, which is for torch's schedulers and milestones. Write a named schedule without a list: "
             "{name: cosine, warmup_ratio: 0.1}.",
         ),
     ],
 )
-def test_what_is_no_schedule_is_refused_in_one_sentence(given, said):
-    assert refused(f"policy.scheduler={given}") == f"policy.scheduler{said}"
+def test_an_invalid_schedule_is_refused_with_one_message(given, message):
+    assert refused(f"policy.scheduler={given}") == f"policy.scheduler{message}"
 
 
 @pytest.mark.parametrize("name", ["cosin", "[a]", "torch.optim.lr_scheduler.CyclicLR"])
-def test_an_unknown_name_is_refused_with_the_known_ones(name):
+def test_an_unknown_schedule_is_refused_and_the_known_ones_are_listed(name):
     shown = "['a']" if name == "[a]" else name
     assert refused(f"policy.scheduler={{name: {name}}}").startswith(
-        f"policy.scheduler.name = {shown} is not known; there are linear, cosine, constant, wsd, and torch's: "
+        f"policy.scheduler.name = {shown} is not a known schedule. Use one of linear, cosine, constant, wsd, or one of torch's: "
         "torch.optim.lr_scheduler.LinearLR, "
     )
 
 
-def test_parts_that_fill_the_whole_run_are_taken():
+def test_warmup_and_decay_may_add_up_to_the_complete_run():
     # 0.7 + 0.3 is 1, but 0.9 - 0.2 + 0.3 need not be: sums of shares are compared with a tolerance.
     assert policy_of(f"policy.scheduler={{name: wsd, warmup_ratio: {0.1 + 0.2}, decay_ratio: 0.7}}").scheduler
 
@@ -101,6 +101,6 @@ def test_parts_that_fill_the_whole_run_are_taken():
         ("null", False),
     ],
 )
-def test_a_schedule_that_is_a_share_of_the_run_depends_on_its_length(given, spans):
+def test_a_schedule_in_shares_of_the_run_depends_on_its_length(given, spans):
     assert policy_of(f"policy.scheduler={given}").scheduler_spans_run is spans
     assert not policy_of().scheduler_spans_run

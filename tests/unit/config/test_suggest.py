@@ -1,10 +1,10 @@
-"""Suggestions for unknown keys: names that people bring from other trainers, and spellings that are really close."""
+"""Suggestions for unknown keys: names from other trainers, and similar spellings."""
 
 import re
 
 import pytest
 
-from tandem.config.compat.suggest import edits, other_names, suggestion, unknown
+from tandem.config.compat.suggest import describe_unknown_key, edits, other_names, suggestion
 from tandem.config.keys import key_names
 from tandem.config.load import load_config
 from tandem.errors import ConfigError
@@ -15,7 +15,7 @@ NAMED = re.compile(rf"\b(?:{SECTIONS})\.[\w.]*\w(?:=(?:\{{[^}}]*\}}|\w+))?")
 
 
 @pytest.mark.parametrize("name", sorted(other_names()))
-def test_what_a_name_leads_to_is_in_the_schema(name):
+def test_every_suggested_key_is_in_the_schema(name):
     meaning = other_names()[name]
     assert name not in key_names(), "the schema knows it"
     assert name == name.lower()
@@ -29,19 +29,19 @@ def test_what_a_name_leads_to_is_in_the_schema(name):
             load_config(None, [written, *(["policy.lora.enabled=true"] if ".lora." in key else [])])
 
 
-# Tried by people who came from TRL and NeMo RL.
+# Names that users of TRL and NeMo RL have tried.
 TRIED = {
     "beta": "Did you mean dpo.reference_policy_kl_penalty?",
     "learning_rate": "Did you mean policy.optimizer.kwargs.lr?",
     "num_train_epochs": "Did you mean dpo.max_num_epochs?",
     "eval_steps": "Did you mean dpo.val_period?",
-    "eval_strategy": "Did you mean dpo.val_period? Every dpo.val_period steps; 0 turns it off.",
+    "eval_strategy": "Did you mean dpo.val_period? Steps between validations; 0 turns them off.",
     "save_steps": "Did you mean checkpointing.save_period?",
     "save_total_limit": "Did you mean checkpointing.keep_top_k?",
     "gradient_checkpointing": "Did you mean policy.activation_checkpointing? It is none, selective or full.",
     "precompute_ref_log_probs": "Did you mean reference.mode? cached is the default and computes them once.",
     "per_device_train_batch_size": "Did you mean policy.train_global_batch_size? It counts the pairs of an optimizer step over "
-    "all devices; rows are as long as fits each device.",
+    "all devices; row lengths are chosen to fit each device.",
     "gradient_accumulation_steps": "Did you mean policy.train_global_batch_size? It counts the pairs of an optimizer step, "
     "however many packs they take; accumulation follows from it.",
     "max_prompt_length": "Did you mean policy.max_total_sequence_length? It limits prompt and completion together; "
@@ -49,13 +49,13 @@ TRIED = {
     "warmup_ratio": "Did you mean policy.scheduler.warmup_ratio? It needs policy.scheduler.name.",
     "lr_scheduler_type": "Did you mean policy.scheduler? policy.scheduler.name is linear, cosine, constant or wsd.",
     "bf16": "Did you mean policy.precision? policy.precision=bfloat16 is the default on a GPU.",
-    "fp16": "float16 is not trained in; policy.precision is bfloat16 or float32.",
+    "fp16": "Training in float16 is not supported; policy.precision is bfloat16 or float32.",
     "validation_split": "Did you mean data.validation_share? data.validation.split names the split of a separate set.",
     "report_to": "Each tracker has its own key, logger.wandb_enabled, logger.tensorboard_enabled and logger.mlflow_enabled.",
     "logging_steps": "Not needed; every step is written to metrics.jsonl.",
     "use_liger_kernel": "Not needed; the head computes log-probabilities in chunks, without a logits tensor "
     "(policy.head_chunk_tokens).",
-    "padding_free": "Not needed; rows are packed, so there is next to no padding (policy.packing.mode).",
+    "padding_free": "Not needed; rows are packed, so there is almost no padding (policy.packing.mode).",
     "ref_model": "Did you mean reference.model?",
     "model_name_or_path": "Did you mean policy.model_name?",
     "dataset_name": "Did you mean data.train.data_path? data.train.dataset_name is the format of the rows.",
@@ -63,13 +63,13 @@ TRIED = {
     "load_in_4bit": "Did you mean policy.lora.quantization? policy.lora.quantization=nf4.",
     "rpo_alpha": "Did you mean dpo.sft_loss_weight? It is a sum over tokens; dpo.sft_average_log_probs=true averages it.",
     "resume_from_checkpoint": "The same command resumes an unfinished run; tandem train --resume DIR names one.",
-    "policy.train_micro_batch_size": "Did you mean policy.packing.packs_per_micro_batch? It counts the rows that go through "
-    "the model together; policy.train_global_batch_size counts the pairs of a step.",
+    "policy.train_micro_batch_size": "Did you mean policy.packing.packs_per_micro_batch? It counts the rows of a forward "
+    "pass; policy.train_global_batch_size counts the pairs of a step.",
 }
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_name_from_another_trainer_leads_to_what_it_means(name):
+def test_a_name_from_another_trainer_gets_its_suggestion(name):
     assert suggestion(name) == TRIED[name]
 
 
@@ -94,7 +94,7 @@ COMMON = re.findall(
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_common_fields_of_training_arguments_are_answered(name):
+def test_common_training_arguments_get_a_suggestion(name):
     assert suggestion(name)
 
 
@@ -112,16 +112,16 @@ def test_common_fields_of_training_arguments_are_answered(name):
         ("prompt_key", "data.train.prompt_key"),
     ],
 )
-def test_a_spelling_that_is_really_close_is_proposed(key, meant):
+def test_a_similar_spelling_is_suggested(key, meant):
     assert suggestion(key) == f"Did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
     "key", ["zzqq", "steps", "mode", "max_foo", "checkpoint", "name", "policy.nme2", "eval", "dpo.temperature"]
 )
-def test_nothing_is_proposed_for_what_is_only_similar(key):
+def test_nothing_is_suggested_for_a_distant_spelling(key):
     assert suggestion(key) is None
-    assert unknown(key) == f"unknown key {key}. `tandem config` lists all keys."
+    assert describe_unknown_key(key) == f"unknown key {key}. `tandem config` lists all keys."
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nothing_is_proposed_for_what_is_only_similar(key):
         ("kitten", "sitting", 3),
     ],
 )
-def test_edits_are_counted_by_hand(one, other, num):
+def test_edit_distances_match_hand_counted_ones(one, other, num):
     assert edits(one, other) == edits(other, one) == num
 
 
@@ -144,11 +144,11 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
-def test_keys_inside_an_unknown_section_are_answered_one_by_one():
-    told = refusal(
+def test_keys_in_an_unknown_section_get_one_suggestion_each():
+    message = refusal(
         "policy.dtensor_cfg={enabled: true, activation_checkpointing: true}", "training_args.learning_rate=1e-5"
     )
-    assert told.splitlines() == [
+    assert message.splitlines() == [
         "command line: unknown key policy.dtensor_cfg.activation_checkpointing. Did you mean policy.activation_checkpointing? "
         "`tandem config` lists all keys.",
         "command line: unknown key training_args.learning_rate. Did you mean policy.optimizer.kwargs.lr? `tandem config` lists "
@@ -156,7 +156,7 @@ def test_keys_inside_an_unknown_section_are_answered_one_by_one():
     ]
 
 
-def test_an_unknown_section_without_known_names_is_answered_as_one():
+def test_an_unknown_section_without_known_names_is_reported_once():
     assert refusal("megatron_cfg={a: 1, b: {c: 2}}") == (
         "command line: unknown key megatron_cfg. Not needed; several GPUs share the model: torchrun --nproc-per-node N "
         "--no-python tandem train (docs/workers.md). `tandem config` lists all keys."

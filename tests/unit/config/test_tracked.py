@@ -22,11 +22,11 @@ SETS = ["default", "default-long", "code", "code_2"]
         ("train:rewards_chosen_mean", "train", "rewards_chosen_mean"),
     ],
 )
-def test_every_spelling_names_a_split_and_a_metric(name, split, metric):
+def test_every_spelling_is_parsed_into_a_split_and_a_metric(name, split, metric):
     assert tracked_metric(name, SETS) == TrackedMetric(split, metric)
 
 
-def test_without_a_name_it_is_the_loss_of_the_first_validation_set():
+def test_the_default_is_the_loss_of_the_first_validation_set():
     assert tracked_metric(None, ["first", "second"]) == TrackedMetric("validation-first", "loss")
     assert tracked_metric(None, []) is None
     assert tracked_metric("train:loss", []) == TrackedMetric("train", "loss")
@@ -38,27 +38,27 @@ def test_without_a_name_it_is_the_loss_of_the_first_validation_set():
         (
             "val_loss",
             [],
-            "checkpointing.metric_name = val_loss: there is no validation set. Give data.validation, or track train:loss.",
+            "checkpointing.metric_name = val_loss: no validation set is given. Set data.validation, or use train:loss.",
         ),
         (
             "validation-other_loss",
             ["a", "b"],
-            "checkpointing.metric_name = validation-other_loss: names no split and metric, such as validation-a_loss, val_loss "
-            "or train:loss. The validation sets are validation-a, validation-b.",
+            "checkpointing.metric_name = validation-other_loss: not a split and a metric. Write validation-a_loss, val_loss or "
+            "train:loss, for example. The validation sets are validation-a, validation-b.",
         ),
         (
             "val_lose",
             ["a"],
-            f"checkpointing.metric_name = val_lose: there is no metric 'lose'. Known are {', '.join(METRICS)}.",
+            f"checkpointing.metric_name = val_lose: unknown metric 'lose'. Use one of {', '.join(METRICS)}.",
         ),
         (
             "train:speed",
             ["a"],
-            f"checkpointing.metric_name = train:speed: there is no metric 'speed'. Known are {', '.join(METRICS)}.",
+            f"checkpointing.metric_name = train:speed: unknown metric 'speed'. Use one of {', '.join(METRICS)}.",
         ),
     ],
 )
-def test_what_cannot_be_tracked_is_refused(name, sets, message):
+def test_a_metric_that_does_not_exist_is_refused(name, sets, message):
     with pytest.raises(ConfigError) as error:
         tracked_metric(name, sets)
     assert str(error.value) == message
@@ -67,13 +67,13 @@ def test_what_cannot_be_tracked_is_refused(name, sets, message):
 @pytest.mark.parametrize(
     ("metric", "higher", "message"),
     [
-        ("accuracy", False, "false, but of validation-a_accuracy the higher is better"),
-        ("rewards_margin_p50", False, "false, but of validation-a_rewards_margin_p50 the higher is better"),
-        ("loss", True, "true, but of validation-a_loss the lower is better"),
-        ("sft_loss", True, "true, but of validation-a_sft_loss the lower is better"),
+        ("accuracy", False, "false, but higher values of validation-a_accuracy are better"),
+        ("rewards_margin_p50", False, "false, but higher values of validation-a_rewards_margin_p50 are better"),
+        ("loss", True, "true, but lower values of validation-a_loss are better"),
+        ("sft_loss", True, "true, but lower values of validation-a_sft_loss are better"),
     ],
 )
-def test_the_worst_is_not_kept_where_it_is_known_which_way_is_better(metric, higher, message):
+def test_the_wrong_direction_of_a_known_metric_is_refused(metric, higher, message):
     with pytest.raises(ConfigError) as error:
         check_direction(TrackedMetric("validation-a", metric), higher_is_better=higher)
     assert str(error.value) == (
@@ -84,6 +84,6 @@ def test_the_worst_is_not_kept_where_it_is_known_which_way_is_better(metric, hig
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_which_way_is_better_is_left_to_the_user_where_it_is_not_known(higher):
+def test_the_user_decides_the_direction_of_other_metrics(higher):
     for tracked in (TrackedMetric("train", "logps_chosen_mean"), None):
         assert check_direction(tracked, higher_is_better=higher) is None  # no error

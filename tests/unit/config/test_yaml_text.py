@@ -1,4 +1,4 @@
-"""Configuration files made to take all memory: references to references, deep nesting, files without end."""
+"""Configuration files that would take all memory: nested references, deep nesting, huge files."""
 
 import json
 import os
@@ -28,10 +28,9 @@ def refusal(tmp_path, text):
     return str(refused.value).removeprefix(f"{file}: ")
 
 
-def test_references_to_references_are_counted_as_what_they_stand_for(tmp_path):
+def test_references_to_references_are_counted_expanded(tmp_path):
     assert refusal(tmp_path, bomb()) == (
-        "it has more than 100,000 values once its references (*name) are replaced by what they refer to. Is it a configuration "
-        "file?"
+        "it has more than 100,000 values once its references (*name) are expanded. Is it a configuration file?"
     )
 
 
@@ -50,11 +49,11 @@ def test_nesting_by_references_is_refused(tmp_path):
     assert refusal(tmp_path, "\n".join(lines)) == ("it is nested more than 64 levels deep. Is it a configuration file?")
 
 
-def test_a_value_inside_itself_is_refused(tmp_path):
-    assert refusal(tmp_path, "policy: &a {x: *a}") == ("&a refers to itself, without end. Is it a configuration file?")
+def test_a_value_that_refers_to_itself_is_refused(tmp_path):
+    assert refusal(tmp_path, "policy: &a {x: *a}") == "&a refers to itself. Is it a configuration file?"
 
 
-def test_a_file_without_end_is_refused(tmp_path):
+def test_a_huge_file_is_refused(tmp_path):
     assert refusal(tmp_path, "#" * 5_000_000) == "it has more than 4,194,304 characters. Is it a configuration file?"
 
 
@@ -86,20 +85,20 @@ def test_files_that_name_each_other_many_times_are_read_once(tmp_path):
     assert load_config(str(tmp_path / "0.yaml"), []).config.run.name == "last"
 
 
-def test_a_chain_of_files_has_an_end(tmp_path):
+def test_a_long_chain_of_defaults_is_refused(tmp_path):
     for number in range(2000):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: {number + 1}.yaml\n")
     with pytest.raises(ConfigError) as refused:
         load_config(str(tmp_path / "0.yaml"), [])
-    assert str(refused.value) == f"{tmp_path}/0.yaml: `defaults:` lead through more than 64 files. Name fewer."
+    assert str(refused.value) == f"{tmp_path}/0.yaml: `defaults:` form a chain of more than 64 files. Shorten it."
 
 
-def test_an_override_that_is_nested_deeply_is_one_message():
+def test_a_deeply_nested_override_ends_in_one_message():
     with pytest.raises(ConfigError, match=r"^override 'run.name=\[\[\["):
         load_config(None, ["run.name=" + "[" * 3000 + "]" * 3000])
 
 
-def test_references_that_configurations_use_are_read():
+def test_ordinary_references_are_accepted():
     check_yaml("a: &a {lr: 1}\nb: {<<: *a, c: *a}\nd: [*a, *a]\n")
     check_yaml("[" * 64 + "]" * 64)
     with pytest.raises(YamlLimitError):
@@ -110,25 +109,25 @@ def test_the_front_matter_of_a_dataset_has_the_same_limits():
     with pytest.raises(DataError) as refused:
         choose_files("some/set", ["a.jsonl"], f"---\n{bomb()}\n---\n", subset=None, split=None)
     assert str(refused.value).startswith(
-        "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are replaced"
+        "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are expanded"
     )
 
 
 @pytest.mark.parametrize("name", ["a\\0b", "\\ud800", "circle", "pipe", "."])
-def test_defaults_that_no_file_can_be_are_refused_without_reading(tmp_path, name):
+def test_defaults_that_cannot_be_files_are_refused_without_reading_them(tmp_path, name):
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe")
-    told = refusal(tmp_path, f'defaults: "{name}"')
-    assert told.endswith(f": not a configuration file, named by {tmp_path}/run.yaml.")
+    message = refusal(tmp_path, f'defaults: "{name}"')
+    assert message.endswith(f": not a configuration file, named by {tmp_path}/run.yaml.")
 
 
 @pytest.mark.parametrize("text", ["text", "2026-11-17", "1", json.dumps(bomb()), json.dumps("[" * 30_000), "!!str {a"])
-def test_a_file_of_one_text_is_no_configuration_whatever_is_in_the_text(tmp_path, text):
-    told = refusal(tmp_path, text)
-    assert told == "a configuration is a mapping of sections, not a str." or "not readable as YAML" in told
+def test_a_file_that_is_a_single_scalar_is_refused(tmp_path, text):
+    message = refusal(tmp_path, text)
+    assert message == "a configuration must be a mapping of sections, not a str." or "not readable as YAML" in message
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "null", "---\n"])
-def test_a_file_that_says_nothing_is_an_empty_configuration(tmp_path, text):
+def test_an_empty_file_is_an_empty_configuration(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     assert load_config(str(tmp_path / "run.yaml"), []).origins == {}

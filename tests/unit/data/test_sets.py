@@ -202,8 +202,8 @@ def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
 @pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
 def test_a_share_beside_a_validation_set_is_refused(given):
     assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
-        "command line: data.validation_share holds out training preferences where no validation set is given, but "
-        "data.validation or data.val_data_paths is."
+        "command line: data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
+        "validation set already. Leave out one of them."
     )
 
 
@@ -229,7 +229,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0; only training sets are weighted."
+        f"command line: validation set {name} has weight 2.0, but only training sets can be weighted. Leave it out."
     )
 
 
@@ -396,5 +396,5 @@ def test_one_field_cannot_be_two_parts_of_a_preference():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["data.train.chosen_key=rejected"])
     assert str(caught.value) == (
-        "command line: chosen_key and rejected_key are both 'rejected': a field cannot be two parts of a preference."
+        "command line: chosen_key and rejected_key are both 'rejected', but must name different fields. Change one."
     )

@@ -80,7 +80,8 @@ def test_a_folder_whose_sentencepiece_model_transformers_reads_wrongly_is_refuse
 
 def test_a_folder_with_only_a_sentencepiece_model_needs_the_package(tmp_path, without_sentencepiece):
     assert refusal(load_tokenizer, bare_folder(tmp_path, "LlamaTokenizer")) == (
-        f"{tmp_path}: its tokenizer.model needs the sentencepiece package: pip install 'tandem-dpo[sentencepiece]'"
+        f"{tmp_path}: its tokenizer.model needs the sentencepiece package. In the tandem checkout, run "
+        "pip install '.[sentencepiece]'."
     )
 
 
@@ -124,8 +125,8 @@ def test_a_sentencepiece_file_needs_the_package(request):
     file = model()  # made while the package is still there
     request.getfixturevalue("without_sentencepiece")
     assert refusal(load_tokenizer, file) == (
-        f"policy.tokenizer.name = {file}: a SentencePiece model needs the sentencepiece package: "
-        "pip install 'tandem-dpo[sentencepiece]'"
+        f"policy.tokenizer.name = {file}: a SentencePiece model needs the sentencepiece package. "
+        "In the tandem checkout, run pip install '.[sentencepiece]'."
     )
 
 

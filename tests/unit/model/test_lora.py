@@ -307,7 +307,8 @@ def test_quantised_weights_are_refused_without_a_gpu_and_without_bitsandbytes(so
     with pytest.raises(ConfigError) as refused:
         plan_lora(source, Lora(enabled=True, quantization="int8"), torch.device("cuda"), "bfloat16")
     assert str(refused.value) == (
-        'policy.lora.quantization = int8: needs the package bitsandbytes: pip install "tandem-dpo[qlora]", or leave it out.'
+        "policy.lora.quantization = int8: the package bitsandbytes is not installed. In the tandem checkout, run "
+        "pip install '.[qlora]', or leave it out."
     )
 
 

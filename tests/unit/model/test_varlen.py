@@ -75,7 +75,7 @@ def test_varlen_is_refused_with_shared_prompts_or_without_packing(packing):
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["policy.attention=varlen", f"policy.packing={packing}"])
     assert str(caught.value) == (
-        "command line: policy.attention = varlen sees each sequence of a pack as one run of tokens: it needs "
+        "command line: policy.attention = varlen needs packs in which every sequence is contiguous. Set "
         "policy.packing.share_prompts=false and a policy.packing.mode other than none."
     )
 
@@ -85,8 +85,8 @@ def test_attention_for_packs_is_refused_without_packing(kind):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"policy.attention={kind}", "policy.packing.mode=none"])
     assert str(caught.value) == (
-        f"command line: policy.attention = {kind} is not read with policy.packing.mode=none, where every sequence is a row: "
-        "leave it out, or pack."
+        f"command line: policy.attention = {kind} has no effect with policy.packing.mode=none, where every sequence has its own "
+        "row. Leave it out, or set policy.packing.mode=batch."
     )
 
 

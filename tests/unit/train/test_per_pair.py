@@ -1,4 +1,4 @@
-"""`tandem train --per-pair FILE`: every pair of every set, those the policy orders most against the data first."""
+"""`tandem train --per-pair FILE`: every pair of every set, smallest margin first."""
 
 import json
 from dataclasses import asdict
@@ -26,7 +26,7 @@ ROWS = [
 
 @pytest.fixture
 def run(tmp_path):
-    """Train on eight short pairs, validated on themselves; the lines of the file, and the run's directory."""
+    """Train and validate on eight short pairs; return the lines of the file and the run directory."""
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
@@ -46,7 +46,7 @@ def run(tmp_path):
     return start
 
 
-def test_every_pair_of_every_set_has_its_line(run, tmp_path):
+def test_every_pair_of_every_set_has_a_line(run, tmp_path):
     lines, folder = run()
     assert all(list(line) == FIELDS for line in lines)
     for split in ("train", "validation-default"):
@@ -69,12 +69,12 @@ def test_every_pair_of_every_set_has_its_line(run, tmp_path):
 
 
 @pytest.mark.parametrize(("loss", "absent"), [("simpo", REFERENCE), ("aot", ["loss"])])
-def test_numbers_without_a_meaning_are_left_out(run, loss, absent):
+def test_metrics_that_do_not_apply_are_left_out(run, loss, absent):
     lines, _ = run(f"dpo.preference_loss={loss}")
     assert all(list(line) == [name for name in FIELDS if name not in absent] for line in lines)
 
 
-def test_several_completions_are_told_apart(run, tmp_path):
+def test_pairs_of_several_completions_are_identified(run, tmp_path):
     three = {
         "context": [{"role": "user", "content": "Hi"}],
         "completions": [
@@ -90,20 +90,18 @@ def test_several_completions_are_told_apart(run, tmp_path):
     assert lengths[1] > lengths[2]
 
 
-def test_a_file_that_could_not_be_written_is_refused_before_any_work(tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path):
     missing = tmp_path / "no" / "pairs.jsonl"
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=missing)
-    assert str(error.value) == (
-        f"--per-pair {missing}: {tmp_path}/no is no directory that can be written to. Make it first."
-    )
+    assert str(error.value) == (f"--per-pair {missing}: {tmp_path}/no is not a writable directory. Create it first.")
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", per_pair=tmp_path)
     assert str(error.value) == f"--per-pair {tmp_path}: a directory. Give the name of a file."
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_measured_by_its_last_checkpoint(run, tmp_path):
+def test_a_finished_run_is_measured_with_its_last_checkpoint(run, tmp_path):
     lines, folder = run()
     model = (folder / "model").stat().st_mtime_ns
     metrics = (folder / "metrics.jsonl").read_bytes()
@@ -114,7 +112,7 @@ def test_a_finished_run_is_measured_by_its_last_checkpoint(run, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_finished_run_without_its_checkpoint_has_nothing_to_measure(run, tmp_path):
+def test_a_finished_run_without_its_checkpoint_cannot_be_measured(run, tmp_path):
     run("checkpointing.enabled=false")
     with pytest.raises(CheckpointError) as error:
         run("checkpointing.enabled=false")
@@ -131,7 +129,7 @@ def test_an_extended_run_is_measured_at_its_new_end(run, tmp_path):
     assert (folder / "model.step_4").is_dir()
 
 
-def test_the_verdicts_of_a_run_are_kept(run):
+def test_the_verdicts_of_a_run_are_saved(run):
     _, folder = run()
     verdicts = json.loads((folder / "verdicts.json").read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a run says on a terminal, in CI, when quiet, and to a program."""
+"""What a run prints on a terminal, in CI, when quiet, and as JSON."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def a_terminal(width: int) -> tuple[io.StringIO, Reporter]:
     return file, Reporter(console=Console(file=file, force_terminal=True, width=width, color_system=None))
 
 
-def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_the_step_above_it():
+def test_a_terminal_shows_a_bar_with_metrics_and_remaining_time_and_steps_above_it():
     file, reporter = a_terminal(140)
     a_step(reporter)
     shown = file.getvalue()
@@ -46,7 +46,7 @@ def test_a_terminal_has_a_bar_with_the_numbers_and_the_time_left_and_the_step_ab
     assert LINE in shown
 
 
-def test_at_80_columns_the_last_numbers_are_left_out_and_the_bar_stays():
+def test_at_80_columns_the_last_metrics_are_left_out_and_the_bar_stays():
     file, reporter = a_terminal(80)
     a_step(reporter)
     shown = file.getvalue()
@@ -70,12 +70,12 @@ def test_a_terminal_keeps_every_step_of_a_short_run_and_about_fifty_of_a_long_on
     assert (lines[0].split()[1], lines[-1].split()[1]) == (f"1/{total}", f"{total}/{total}")
 
 
-def test_elsewhere_there_is_a_line_a_step_and_no_bar(capsys):
+def test_without_a_terminal_there_is_one_line_per_step_and_no_bar(capsys):
     a_step(Reporter())
     assert capsys.readouterr().out == LINE
 
 
-def test_with_an_sft_term_the_parts_of_the_loss_stand_next_to_it(capsys):
+def test_with_an_sft_term_the_parts_of_the_loss_are_shown_too(capsys):
     parts = {"preference_loss": 0.6931, "sft_loss": 431.5}
     reporter = Reporter()
     reporter.shows_parts = True
@@ -97,13 +97,13 @@ def test_with_an_sft_term_the_parts_of_the_loss_stand_next_to_it(capsys):
 
 
 @pytest.mark.parametrize(("ci", "is_terminal"), [("true", False), ("1", False), ("", True), ("false", True)])
-def test_ci_has_plain_lines_even_where_it_claims_to_be_a_terminal(monkeypatch, ci, is_terminal):
+def test_ci_has_plain_lines_even_if_it_reports_a_terminal(monkeypatch, ci, is_terminal):
     monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take any output for a terminal
     assert Reporter().console.is_terminal is is_terminal
 
 
-def test_a_quiet_run_says_warnings_and_the_end(capsys):
+def test_a_quiet_run_prints_only_warnings_and_the_result(capsys):
     reporter = Reporter("quiet")
     reporter.say("hello")
     a_step(reporter)
@@ -113,7 +113,7 @@ def test_a_quiet_run_says_warnings_and_the_end(capsys):
     assert capsys.readouterr().out == "warning: careful\nDone.\n"
 
 
-def test_for_a_program_records_and_the_result_are_lines_of_json_and_warnings_stand_apart(capsys, tmp_path):
+def test_with_json_records_and_the_result_go_to_stdout_and_warnings_to_stderr(capsys, tmp_path):
     last = RECORD | {"step": 4}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(last) + "\n")
     reporter = Reporter("quiet", as_json=True)
@@ -130,7 +130,7 @@ def test_for_a_program_records_and_the_result_are_lines_of_json_and_warnings_sta
     assert said.err == "warning: careful\n"
 
 
-def test_no_number_of_a_table_is_cut_on_a_narrow_terminal():
+def test_no_number_in_a_table_is_cut_on_a_narrow_terminal():
     file, reporter = a_terminal(20)
     reporter.table(["set", "loss", "accuracy"], [["validation-default", "0.6931", "0.5000"], ["v", "0.7", "0.25"]])
     assert file.getvalue() == (
@@ -139,7 +139,7 @@ def test_no_number_of_a_table_is_cut_on_a_narrow_terminal():
     )
 
 
-def test_at_80_columns_a_warning_is_broken_at_words_and_a_path_is_left_whole():
+def test_at_80_columns_a_warning_is_wrapped_at_words_and_a_path_is_not_broken():
     file, reporter = a_terminal(80)
     path = "/home/someone/" + "very-long/" * 9 + "run-1"
     reporter.warn(
@@ -155,7 +155,7 @@ def test_at_80_columns_a_warning_is_broken_at_words_and_a_path_is_left_whole():
     ]
 
 
-def test_at_80_columns_a_choice_continues_below_its_value():
+def test_at_80_columns_a_long_setting_continues_below_its_value():
     file, reporter = a_terminal(80)
     reporter.choices([("log-probabilities", "summed in the preference loss, per token in the SFT loss, as asked")])
     assert file.getvalue().splitlines()[2:] == [
@@ -164,19 +164,19 @@ def test_at_80_columns_a_choice_continues_below_its_value():
     ]
 
 
-def test_where_there_is_no_terminal_nothing_is_broken(capsys):
+def test_without_a_terminal_nothing_is_wrapped(capsys):
     Reporter().warn("word " * 60)
     assert capsys.readouterr().out == "warning: " + "word " * 60 + "\n"
 
 
-def test_an_answer_of_white_space_is_spelled(capsys):
+def test_an_answer_of_white_space_is_quoted(capsys):
     Reporter().samples(1, [Sample("pairs.jsonl:1", "Hi", policy="\n" * 30, reference="  ")])
     shown = capsys.readouterr().out
     assert "    reference: '  ' (2 characters of white space)\n" in shown
     assert shown.endswith(" (30 characters of white space)\n")
 
 
-def test_a_share_of_the_work_is_shown_in_percent():
+def test_a_share_of_the_work_is_shown_as_a_percentage():
     file, reporter = a_terminal(100)
     with reporter.progress("Tokenising train", 100, unit="%") as advance:
         advance(37)

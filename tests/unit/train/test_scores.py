@@ -214,8 +214,7 @@ def test_a_live_reference_is_refused_where_none_is_compared_with():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["dpo.preference_loss=simpo", "reference.mode=live"])
     assert str(refused.value) == (
-        "configuration: reference.mode = live is not read by dpo.preference_loss simpo, which compares with no reference: leave "
-        "it out."
+        "configuration: reference.mode = live has no effect: dpo.preference_loss simpo does not use a reference. Leave it out."
     )
 
 
@@ -246,8 +245,8 @@ def test_a_loss_that_compares_is_refused_without_a_reference(name, spelled):
         config_of("reference.mode=none", f"dpo.preference_loss={name}")
     assert refused.value.exit_code == 2
     assert str(refused.value) == (
-        f"configuration: reference.mode=none, but dpo.preference_loss {spelled} compares with a reference; "
-        f"use cached or live, or a loss without one ({', '.join(without_reference())})."
+        f"configuration: reference.mode=none, but dpo.preference_loss {spelled} needs a reference. "
+        f"Use cached or live, or a loss without a reference ({', '.join(without_reference())})."
     )
 
 

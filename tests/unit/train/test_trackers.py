@@ -1,4 +1,4 @@
-"""Trackers fed behind the run's back: nothing waits, nothing is lost in silence, nothing secret is shown."""
+"""Trackers in the background: the run never waits, lost records are reported, and secrets are not shown."""
 
 import hashlib
 import importlib.util
@@ -18,16 +18,16 @@ from tandem.config.load import load_config
 from tandem.config.sections.logger import GpuMonitoring, Logger
 from tandem.errors import CheckpointError, ConfigError
 from tandem.report.trackers import tracking as feeding
-from tandem.report.trackers.adapters import KeptRuns, Mlflow, Opening, flattened, refuse_other_database
-from tandem.report.trackers.gpus import GpuMonitor, summed_up
-from tandem.report.trackers.tracking import Feed, Tracking, check_packages, named
+from tandem.report.trackers.adapters import Mlflow, Opening, TrackerRuns, flattened, refuse_other_database
+from tandem.report.trackers.gpus import GpuMonitor, summarise
+from tandem.report.trackers.tracking import Feed, Tracking, check_packages, tracker_metrics
 from tandem.terminal.printable import without_password
 
 FOR_EVER = "time.sleep(1e6)"
 
 
 class Said(list):
-    """Lines that were said, or warnings."""
+    """Collects printed lines or warnings."""
 
     def __call__(self, text):
         self.append(text)
@@ -46,26 +46,26 @@ def wait_for(condition):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A tracker that works is waited for, however busy the machine."""
+    """Wait for a working tracker, however busy the machine."""
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 120)
 
 
 # Names
 
 
-def test_names_are_split_and_metric_joined_and_times_stand_apart():
+def test_metrics_are_named_by_split_and_durations_have_a_prefix():
     record = {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0, "accuracy/train-0": 1.0}
-    assert named(record) == (
+    assert tracker_metrics(record) == (
         3,
         {"train/loss": 0.5, "timing/train/step_seconds": 2.0, "train/accuracy/train-0": 1.0},
     )
-    assert named({"step": 0, "split": "validation-default", "accuracy": 0.5}) == (
+    assert tracker_metrics({"step": 0, "split": "validation-default", "accuracy": 0.5}) == (
         0,
         {"validation-default/accuracy": 0.5},
     )
 
 
-def test_hyper_parameters_are_flat():
+def test_hyperparameters_are_flattened():
     assert dict(flattened({"a": {"b": 1, "c": {}}, "d": [2]})) == {"a.b": 1, "a.c": {}, "d": [2]}
 
 
@@ -73,17 +73,18 @@ def test_hyper_parameters_are_flat():
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow"])
-def test_a_package_that_is_not_there_is_refused_with_what_to_install(monkeypatch, name):
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError) as refused:
         check_packages(load_config(None, [f"logger.{name}_enabled=true"]).config.logger)
     assert str(refused.value) == (
-        f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
+        f"logger.{name}_enabled = true: the package {name} is not installed. In the tandem checkout, run "
+        f"pip install '.[{name}]', "
         f"or set logger.{name}_enabled=false."
     )
 
 
-def test_a_folder_of_that_name_is_not_the_package(monkeypatch, tmp_path):
+def test_a_folder_named_like_the_package_is_not_the_package(monkeypatch, tmp_path):
     (tmp_path / "mlflow").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)  # another test may have imported it
@@ -91,7 +92,7 @@ def test_a_folder_of_that_name_is_not_the_package(monkeypatch, tmp_path):
         check_packages(Logger(mlflow_enabled=True))
 
 
-def test_packages_of_trackers_that_are_off_are_not_asked_for(monkeypatch):
+def test_packages_of_disabled_trackers_are_not_needed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     check_packages(Logger())
 
@@ -99,7 +100,7 @@ def test_packages_of_trackers_that_are_off_are_not_asked_for(monkeypatch):
 # Bad trackers
 
 
-def test_a_tracker_that_works_gets_every_record_and_nothing_is_warned_of(monkeypatch, tmp_path):
+def test_a_working_tracker_gets_every_record_without_warnings(monkeypatch, tmp_path):
     written = tmp_path / "written"
     put_in_front(monkeypatch, tmp_path / "p", log=f"print(step, metrics, file=open({str(written)!r}, 'a'))")
     warned, said = Said(), Said()
@@ -111,7 +112,7 @@ def test_a_tracker_that_works_gets_every_record_and_nothing_is_warned_of(monkeyp
     assert (warned, said) == ([], ["Tracked by wandb: fake://run"])
 
 
-def test_what_a_tracker_prints_goes_to_its_log(monkeypatch, tmp_path, capfd):
+def test_output_of_a_tracker_goes_to_its_log(monkeypatch, tmp_path, capfd):
     put_in_front(monkeypatch, tmp_path / "p", log="print('hello from it', flush=True); os.system('echo and its child')")
     warned = Said()
     feed = feed_of(tmp_path, warned)
@@ -122,7 +123,7 @@ def test_what_a_tracker_prints_goes_to_its_log(monkeypatch, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("where", ["init", "log"])
-def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monkeypatch, tmp_path, where):
+def test_a_tracker_that_never_answers_does_not_delay_the_run_and_is_killed_at_its_end(monkeypatch, tmp_path, where):
     put_in_front(monkeypatch, tmp_path / "p", **{where: FOR_EVER})
     warned = Said()
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
@@ -136,7 +137,7 @@ def test_a_black_hole_takes_no_time_from_the_run_and_is_cut_off_at_its_end(monke
     assert warned == ["5000 of 5000 records did not reach wandb; metrics.jsonl has them all."]
 
 
-def test_one_that_does_not_answer_is_told_of_while_the_run_goes_on(monkeypatch, tmp_path):
+def test_a_tracker_that_does_not_answer_is_reported_during_the_run(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", log=FOR_EVER)
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(feeding, "SLOW_SECONDS", 0.2)
@@ -147,11 +148,11 @@ def test_one_that_does_not_answer_is_told_of_while_the_run_goes_on(monkeypatch, 
             feed.put(1, {"a": 0.5})
             time.sleep(0.05)
         feed.put(2, {"a": 0.5})
-    assert warned == ["wandb: no answer for 0.2 seconds. The run goes on; metrics.jsonl has everything."]
+    assert warned == ["wandb: no answer for 0.2 seconds. The run continues; metrics.jsonl has every record."]
     feed.close()
 
 
-def test_one_that_hangs_over_its_end_alone_is_said_to_be_cut_off(monkeypatch, tmp_path):
+def test_a_tracker_that_hangs_only_while_closing_is_reported_as_cut_off(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", finish=FOR_EVER)
     warned = Said()
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
@@ -162,8 +163,8 @@ def test_one_that_hangs_over_its_end_alone_is_said_to_be_cut_off(monkeypatch, tm
     assert warned == ["wandb did not finish within 1.5 seconds of the run's end and was cut off."]
 
 
-def test_records_beyond_the_queue_are_dropped_and_counted(monkeypatch, tmp_path):
-    go_on = tmp_path / "go on"
+def test_records_that_do_not_fit_the_queue_are_dropped_and_counted(monkeypatch, tmp_path):
+    go_on = tmp_path / "continue"
     put_in_front(monkeypatch, tmp_path / "p", init=f"while not os.path.exists({str(go_on)!r}): time.sleep(0.02)")
     monkeypatch.setattr(feeding, "QUEUE_RECORDS", 3)
     warned = Said()
@@ -177,7 +178,7 @@ def test_records_beyond_the_queue_are_dropped_and_counted(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "SystemExit"])
-def test_a_tracker_that_raises_is_tried_again_then_switched_off_with_one_warning(monkeypatch, tmp_path, error):
+def test_a_tracker_that_raises_is_retried_then_switched_off_with_one_warning(monkeypatch, tmp_path, error):
     tried = tmp_path / "tried"
     raising = f"print(step, file=open({str(tried)!r}, 'a')); raise {error}('no way\\nto http://me:secret@host/')"
     put_in_front(monkeypatch, tmp_path / "p", log=raising)
@@ -191,11 +192,11 @@ def test_a_tracker_that_raises_is_tried_again_then_switched_off_with_one_warning
     feed.close()
     assert tried.read_text() == "0\n0\n0\n"
     assert warned == [
-        f"wandb is switched off: {error}: no way to http://host/. The run goes on; metrics.jsonl has everything."
+        f"wandb is switched off: {error}: no way to http://host/. The run continues; metrics.jsonl has every record."
     ]
 
 
-def test_a_tracker_that_takes_its_process_down_is_warned_of_once(monkeypatch, tmp_path):
+def test_a_tracker_that_ends_its_process_gets_one_warning(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", log="os._exit(3)")
     warned = Said()
     feed = feed_of(tmp_path, warned)
@@ -203,10 +204,10 @@ def test_a_tracker_that_takes_its_process_down_is_warned_of_once(monkeypatch, tm
         feed.put(step, {"a": 0.5})
     wait_for(lambda: warned)
     feed.close()
-    assert warned == ["trackers are switched off: their process ended (exit code 3). The run goes on without them."]
+    assert warned == ["trackers are switched off: their process ended (exit code 3). The run continues without them."]
 
 
-def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tmp_path):
+def test_hanging_trackers_do_not_outlive_a_killed_run(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", init=FOR_EVER)
     code = "from tandem.report.trackers import child; child.CLOSE_SECONDS = 0.2; child.main()"
     orphan = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
@@ -215,8 +216,8 @@ def test_trackers_that_hang_do_not_outlive_a_run_that_was_killed(monkeypatch, tm
     assert orphan.returncode == 1
 
 
-def test_wandb_is_told_no_earlier_step_than_the_last_for_it_would_drop_it(monkeypatch, tmp_path):
-    """As the measured export of a run that stopped early is: it belongs to the best step."""
+def test_records_of_earlier_steps_are_sent_to_wandb_under_the_last_step(monkeypatch, tmp_path):
+    """Such as the export of a run that stopped early, which belongs to the best step."""
     steps, warned = tmp_path / "steps", Said()
     put_in_front(monkeypatch, tmp_path / "p", log=f"open({str(steps)!r}, 'a').write(f'{{step}} {{list(metrics)}}\\n')")
     feed = feed_of(tmp_path, warned)
@@ -230,8 +231,8 @@ def test_wandb_is_told_no_earlier_step_than_the_last_for_it_would_drop_it(monkey
 # The run that a tracker has
 
 
-def test_an_address_is_known_again_and_never_written(tmp_path):
-    kept = KeptRuns(str(tmp_path))
+def test_an_address_is_recognised_but_never_written(tmp_path):
+    kept = TrackerRuns(str(tmp_path))
     assert kept.find("mlflow", "http://me:secret@host") is None
     kept.keep("wandb", "me/project", "w1")
     kept.keep("mlflow", "http://me:secret@host", "m1")
@@ -304,11 +305,11 @@ def test_mlflows_own_database_is_never_a_link(tmp_path):
 
 def test_a_summary_has_mean_utilisation_and_peak_memory():
     seen = [{"gpu.0.util": 50.0, "gpu.0.mem_gb": 1.0}, {"gpu.0.util": 100.0, "gpu.0.mem_gb": 3.0}]
-    assert summed_up(seen) == {"gpu.0.util": 75.0, "gpu.0.mem_gb": 3.0}
-    assert summed_up([]) == {}
+    assert summarise(seen) == {"gpu.0.util": 75.0, "gpu.0.mem_gb": 3.0}
+    assert summarise([]) == {}
 
 
-def test_gpus_are_written_down_and_their_newest_summary_is_tracked_once(tmp_path):
+def test_gpu_samples_are_written_and_their_newest_summary_is_tracked_once(tmp_path):
     path, warned = tmp_path / "logs/gpu.jsonl", Said()
     intervals = GpuMonitoring(collection_interval=0.01, flush_interval=0.05)
     monitor = GpuMonitor(path, intervals, warned, lambda: {"gpu.0.util": 40.0, "gpu.0.mem_gb": 7.0})
@@ -332,7 +333,7 @@ def test_gpus_are_written_down_and_their_newest_summary_is_tracked_once(tmp_path
     assert warned == []
 
 
-def test_gpus_that_cannot_be_read_are_warned_of_once(tmp_path):
+def test_gpus_that_cannot_be_read_cause_one_warning(tmp_path):
     warned = Said()
 
     def failing():
@@ -341,7 +342,7 @@ def test_gpus_that_cannot_be_read_are_warned_of_once(tmp_path):
     monitor = GpuMonitor(tmp_path / "gpu.jsonl", GpuMonitoring(collection_interval=0.01), warned, failing)
     wait_for(lambda: warned)
     monitor.close()
-    assert (warned, monitor.take()) == (["GPUs are not monitored: RuntimeError: no driver"], {})
+    assert (warned, monitor.take()) == (["GPU monitoring is switched off: RuntimeError: no driver"], {})
 
 
 @pytest.mark.parametrize(
@@ -354,8 +355,8 @@ def test_gpus_that_cannot_be_read_are_warned_of_once(tmp_path):
         ),
     ],
 )
-def test_a_list_of_runs_that_tandem_did_not_write_is_as_none(tmp_path, text):
-    kept, where = KeptRuns(str(tmp_path)), hashlib.sha256(b"me/project").hexdigest()[:16]
+def test_an_invalid_list_of_tracker_runs_is_ignored(tmp_path, text):
+    kept, where = TrackerRuns(str(tmp_path)), hashlib.sha256(b"me/project").hexdigest()[:16]
     (tmp_path / "trackers.json").write_text(text.replace("WHERE", where), errors="backslashreplace")
     assert kept.find("wandb", "me/project") is None
     kept.keep("wandb", "me/project", "w1")

@@ -1,4 +1,4 @@
-"""An unknown key in; what to write instead out: a name known from another trainer, or a key that is spelled almost like it."""
+"""Suggests a key for an unknown one: by its name in another trainer, or by a similar spelling."""
 
 import re
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from importlib import resources
 import yaml
 
 from tandem.config.keys import key_names
-from tandem.config.losses import listed, without_reference
+from tandem.config.losses import join_names, without_reference
 
 TABLE = "other_names.yaml"
-LONGEST_NAME = 80  # no key, here or elsewhere, is spelled almost like a longer one
+LONGEST_NAME = 80  # longer names are not compared with keys, which are all shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a name from elsewhere is here: a key, a note, or both."""
+    """What a name from another trainer corresponds to: a key, a note, or both."""
 
     key: str | None
     note: str | None
@@ -30,7 +30,7 @@ class Meaning:
 def other_names() -> dict[str, Meaning]:
     """Names from other trainers, in lower case."""
     text = resources.files("tandem.config.compat").joinpath(TABLE).read_text(encoding="utf-8")
-    text = text.replace("{losses_without_reference}", listed(without_reference(), "and"))
+    text = text.replace("{losses_without_reference}", join_names(without_reference(), "and"))
     return {name: _meaning(given) for name, given in yaml.safe_load(text).items()}
 
 
@@ -41,22 +41,22 @@ def _meaning(given: str | list[str]) -> Meaning:
     return Meaning(None, given) if " " in given else Meaning(given, None)
 
 
-def unknown(key: str) -> str:
-    """What to say of a key that the schema does not know."""
+def describe_unknown_key(key: str) -> str:
+    """The message about a key that is not in the schema, with a suggestion if there is one."""
     if key in key_names():
-        return f"the key {key} is written with dots. In a file, write it as sections, one inside the other."
+        return f"the key {key} is written with dots. In a file, write nested sections instead."
     hint = suggestion(key)
     return f"unknown key {key}.{f' {hint}' if hint else ''} `tandem config` lists all keys."
 
 
 def suggestion(key: str) -> str | None:
-    """None where nothing is close enough: a wrong suggestion is worse than none."""
+    """What to write instead of an unknown key; None if nothing is close, because a wrong suggestion is worse than none."""
     plain = key.lower().replace("-", "_")
     leaf = plain.rpartition(".")[2]
     names = other_names()
     if found := names.get(plain) or names.get(leaf):
         return str(found)
-    if near := misspelt(plain) or _with_leaf(leaf):
+    if near := similar_key(plain) or _with_leaf(leaf):
         return f"Did you mean {near}?"
     leaves = {name.rpartition(".")[2] for name in key_names()}
     if near := _closest(leaf, leaves):
@@ -65,8 +65,8 @@ def suggestion(key: str) -> str | None:
     return str(names[near]) if near else None
 
 
-def misspelt(key: str) -> str | None:
-    """The key of the same section that is spelled almost like it, in the place where it was written."""
+def similar_key(key: str) -> str | None:
+    """The key with a similar spelling in the same section, or None."""
     section, _, leaf = key.rpartition(".")
     of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
     here = [name.rpartition(".")[2] for name in key_names() if name.rpartition(".")[0] == of_one]
@@ -75,13 +75,13 @@ def misspelt(key: str) -> str | None:
 
 
 def _with_leaf(leaf: str) -> str | None:
-    """The key that ends so, of datasets the training set's; None where several do."""
+    """The only key whose last part is `leaf`, preferring data.train; None if there are several."""
     found = [name for name in key_names() if name.rpartition(".")[2] == leaf and not name.startswith("data.default.")]
     return found[0] if len(found) == 1 else None
 
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
-    """One edit away, or two for a name of eight letters and more."""
+    """The known name at most one edit away, or two for names of eight letters or more; None if there is none."""
     if len(name) > LONGEST_NAME:
         return None
     most = 2 if len(name) >= 8 else 1
@@ -90,7 +90,7 @@ def _closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def edits(one: str, other: str) -> int:
-    """Letters inserted, left out, changed, or exchanged with their neighbour: wieght -> weight is 1."""
+    """Number of letters inserted, deleted, replaced or swapped with their neighbour: wieght -> weight is 1."""
     before: list[int] = []
     above = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

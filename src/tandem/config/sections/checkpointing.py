@@ -1,4 +1,4 @@
-"""The section `checkpointing`: when the run saves itself, and what is kept."""
+"""The section `checkpointing`: when checkpoints are saved, and which are kept."""
 
 from pydantic import Field, field_validator, model_validator
 
@@ -6,55 +6,62 @@ from tandem.config.sections.section import PathText, Positive, Section
 
 
 class Checkpointing(Section):
-    """When the run saves itself, and what is kept."""
+    """When checkpoints are saved, and which are kept."""
 
     enabled: bool = Field(default=True, description="save checkpoints")
     checkpoint_dir: PathText | None = Field(
         default=None,
-        description="where they are; null: {run.dir}/checkpoints; given without run.dir: the run's directory",
+        description="checkpoint folder; null: {run.dir}/checkpoints; if run.dir is null, this is the run directory",
     )
     save_period: Positive = Field(default=50, description="steps between checkpoints; the last step is always saved")
-    keep_top_k: Positive = Field(default=3, description="checkpoints kept, by metric_name; the latest is kept too")
+    keep_top_k: Positive = Field(
+        default=3, description="best checkpoints to keep, ranked by metric_name; the latest is kept too"
+    )
     metric_name: str | None = Field(
         default=None,
-        description="what ranks them, by the latest validation at or before each: validation-default_loss, val_loss (of the "
-        "first set), train:loss; null: the loss of the first validation set, without one their age",
+        description="metric that ranks checkpoints, from the latest validation at or before each: validation-default_loss, "
+        "val_loss (first validation set), train:loss; null: the loss of the first validation set, or age without one",
     )
     higher_is_better: bool = Field(
-        default=False, description="of metric_name; must be true of accuracies and margins, false of losses"
+        default=False,
+        description="whether higher values of metric_name are better; must be true for accuracies and margins, "
+        "false for losses",
     )
-    save_optimizer: bool = Field(default=True, description="false: smaller checkpoints, from which no run can go on")
+    save_optimizer: bool = Field(
+        default=True, description="save optimizer states; false: smaller checkpoints that cannot be resumed from"
+    )
     checkpoint_must_save_by: str | None = Field(
-        default=None, description="DD:HH:MM:SS after the start by which the run has saved and stopped; null: no limit"
+        default=None,
+        description="time limit, DD:HH:MM:SS after the start: the run saves and stops before it; null: no limit",
     )
 
     @field_validator("checkpoint_must_save_by")
     @classmethod
     def _a_time(cls, value: str | None) -> str | None:
         if value is not None:
-            seconds_of(value)
+            parse_seconds(value)
         return value
 
     @model_validator(mode="after")
     def _saves_in_time(self) -> "Checkpointing":
         if self.checkpoint_must_save_by is not None and not self.enabled:
             raise ValueError(
-                f"checkpointing.checkpoint_must_save_by = {self.checkpoint_must_save_by} contradicts "
-                "checkpointing.enabled=false: the run would stop and lose everything"
+                f"checkpointing.checkpoint_must_save_by = {self.checkpoint_must_save_by} needs checkpoints, but "
+                "checkpointing.enabled=false: the run would stop without saving. Set checkpointing.enabled=true, or leave it out"
             )
         return self
 
     @property
     def seconds_to_save_by(self) -> float | None:
-        return None if self.checkpoint_must_save_by is None else seconds_of(self.checkpoint_must_save_by)
+        return None if self.checkpoint_must_save_by is None else parse_seconds(self.checkpoint_must_save_by)
 
 
-def seconds_of(duration: str) -> float:
-    """DD:HH:MM:SS in seconds; leading parts may be left out. "01:30:00" -> 5400.0"""
+def parse_seconds(duration: str) -> float:
+    """Convert DD:HH:MM:SS to seconds; leading parts may be left out. "01:30:00" -> 5400.0"""
     parts = duration.split(":")
     if len(parts) > 4 or not all(part.isdigit() for part in parts):
         raise ValueError(
-            f"checkpointing.checkpoint_must_save_by = {duration!r} is no time; write DD:HH:MM:SS, such as 00:03:45:00"
+            f"checkpointing.checkpoint_must_save_by = {duration!r} is not a time. Write DD:HH:MM:SS, such as 00:03:45:00"
         )
     days, hours, minutes, seconds = (int(part) for part in (["0"] * 4 + parts)[-4:])
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

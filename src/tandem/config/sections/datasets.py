@@ -1,4 +1,4 @@
-"""The section `data`: preference sets, and what happens to rows that do not fit."""
+"""The section `data`: preference sets, and how unusable rows are handled."""
 
 from itertools import combinations
 from typing import Annotated, Any, Literal
@@ -33,34 +33,35 @@ DatasetName = Literal[
 
 
 class DatasetFields(Section):
-    """Where a preference set is and how it reads."""
+    """Where a preference set is, and how to read it."""
 
     data_path: PathText | None = Field(
         default=None,
-        description="a .jsonl, .json, .csv, .parquet or .arrow file (each also .gz, .zst), a pattern of such, a folder "
-        "(of datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
+        description="a .jsonl, .json, .csv, .parquet or .arrow file (also compressed: .gz, .zst), a glob pattern of files, a "
+        "folder (from datasets' save_to_disk, or laid out like a hub dataset), or a hub dataset, org/name; "
         "embedded: the bundled pairs",
     )
     dataset_name: DatasetName = Field(
-        default="auto", description="format; auto: told by the keys of the first row that fit one"
+        default="auto", description="row format; auto: detected from the keys of the first row that matches one"
     )
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
     prompt_file: PathText | None = Field(
-        default=None, description="a text whose {} is replaced by the prompt (of messages: by the last user turn)"
+        default=None,
+        description="text file whose {} is replaced by the prompt (in messages: by the last user turn)",
     )
     system_prompt_file: PathText | None = Field(
-        default=None, description="the system turn of prompts that have none; needs a chat template"
+        default=None, description="file with a system turn for prompts that have none; needs a chat template"
     )
-    subset: str | None = Field(default=None, description="of a hub dataset: its configuration")
-    split: str | None = Field(default=None, description="of a hub dataset or saved dataset; null: train")
-    revision: str | None = Field(default=None, description="of a hub dataset: branch, tag or commit")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset")
+    split: str | None = Field(default=None, description="split of a hub dataset or saved dataset; null: train")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub dataset")
     weight: float = Field(
         default=1.0,
         gt=0,
         le=1000,
-        description="of a training set: passes over it in an epoch; 2: twice, 0.5: another half each time",
+        description="training sets only: passes over the set per epoch; 2: twice, 0.5: another half each epoch",
     )
 
     @model_validator(mode="after")
@@ -68,7 +69,7 @@ class DatasetFields(Section):
         keys = {"prompt_key": self.prompt_key, "chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
         for (one, value), (other, same) in combinations(keys.items(), 2):
             if value == same:
-                raise ValueError(f"{one} and {other} are both {value!r}: a field cannot be two parts of a preference")
+                raise ValueError(f"{one} and {other} are both {value!r}, but must name different fields. Change one")
         return self
 
 
@@ -82,65 +83,65 @@ OneOrSeveral = Annotated[
 
 
 class Data(Section):
-    """Preference sets, and what happens to rows that do not fit."""
+    """Preference sets, and how unusable rows are handled."""
 
     train: OneOrSeveral = Field(
-        default=DatasetFields(data_path=EMBEDDED), description="training set: a dataset, a path, or a list of those"
+        default=DatasetFields(data_path=EMBEDDED), description="training set: a dataset, a path, or a list of them"
     )
     validation: Dataset | None = Field(
         default=None,
-        description="validation set named default; null: none, or the bundled one with the bundled training set",
+        description="validation set, named default; null: none, or the bundled one if the training set is the bundled one",
     )
     val_data_paths: dict[str, Dataset] = Field(
-        default={}, description="more validation sets by name: a path or a dataset"
+        default={}, description="more validation sets, by name: a path or a dataset each"
     )
     validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0,
-        description="share of the training preferences held out, by prompt, as the validation set named default",
+        description="share of the training preferences to hold out, by prompt, as the validation set named default",
     )
-    default: DatasetFields = Field(default=DatasetFields(), description="fills what a dataset leaves out")
-    shuffle: bool = Field(default=True, description="another order every epoch, from run.seed")
+    default: DatasetFields = Field(default=DatasetFields(), description="defaults for the fields of every dataset")
+    shuffle: bool = Field(default=True, description="shuffle the training data every epoch, with run.seed")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="processes that tokenise; auto: one per core, fewer for small files; 0: as 1"
+        default="auto", description="tokenising processes; auto: one per core, fewer for small files; 0: same as 1"
     )
-    drop_last: bool = Field(default=True, description="leave out an epoch's last batch when it is short")
+    drop_last: bool = Field(default=True, description="drop the last batch of an epoch if it is incomplete")
     pairing: Literal["best_worst", "all", "adjacent"] = Field(
-        default="best_worst", description="pairs made of more than two ranked completions"
+        default="best_worst", description="which pairs to make from more than two ranked completions"
     )
     overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
-        default="drop", description="preferences over policy.max_total_sequence_length: drop and count, cut, or stop"
+        default="drop",
+        description="preferences longer than policy.max_total_sequence_length: drop and count, truncate, or stop",
     )
     duplicates: Literal["keep", "drop", "error"] = Field(
         default="keep",
-        description="preferences with the same prompt and completions, as tokens, as an earlier one of the set or of a training "
-        "set before it: keep and count, drop and count, or stop",
+        description="preferences with the same tokens as an earlier one in the same set or an earlier training set: keep and "
+        "count, drop and count, or stop",
     )
     default_chosen_reward: float | None = Field(
-        default=None, description="score of the best completion where the data gives none"
+        default=None, description="score of the best completion if the data has none"
     )
     default_rejected_reward: float | None = Field(
-        default=None, description="score of the other completions where the data gives none"
+        default=None, description="score of the other completions if the data has none"
     )
     on_bad_row: Literal["error", "skip"] = Field(default="error", description="malformed rows: stop, or skip and count")
     max_bad_share: Share = Field(
-        default=0.01, description="with skip: stop when more than this share of rows is malformed"
+        default=0.01, description="with on_bad_row=skip: stop if more than this share of rows is malformed"
     )
     max_filtered_share: Share = Field(
-        default=0.1, description="stop when more than this share of rows is filtered (over-long, equal, empty, ties)"
+        default=0.1, description="stop if more than this share of rows is filtered (too long, equal, empty, tied)"
     )
 
     max_expansion: float = Field(
         default=MAX_EXPANSION,
         ge=1,
         allow_inf_nan=False,
-        description="of a compressed file or a table: stop when it expands to more than this many times its size, and over "
-        "256 MiB",
+        description="stop if a compressed file or a table expands to more than this many times its size and over 256 MiB",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """Fill what each dataset leaves out from `default`, here, so that the dumped configuration says what is read."""
+        """Fill fields that a dataset leaves out from `default`, so that the resolved configuration shows them."""
         if not isinstance(given, dict) or not isinstance(given.get("default"), dict):
             return given
 
@@ -169,21 +170,23 @@ class Data(Section):
     def _named_for_files(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(f"data.val_data_paths: {name!r} is no name; use letters, digits, - and _")
+                raise ValueError(f"data.val_data_paths: {name!r} is not a valid name. Use letters, digits, - and _")
             if name == "default":
-                raise ValueError("data.val_data_paths: the name default belongs to data.validation")
+                raise ValueError("data.val_data_paths: the name default is reserved for data.validation. Use another")
         return value
 
     @model_validator(mode="after")
     def _one_way_to_validate(self) -> "Data":
         if self.validation_share and (self.validation or self.val_data_paths):
             raise ValueError(
-                "data.validation_share holds out training preferences where no validation set is given, but "
-                "data.validation or data.val_data_paths is"
+                "data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
+                "validation set already. Leave out one of them"
             )
         for name, dataset in self.validation_sets.items():
             if dataset.weight != 1:
-                raise ValueError(f"validation set {name} has weight {dataset.weight}; only training sets are weighted")
+                raise ValueError(
+                    f"validation set {name} has weight {dataset.weight}, but only training sets can be weighted. Leave it out"
+                )
         return self
 
     @property
@@ -192,7 +195,7 @@ class Data(Section):
 
     @property
     def validation_sets(self) -> dict[str, DatasetFields]:
-        """By name: data.validation is the one named default; the bundled one goes with the bundled training set."""
+        """Validation sets by name: data.validation is named default; the bundled set is used with the bundled training set."""
         given = {"default": self.validation, **self.val_data_paths} if self.validation else dict(self.val_data_paths)
         bundled = [dataset.data_path for dataset in self.training_sets] == [EMBEDDED]
         return given or (

@@ -1,4 +1,4 @@
-"""The section `dpo`: the loss, how long to train, when to validate."""
+"""The section `dpo`: the loss, the length of training and the validation schedule."""
 
 from typing import Any, Literal
 
@@ -9,64 +9,66 @@ from tandem.config.sections.section import Positive, Section, Share
 
 
 class Dpo(Section):
-    """The loss, how long to train, when to validate."""
+    """The loss, the length of training and the validation schedule."""
 
     preference_loss: LossName | dict[LossName, float] = Field(
-        default="dpo", description="loss over pairs (docs/losses.md), or several with weights; sigmoid is dpo"
+        default="dpo", description="preference loss (docs/losses.md), or a map of losses to weights; sigmoid is dpo"
     )
-    reference_policy_kl_penalty: float = Field(default=0.1, gt=0, description="beta")
+    reference_policy_kl_penalty: float = Field(default=0.1, gt=0, description="beta, the strength of the penalty")
     preference_loss_weight: float = Field(default=1.0, ge=0, description="weight of the preference loss")
     sft_loss_weight: float = Field(default=0.0, ge=0, description="weight of the SFT loss on the chosen completion")
     preference_average_log_probs: bool = Field(
-        default=False, description="divide log-probabilities by completion length in the preference loss"
+        default=False, description="average log-probabilities over completion tokens in the preference loss"
     )
     sft_average_log_probs: bool = Field(
         default_factory=lambda set_before: set_before.get("preference_average_log_probs", False),
-        description="the same in the SFT loss; default: as preference_average_log_probs",
+        description="the same in the SFT loss; default: same as preference_average_log_probs",
     )
-    label_smoothing: float = Field(default=0.0, ge=0, le=0.5, description="share of labels taken to be wrong")
-    gt_reward_scale: float = Field(default=1.0, gt=0, description="factor of the data's scores in the rpo losses")
-    simpo_gamma: float = Field(default=0.5, ge=0, description="simpo: the margin asked for")
-    orpo_lambda: float = Field(default=1.0, gt=0, description="orpo: weight of the odds ratio")
-    cpo_alpha: float = Field(default=1.0, ge=0, description="cpo: weight of its own SFT term")
+    label_smoothing: float = Field(default=0.0, ge=0, le=0.5, description="assumed share of wrong labels")
+    gt_reward_scale: float = Field(default=1.0, gt=0, description="rpo losses: factor for the scores in the data")
+    simpo_gamma: float = Field(default=0.5, ge=0, description="simpo: target margin")
+    orpo_lambda: float = Field(default=1.0, gt=0, description="orpo: weight of the odds-ratio term")
+    cpo_alpha: float = Field(default=1.0, ge=0, description="cpo: weight of the SFT term in the loss")
     discopop_tau: float = Field(default=0.05, gt=0, le=1, description="discopop: temperature of the mixture")
     ld_alpha: Share | None = Field(
-        default=None, description="LD-DPO: weight of tokens beyond the pair's shorter completion; null: as 1"
+        default=None, description="LD-DPO: weight of tokens beyond the length of the shorter completion; null: 1"
     )
-    wpo: bool = Field(default=False, description="WPO: weigh each pair by how likely the policy finds it")
+    wpo: bool = Field(default=False, description="WPO: weight each pair by its probability under the policy")
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
-        default="reverse_kl", description="what holds the policy to the reference"
+        default="reverse_kl", description="divergence that keeps the policy close to the reference"
     )
     f_alpha: float = Field(
         default=1.0,
         ge=0,
         description="order of the alpha divergence; 1: reverse KL, 0: forward KL; 1 - alpha of arXiv:2309.16240",
     )
-    max_num_epochs: Positive = Field(default=1, description="passes over the training pairs; whichever ends first")
+    max_num_epochs: Positive = Field(
+        default=1, description="passes over the training pairs; training ends here or at max_num_steps"
+    )
     max_num_steps: Positive | None = Field(
-        default=None, description="optimizer steps; null: as many as the epochs hold"
+        default=None, description="most optimizer steps; null: all steps of max_num_epochs"
     )
     early_stopping_patience: Positive | None = Field(
         default=None,
-        description="stop after so many validations without improvement of checkpointing.metric_name, and export the best "
+        description="stop after this many validations without improvement of checkpointing.metric_name, and export the best "
         "checkpoint; null: never",
     )
-    val_period: int = Field(default=25, description="steps between validations; <= 0 turns off")
-    val_batches: int | None = Field(default=None, description="batches per validation set; null or <= 0: all")
+    val_period: int = Field(default=25, description="steps between validations; <= 0: none during training")
+    val_batches: int | None = Field(default=None, description="most batches per validation set; null or <= 0: all")
     val_global_batch_size: Positive | None = Field(
-        default=None, description="pairs packed together in validation; null: as policy.train_global_batch_size"
+        default=None, description="pairs per validation batch; null: same as policy.train_global_batch_size"
     )
     val_at_start: bool = Field(default=True, description="validate before the first step")
     val_at_end: bool = Field(default=True, description="validate after the last step")
 
     @property
     def validates(self) -> bool:
-        """Whether validation sets are measured at all."""
+        """Whether any validation runs."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end
 
     @property
     def per_token(self) -> bool:
-        """Whether rewards are averages over a completion's tokens, not sums."""
+        """Whether rewards are averaged over the tokens of a completion, not summed."""
         return self.preference_average_log_probs or averages(self.preference_loss)
 
     @field_validator("preference_loss", mode="before")
@@ -78,7 +80,7 @@ class Dpo(Section):
 
     @model_validator(mode="after")
     def _losses_read_what_is_set(self) -> "Dpo":
-        # By value, not by what was given: a resolved configuration gives every key, most of them by default.
+        # Compares values with defaults: a resolved configuration sets every key, so being set says nothing.
         values = {name: getattr(self, name) for name in type(self).model_fields}
         changed = [name for name, field in type(self).model_fields.items() if values[name] != field.default]
         if reasons := unsupported_settings(self.preference_loss, values, changed):
@@ -89,6 +91,7 @@ class Dpo(Section):
     def _some_loss(self) -> "Dpo":
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError(
-                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so nothing would be learned"
+                "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to train. "
+                "Raise one of them"
             )
         return self

@@ -1,20 +1,22 @@
-"""The section `logger`: trackers beside metrics.jsonl, and what is measured of the GPUs."""
+"""The section `logger`: experiment trackers and GPU monitoring."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tandem.config.sections.section import PathText, Section
+from tandem.terminal.commands import install_command
 
 
 class Wandb(Section):
     """Weights & Biases."""
 
     project: str = Field(default="tandem", description="W&B project")
-    name: str | None = Field(default=None, description="name of the run there; null: the run directory's")
-    entity: str | None = Field(default=None, description="user or team; null: W&B's own default")
+    name: str | None = Field(default=None, description="W&B run name; null: the name of the run directory")
+    entity: str | None = Field(default=None, description="W&B user or team; null: W&B's default")
     mode: Literal["online", "offline"] | None = Field(
-        default=None, description="offline: kept on disk for `wandb sync`; null: $WANDB_MODE, without it online"
+        default=None,
+        description="offline: keep on disk for `wandb sync`; null: $WANDB_MODE, or online if it is not set",
     )
 
 
@@ -22,27 +24,27 @@ class Tensorboard(Section):
     """TensorBoard."""
 
     log_dir: PathText | None = Field(
-        default=None, description="folder of its event files; null: {logger.log_dir}/tensorboard"
+        default=None, description="folder for event files; null: {logger.log_dir}/tensorboard"
     )
 
 
 class Mlflow(Section):
     """MLflow."""
 
-    experiment_name: str = Field(default="tandem", description="MLflow experiment, made where it is not there")
-    run_name: str | None = Field(default=None, description="name of the run there; null: the run directory's")
+    experiment_name: str = Field(default="tandem", description="MLflow experiment; created if missing")
+    run_name: str | None = Field(default=None, description="MLflow run name; null: the name of the run directory")
     tracking_uri: str | None = Field(
         default=None,
-        description="server or database; null: $MLFLOW_TRACKING_URI, without it sqlite:///{logger.log_dir}/mlflow.db",
+        description="server or database; null: $MLFLOW_TRACKING_URI, or sqlite:///{logger.log_dir}/mlflow.db if it is not set",
     )
 
 
 class GpuMonitoring(Section):
-    """How often the GPUs are looked at."""
+    """How often the GPUs are sampled."""
 
-    collection_interval: float = Field(default=10.0, gt=0, description="seconds between two looks at the GPUs")
+    collection_interval: float = Field(default=10.0, gt=0, description="seconds between samples")
     flush_interval: float = Field(
-        default=10.0, gt=0, description="seconds summarised in one record; collection_interval or more"
+        default=10.0, gt=0, description="seconds summarised in one record; at least collection_interval"
     )
 
     @model_validator(mode="after")
@@ -50,53 +52,54 @@ class GpuMonitoring(Section):
         if self.flush_interval < self.collection_interval:
             raise ValueError(
                 f"logger.gpu_monitoring.flush_interval = {self.flush_interval:g} is below collection_interval = "
-                f"{self.collection_interval:g}, so there would be nothing to write; raise it or lower the other"
+                f"{self.collection_interval:g}, so some records would have no samples. Raise it, or lower "
+                "collection_interval"
             )
         return self
 
 
 class Logger(Section):
-    """Trackers beside metrics.jsonl, which is always written."""
+    """Experiment trackers, in addition to metrics.jsonl, which is always written."""
 
     log_dir: PathText | None = Field(
         default=None,
-        description="what trackers write on disk; given: a folder of the run directory's name in it; null: {run.dir}/logs",
+        description="folder for tracker files, in a subfolder named like the run directory; null: {run.dir}/logs",
     )
-    wandb_enabled: bool = Field(default=False, description="track with W&B: pip install 'tandem-dpo[wandb]'")
+    wandb_enabled: bool = Field(default=False, description=f"log to W&B; needs {install_command('wandb')}")
     tensorboard_enabled: bool = Field(
-        default=False, description="track with TensorBoard: pip install 'tandem-dpo[tensorboard]'"
+        default=False, description=f"log to TensorBoard; needs {install_command('tensorboard')}"
     )
-    mlflow_enabled: bool = Field(default=False, description="track with MLflow: pip install 'tandem-dpo[mlflow]'")
-    wandb: Wandb = Field(default=Wandb(), description="W&B")
-    tensorboard: Tensorboard = Field(default=Tensorboard(), description="TensorBoard")
-    mlflow: Mlflow = Field(default=Mlflow(), description="MLflow")
+    mlflow_enabled: bool = Field(default=False, description=f"log to MLflow; needs {install_command('mlflow')}")
+    wandb: Wandb = Field(default=Wandb(), description="settings of W&B")
+    tensorboard: Tensorboard = Field(default=Tensorboard(), description="settings of TensorBoard")
+    mlflow: Mlflow = Field(default=Mlflow(), description="settings of MLflow")
     num_val_samples_to_print: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="prompts of the first validation set whose answers are shown at every validation, the policy's beside "
-        "the reference's",
+        description="number of prompts of the first validation set to answer at every validation; prints the answers of "
+        "policy and reference",
     )
     monitor_gpus: bool = Field(
         default=True,
-        description="GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; on a CPU nothing",
+        description="log GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; no effect on a CPU",
     )
-    gpu_monitoring: GpuMonitoring = Field(default=GpuMonitoring(), description="how often")
+    gpu_monitoring: GpuMonitoring = Field(default=GpuMonitoring(), description="how often GPUs are sampled")
 
     @property
     def enabled(self) -> list[str]:
-        """Names of the trackers in use."""
+        """Names of the enabled trackers."""
         return [name for name in ("tensorboard", "wandb", "mlflow") if getattr(self, f"{name}_enabled")]
 
     @model_validator(mode="after")
     def _settings_are_read(self) -> "Logger":
-        # Whoever says `wandb_enabled: false` has switched it off, settings and all; whoever never said so forgot it.
+        # `wandb_enabled: false` switches W&B off on purpose, so its settings are allowed. Without it they are an oversight.
         for name in ("tensorboard", "wandb", "mlflow"):
-            said = f"{name}_enabled" in self.model_fields_set
+            is_decided = f"{name}_enabled" in self.model_fields_set
             section = getattr(self, name)
             changed = section.model_dump().items() - type(section)().model_dump().items()
-            if changed and not said:
+            if changed and not is_decided:
                 key, value = min(changed)
                 raise ValueError(
-                    f"logger.{name}.{key} = {value} is read by nobody: {name} is not enabled. Set "
-                    f"logger.{name}_enabled=true, or false if you mean it"
+                    f"logger.{name}.{key} = {value} has no effect: {name} is not enabled. Set "
+                    f"logger.{name}_enabled=true, or false to keep it off"
                 )
         return self

@@ -1,4 +1,4 @@
-"""The key `policy.scheduler`: a schedule by name and share of the run, or torch's schedulers in absolute steps."""
+"""The key `policy.scheduler`: a named schedule over shares of the run, or torch's schedulers in absolute steps."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -7,47 +7,49 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from tandem.config.sections.section import Positive, Section, Share
 
 WarmupRatio = Annotated[float, Field(ge=0, lt=1)]
-WARMUP = "share of the run's steps over which the rate rises linearly from 0"
-MIN_LR = "the rate at the end, as a share of the learning rate"
+WARMUP_DESCRIPTION = "share of the run's steps in which the learning rate rises linearly from 0"
+MIN_LR_DESCRIPTION = "final learning rate, as a share of the peak"
 
 
 class LinearSchedule(Section):
-    """Warm-up, then a straight line down."""
+    """Warm-up, then linear decay."""
 
     name: Literal["linear"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
-    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
 
 
 class CosineSchedule(Section):
-    """Warm-up, then half a cosine down."""
+    """Warm-up, then cosine decay."""
 
     name: Literal["cosine"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
-    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
 
 
 class ConstantSchedule(Section):
-    """Warm-up, then the learning rate."""
+    """Warm-up, then a constant learning rate."""
 
     name: Literal["constant"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
 
 
 class WsdSchedule(Section):
-    """Warm-up, the learning rate, and a straight line down at the end (warmup-stable-decay)."""
+    """Warm-up, a constant learning rate, and linear decay at the end (warmup-stable-decay)."""
 
     name: Literal["wsd"]
-    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP)
-    decay_ratio: Share = Field(default=0.1, description="share of the run's steps, its last, over which the rate falls")
-    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR)
+    warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
+    decay_ratio: Share = Field(
+        default=0.1, description="share of the run's steps, at its end, in which the learning rate falls"
+    )
+    min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "WsdSchedule":
         if self.warmup_ratio + self.decay_ratio > 1 + 1e-9:
             raise ValueError(
-                f"policy.scheduler: warmup_ratio = {self.warmup_ratio:g} and decay_ratio = {self.decay_ratio:g} are more "
-                "than the whole run: lower one until they add up to 1 or less"
+                f"policy.scheduler: warmup_ratio = {self.warmup_ratio:g} and decay_ratio = {self.decay_ratio:g} add up to more "
+                "than the run. Lower one until they add up to at most 1"
             )
         return self
 
@@ -79,7 +81,7 @@ class Scheduler(Section):
 
 
 class Milestones(Section):
-    """The steps at which the next scheduler of a list takes over."""
+    """The steps at which the next scheduler in a list takes over."""
 
     milestones: list[Positive]
 
@@ -88,31 +90,31 @@ def _name(given: Any) -> str:
     return str(given.get("name") or "") if isinstance(given, dict) else getattr(given, "name", "")
 
 
-def _understood(given: Any) -> Any:
-    """Refuse in one sentence what is neither of the two forms: pydantic would write one for each form it tried."""
+def _check_form(given: Any) -> Any:
+    """Refuse values of neither form with one message. pydantic would write one for each form it tried."""
     if isinstance(given, str):
         shown = f"{{name: {given if given in NAMED else 'cosine'}, warmup_ratio: 0.1}}"
-        raise ValueError(f"policy.scheduler = {given} is a text; write a mapping, such as {shown}")
+        raise ValueError(f"policy.scheduler = {given} is text, not a mapping. Write {shown}, for example")
     if isinstance(given, list) and any(_name(one) in NAMED for one in given):
         raise ValueError(
-            "policy.scheduler is a list, which takes torch's schedulers and milestones; a schedule by name is written alone, "
-            "such as {name: cosine, warmup_ratio: 0.1}"
+            "policy.scheduler is a list, which is for torch's schedulers and milestones. Write a named schedule without a "
+            "list: {name: cosine, warmup_ratio: 0.1}"
         )
     if not isinstance(given, dict):
         return given
     name = _name(given)
     if not name:
-        raise ValueError(f"policy.scheduler has no name; set policy.scheduler.name to {', '.join(NAMED)}")
+        raise ValueError(f"policy.scheduler has no name. Set policy.scheduler.name to {', '.join(NAMED)}")
     if name in NAMED:
         known = NAMED[name].model_fields
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
-                f"policy.scheduler.{unknown[0]} is not a setting of the schedule {name}, which takes {', '.join(known)}. "
-                "Steps in absolute numbers are torch's schedulers' (docs/keys.md, Schedules)"
+                f"policy.scheduler.{unknown[0]} is not a setting of the schedule {name}, which has {', '.join(known)}. "
+                "For absolute steps, use torch's schedulers (docs/keys.md, Schedules)"
             )
     elif name not in get_args(TorchName):
         raise ValueError(
-            f"policy.scheduler.name = {name} is not known; there are {', '.join(NAMED)}, and torch's: "
+            f"policy.scheduler.name = {name} is not a known schedule. Use one of {', '.join(NAMED)}, or one of torch's: "
             f"{', '.join(get_args(TorchName))}"
         )
     return given
@@ -133,7 +135,7 @@ Schedule = Annotated[
     | Annotated[ConstantSchedule, Tag("scheduler-constant")]
     | Annotated[WsdSchedule, Tag("scheduler-wsd")],
     Discriminator(_kind),
-    BeforeValidator(_understood),
+    BeforeValidator(_check_form),
 ]
 
 WARM_UP_THEN_CONSTANT: list[Scheduler | Milestones] = [

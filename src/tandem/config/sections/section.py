@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of. Imports no torch."""
+"""The base class and field types of all configuration sections. Does not import torch."""
 
 import os
 from typing import Annotated, Any
@@ -10,38 +10,38 @@ EMBEDDED = "embedded"
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-MAX_NAME_BYTES = 255  # of a file, on every usual file system
-MAX_PATH_BYTES = 3000  # of the 4,096 that Linux takes, so that files of tandem's fit below
-LARGEST_INT = 2**63 - 1  # of torch and numpy
-MAX_SCORE = 3.4028234663852886e38  # the largest float32, as which scores are stored
+MAX_NAME_BYTES = 255  # of a file name, on all common file systems
+MAX_PATH_BYTES = 3000  # Linux allows 4,096; the rest is for files that tandem writes below the path
+LARGEST_INT = 2**63 - 1  # in torch and numpy
+MAX_SCORE = 3.4028234663852886e38  # the largest float32; scores are stored as float32
 
 
-def in_home(path: str) -> str:
-    """A path with ~ as the home directory it stands for: shells leave it as it is after key= and inside quotes."""
+def expand_home(path: str) -> str:
+    """Expand ~ to the home directory. Shells do not expand it after key= or inside quotes."""
     return os.path.expanduser(path)  # noqa: PTH111 - pathlib would also drop a trailing slash and a leading ./
 
 
-def _possible(path: str) -> str:
-    """Refuse what no file can be called: every question whether it is there would be an error."""
+def _check_possible(path: str) -> str:
+    """Refuse text that cannot be a path: checking whether it exists would raise an error."""
     try:
         parts = os.fsencode(path).split(b"/")
     except UnicodeEncodeError:
-        raise PydanticCustomError("path_characters", "it has characters that no name of a file has") from None
+        raise PydanticCustomError("path_characters", "it has characters that file names cannot have") from None
     if b"\0" in os.fsencode(path):
-        raise PydanticCustomError("path_characters", "it has characters that no name of a file has")
+        raise PydanticCustomError("path_characters", "it has characters that file names cannot have")
     if max(map(len, parts)) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise PydanticCustomError("path_length", "it is too long to be a path")
     return path
 
 
-# What may be a path, or the text itself.
-PathOrText = Annotated[str, AfterValidator(in_home)]
-# What may be a path: a file or folder, or a pattern, where that can also be a name of the hub or embedded.
-PathText = Annotated[PathOrText, AfterValidator(_possible)]
+# A path, or the text itself.
+PathOrText = Annotated[str, AfterValidator(expand_home)]
+# A path of a file or folder; depending on the key also a glob pattern, a hub name or `embedded`.
+PathText = Annotated[PathOrText, AfterValidator(_check_possible)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: closed, frozen, and strict about types."""
+    """A section of the configuration: refuses unknown keys, is frozen, and is strict about types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -13,8 +13,9 @@ from tandem.data.store.pool import Died, Stalled, in_a_process
 from tandem.data.text.sentencepiece_model import SAVED_AS, SentencePiece
 from tandem.errors import ConfigError
 from tandem.storage.cache import cache_dir, content_of, fingerprint, refuse_outside
+from tandem.terminal.commands import install_command
 
-INSTALL = "pip install 'tandem-dpo[sentencepiece]'"
+INSTALL = f"In the tandem checkout, run {install_command('sentencepiece')}."
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 MORE_TEMPLATES = "additional_chat_templates"  # transformers reads the templates in this folder too
@@ -231,7 +232,7 @@ def _from_folder(folder: Path) -> Any:
     model = folder / "tokenizer.model"
     bare = model.is_file() and not (folder / "tokenizer.json").is_file()
     if bare and not _installed():
-        raise ConfigError(f"{folder}: its tokenizer.model needs the sentencepiece package: {INSTALL}")
+        raise ConfigError(f"{folder}: its tokenizer.model needs the sentencepiece package. {INSTALL}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         differs = bare and not _agree(tokenizer, SentencePiece(model), (PLAIN,))
@@ -259,7 +260,7 @@ def _read_sentencepiece(file: Path, place: str) -> SentencePiece:
     if not file.is_file():
         raise ConfigError(f"{place}: there is no such file. Give the path of a SentencePiece model.")
     if not _installed():
-        raise ConfigError(f"{place}: a SentencePiece model needs the sentencepiece package: {INSTALL}")
+        raise ConfigError(f"{place}: a SentencePiece model needs the sentencepiece package. {INSTALL}")
     try:
         tokenizer = SentencePiece(file)
     except Exception:  # the library's errors differ from version to version

@@ -20,6 +20,7 @@ from tandem.model.load import empty_model, load_policy
 from tandem.model.lora.files import TrainedAdapter, read_adapter
 from tandem.model.policy import Policy
 from tandem.storage.cache import fingerprint
+from tandem.terminal.commands import install_command
 from tandem.terminal.printable import listed
 
 ADAPTER = "default"  # peft's name for a single adapter
@@ -248,7 +249,10 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
     if device.type != "cuda":
         raise MachineError(f"{key}: quantised weights need a CUDA device, and this machine has none. Leave it out.")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f'{key}: needs the package bitsandbytes: pip install "tandem-dpo[qlora]", or leave it out.')
+        raise ConfigError(
+            f"{key}: the package bitsandbytes is not installed. In the tandem checkout, run {install_command('qlora')}, "
+            "or leave it out."
+        )
 
 
 def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:

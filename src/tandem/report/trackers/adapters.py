@@ -1,4 +1,4 @@
-"""One class per tracker: an Opening in; metrics of a step written there. Each imports its package when it is opened."""
+"""One class per tracker, which writes the metrics of each step. Each imports its package when it is opened."""
 
 import hashlib
 import json
@@ -28,14 +28,14 @@ NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the trackers are told of a run before its first record."""
+    """What trackers need to know about a run before its first record."""
 
-    run: str  # its directory
+    run: str  # the run directory
     log_dir: str
-    step: int  # that it goes on from
-    kept: list[tuple[int, Metrics]]  # what metrics.jsonl says of that step
+    step: int  # that the run resumes from; 0 for a new run
+    kept: list[tuple[int, Metrics]]  # the records of that step in metrics.jsonl
     settings: dict[str, Any]  # the section `logger`
-    config: dict[str, Any]  # the whole configuration, as config.yaml shows it
+    config: dict[str, Any]  # the configuration as in config.yaml
 
     @property
     def name(self) -> str:
@@ -43,9 +43,9 @@ class Opening:
 
 
 class Tracker(Protocol):
-    """Where the numbers of a run go, beside metrics.jsonl."""
+    """A destination for the metrics of a run, in addition to metrics.jsonl."""
 
-    place: str  # where to look at them
+    place: str  # URL or path where the user can see them
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
@@ -53,21 +53,21 @@ class Tracker(Protocol):
 
 
 class Tensorboard:
-    """Event files. Steps done anew hide what was written of them before."""
+    """TensorBoard event files. Repeated steps hide their earlier events."""
 
     def __init__(self, opening: Opening):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._events: Any = event_pb2  # its names are made at run time
+        self._events: Any = event_pb2  # its names are generated at run time
         self._summaries: Any = summary_pb2
         given = opening.settings["tensorboard"]["log_dir"]
         self.place = given or str(Path(opening.log_dir) / "tensorboard")
-        goes_on = KeptRuns(opening.run).find("tensorboard", self.place) is not None
+        is_resumed = TrackerRuns(opening.run).find("tensorboard", self.place) is not None
         self._writer = EventFileWriter(self.place, flush_secs=5)
-        if goes_on:
-            # Readers forget every event of this step and later ones that stands in an earlier file.
+        if is_resumed:
+            # Readers discard all events of this step and later ones in earlier files.
             start = self._events.SessionLog
             self._write(opening.step, session_log=start(status=start.START))
             for step, metrics in opening.kept:
@@ -75,7 +75,7 @@ class Tensorboard:
         else:
             flat = {key: _scalar(value) for key, value in flattened(opening.config)}
             self._write(0, summary=hparams_pb(flat))
-            KeptRuns(opening.run).keep("tensorboard", self.place, "events")
+            TrackerRuns(opening.run).keep("tensorboard", self.place, "events")
 
     def log(self, step: int, metrics: Metrics) -> None:
         value = self._summaries.Summary.Value
@@ -90,14 +90,14 @@ class Tensorboard:
 
 
 class Wandb:
-    """A W&B run, the same one when the run goes on. Steps that it has already are ignored there."""
+    """A W&B run, continued when the run is resumed. W&B ignores steps that it already has."""
 
     def __init__(self, opening: Opening):
         import wandb
 
         settings = opening.settings["wandb"]
         where = f"{settings['entity'] or ''}/{settings['project']}"
-        kept = KeptRuns(opening.run)
+        kept = TrackerRuns(opening.run)
         run_id = kept.find("wandb", where) or secrets.token_hex(4)
         kept.keep("wandb", where, run_id)
         Path(opening.log_dir).mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class Wandb:
             mode=settings["mode"],
             id=run_id,
             resume="allow",
-            dir=opening.log_dir,  # it makes the folder `wandb` there
+            dir=opening.log_dir,  # W&B creates the folder `wandb` there
             config=opening.config,
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
@@ -117,7 +117,7 @@ class Wandb:
         self._reached = opening.step
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # W&B drops what is of an earlier step than the last, as the export of a run that stopped early is.
+        # W&B drops records of steps before the last one, such as the export of a run that stopped early.
         self._reached = max(self._reached, step)
         self._run.log(metrics, step=self._reached)
 
@@ -126,7 +126,7 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run, the same one when the run goes on. What it has already is not written again."""
+    """An MLflow run, continued when the run is resumed. Metrics that it already has are not written again."""
 
     def __init__(self, opening: Opening):
         from mlflow import MlflowClient
@@ -139,7 +139,7 @@ class Mlflow:
             uri = f"sqlite:///{Path(opening.log_dir).resolve()}/mlflow.db"
         refuse_other_database(uri)
         self._client = MlflowClient(tracking_uri=uri)
-        kept = KeptRuns(opening.run)
+        kept = TrackerRuns(opening.run)
         found = kept.find("mlflow", uri)
         self._reached: dict[str, int] | None = None if found is None else {}
         if found is None:
@@ -172,7 +172,7 @@ class Mlflow:
             self._client.log_batch(self._id, metrics=new)
 
     def _has(self, name: str, step: int) -> bool:
-        """Whether the run had this metric at this step before it went on: MLflow would show it twice."""
+        """Whether the MLflow run had this metric at this step before it was resumed. MLflow would show it twice."""
         if self._reached is None:
             return False
         if name not in self._reached:
@@ -205,8 +205,8 @@ def refuse_other_database(uri: str) -> None:
 TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "mlflow": Mlflow}
 
 
-class KeptRuns:
-    """`trackers.json` of a run directory: which run of each tracker is this one's, and where."""
+class TrackerRuns:
+    """`trackers.json` in a run directory: the ID and address of the run in each tracker."""
 
     def __init__(self, run: str):
         self._path = Path(run) / "trackers.json"
@@ -222,7 +222,7 @@ class KeptRuns:
             file.write(text)
 
     def _read(self) -> dict[str, Any]:
-        """What is kept; nothing where the file is damaged: a tracker then begins a run of its own."""
+        """The content of the file; empty if it is damaged, so that trackers start new runs."""
         try:
             kept = read_json(self._path)
         except ValueError:
@@ -231,12 +231,12 @@ class KeptRuns:
 
 
 def _digest(where: str) -> str:
-    """An address may hold a password: enough of it to know it again."""
+    """A hash to recognise an address by, because an address may contain a password."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"a": {"b": 1}} -> ("a.b", 1)"""
+    """Flatten nested mappings. {"a": {"b": 1}} -> ("a.b", 1)"""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
-"""The trackers' own process: an Opening and records in, a JSON object a line; an answer to each out, the same way.
+"""The process that runs the trackers. Reads an Opening and records as lines of JSON, and answers each with one.
 
-A tracker may hang, print, take over signals and hold up the end of its process. Here it does so to nobody but itself: the
-run can always leave, or kill this process (feed.py).
+Trackers may hang, print, replace signal handlers and delay the exit of their process. In a separate process this does not
+affect the run, which can always kill it (tracking.py).
 """
 
 import json
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0
-# How long the end of a run waits for its trackers, at most; and this process, if the run has died.
+# How long a run waits for its trackers at its end, and this process for them if the run has died.
 CLOSE_SECONDS = 10.0
 
 
 def main() -> None:
-    # The pipes to the run are for messages alone. Trackers print where errors go, to a file (feed.py), and processes that
+    # The pipes to the run carry messages only. Trackers print to standard error, a file (tracking.py), and processes that
     # they start inherit neither pipe.
     messages, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(messages, lines), daemon=True).start()
-    group = Group()
+    group = TrackerGroup()
     while (line := lines.get()) is not None:
         answers.write(json.dumps(group.answer(json.loads(line))) + "\n")
         answers.flush()
@@ -41,38 +41,41 @@ def _read(messages: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
     for line in messages:
         lines.put(line)
     lines.put(None)
-    # The run has gone. Whatever still hangs then, a tracker or what it does when its process ends, is cut off.
+    # The run has ended. A tracker that still hangs, or hangs while its process exits, is cut off.
     time.sleep(CLOSE_SECONDS)
     os._exit(1)
 
 
-class Group:
-    """All trackers of a run; one that fails again and again is dropped, and the others go on."""
+class TrackerGroup:
+    """All trackers of a run. One that keeps failing is dropped, and the others continue."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tracker] = {}
         self._failed: dict[str, str] = {}
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Do what a message asks; say which trackers failed over it, and where one that was opened is."""
+        """Handle a message; return which trackers failed, and the place of a tracker that was opened."""
         self._failed = {}
         if "opening" in message:
-            return {"place": self._opened(message["tracker"], Opening(**message["opening"])), "failed": self._failed}
+            return {
+                "place": self._open_tracker(message["tracker"], Opening(**message["opening"])),
+                "failed": self._failed,
+            }
         for name, tracker in list(self._open.items()):
             if "metrics" in message:
-                self._tried(name, lambda tracker=tracker: tracker.log(message["step"], message["metrics"]))
+                self._try(name, lambda tracker=tracker: tracker.log(message["step"], message["metrics"]))
             else:
-                self._tried(name, tracker.close)
+                self._try(name, tracker.close)
         return {"place": None, "failed": self._failed}
 
-    def _opened(self, name: str, opening: Opening) -> str | None:
-        tracker = self._tried(name, lambda: TRACKERS[name](opening))
+    def _open_tracker(self, name: str, opening: Opening) -> str | None:
+        tracker = self._try(name, lambda: TRACKERS[name](opening))
         if tracker is None:
             return None
         self._open[name] = tracker
         return tracker.place
 
-    def _tried(self, name: str, call: Callable[[], T]) -> T | None:
+    def _try(self, name: str, call: Callable[[], T]) -> T | None:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return call()

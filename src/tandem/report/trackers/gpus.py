@@ -1,4 +1,4 @@
-"""How busy and how full the GPUs are, looked at by a thread of its own: gpu.jsonl, and the newest summary for trackers."""
+"""Samples GPU utilisation and memory in a thread; writes gpu.jsonl and keeps the newest summary for trackers."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def sample_gpus() -> dict[str, float]:
-    """Every visible GPU as nvidia-smi would show it now: percent of time busy, GiB used and there."""
+    """Utilisation in percent, and used and total memory in GiB, of every visible GPU, as nvidia-smi shows them."""
     found: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
         found[f"gpu.{number}.util"] = float(torch.cuda.utilization(number))
@@ -25,7 +25,7 @@ def sample_gpus() -> dict[str, float]:
 
 
 class GpuMonitor:
-    """Looks at the GPUs every collection_interval; sums up every flush_interval."""
+    """Samples the GPUs every collection_interval; writes a summary every flush_interval."""
 
     def __init__(
         self,
@@ -41,37 +41,37 @@ class GpuMonitor:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """The newest summary, once."""
+        """The newest summary; empty if it was taken already."""
         newest, self._newest = self._newest, {}
         return newest
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(1)  # a driver that hangs is left behind
+        self._thread.join(1)  # does not wait for a driver that hangs
 
     def _watch(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_own(self._path, "a") as file:
                 while not self._stop.is_set():
-                    summary = summed_up(self._samples())
+                    summary = summarise(self._samples())
                     if summary:
                         self._newest = summary
                         file.write(json.dumps({"time": time.time(), **summary}) + "\n")
                         file.flush()
-        except Exception as error:  # by the driver, its library, the disk: none of them a reason to stop training
-            self._warn(f"GPUs are not monitored: {type(error).__name__}: {error}")
+        except Exception as error:  # of the driver, its library or the disk: no reason to stop training
+            self._warn(f"GPU monitoring is switched off: {type(error).__name__}: {error}")
 
     def _samples(self) -> list[dict[str, float]]:
-        """What is seen in one flush_interval, or until the end."""
+        """The samples of one flush_interval, or until the monitor is closed."""
         samples, end = [], time.monotonic() + self._intervals.flush_interval
         while time.monotonic() < end and not self._stop.wait(self._intervals.collection_interval):
             samples.append(self._sample())
         return samples
 
 
-def summed_up(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Utilisation as its mean, memory as its peak.
+def summarise(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Mean utilisation and peak memory.
 
     [{"gpu.0.util": 50, "gpu.0.mem_gb": 1}, {"gpu.0.util": 100, "gpu.0.mem_gb": 3}] -> {"gpu.0.util": 75, "gpu.0.mem_gb": 3}
     """

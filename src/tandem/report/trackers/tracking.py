@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl in; the same numbers, under trackers' names, to every tracker of the run."""
+"""Sends the records of metrics.jsonl to every tracker of the run, in a background thread and a separate process."""
 
 import importlib.util
 import json
@@ -22,11 +22,12 @@ from tandem.report.trackers.adapters import Metrics, Opening
 from tandem.report.trackers.child import CLOSE_SECONDS
 from tandem.report.trackers.gpus import GpuMonitor
 from tandem.storage.ownership import open_own
+from tandem.terminal.commands import install_command
 from tandem.terminal.printable import without_password
 
 QUEUE_RECORDS = 1000
 SLOW_SECONDS = 30.0
-# -P: a folder `wandb` in the working directory is not the package.
+# -P: do not import a folder `wandb` in the working directory instead of the package.
 CHILD = (sys.executable, "-P", "-m", "tandem.report.trackers.child")
 
 
@@ -34,15 +35,15 @@ def check_packages(logger: Logger) -> None:
     """Refuse a tracker whose package is not installed."""
     for name in logger.enabled:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a mere folder of that name has no origin
+        if spec is None or spec.origin is None:  # a plain folder of that name has no origin
             raise ConfigError(
-                f"logger.{name}_enabled = true: the package {name} is not installed. Run pip install 'tandem-dpo[{name}]', "
-                f"or set logger.{name}_enabled=false."
+                f"logger.{name}_enabled = true: the package {name} is not installed. In the tandem checkout, run "
+                f"{install_command(name)}, or set logger.{name}_enabled=false."
             )
 
 
 class Feed:
-    """A queue that never blocks, a thread that empties it into the trackers' process, and a count of what was lost."""
+    """A queue that never blocks, a thread that sends it to the trackers' process, and a count of lost records."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class Feed:
         self._left = list(trackers)
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._num_put = self._num_delivered = 0
-        self._asked_at: float | None = None  # of what has not been answered yet
-        self._said_slow = False
+        self._asked_at: float | None = None  # time of the message that has no answer yet
+        self._warned_slow = False
         self._killed = False
         log = Path(opening.log_dir) / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        # A session of its own: Ctrl-C is for the run, which then tells the trackers.
+        # A new session, so that Ctrl-C reaches only the run, which then closes the trackers.
         with open_own(log, "ab") as errors:
             self._process = subprocess.Popen(
                 CHILD,
@@ -77,22 +78,22 @@ class Feed:
         self._thread.start()
 
     def put(self, step: int, metrics: Metrics) -> None:
-        """Give a record to the trackers, or count it as lost where they are too far behind."""
-        if not self._left:  # said already
+        """Queue a record for the trackers, or count it as lost if the queue is full."""
+        if not self._left:  # the user was warned when the last one was switched off
             return
         self._num_put += 1
         asked_at = self._asked_at
-        if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS and not self._said_slow:
-            self._said_slow = True
+        if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS and not self._warned_slow:
+            self._warned_slow = True
             names = ", ".join(self._left)
             self._warn(
-                f"{names}: no answer for {SLOW_SECONDS:g} seconds. The run goes on; metrics.jsonl has everything."
+                f"{names}: no answer for {SLOW_SECONDS:g} seconds. The run continues; metrics.jsonl has every record."
             )
         if self._queue.qsize() < QUEUE_RECORDS:
             self._queue.put({"step": step, "metrics": metrics})
 
     def close(self) -> None:
-        """Wait for what is still under way, but not for long; say what did not arrive."""
+        """Wait for pending records up to CLOSE_SECONDS, and warn about those that were not delivered."""
         self._queue.put({"close": True})
         self._thread.join(CLOSE_SECONDS)
         names = ", ".join(self._left)
@@ -107,7 +108,7 @@ class Feed:
             self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was cut off.")
 
     def _deliver(self) -> None:
-        """The thread: one message after another, each answered before the next."""
+        """The thread: send one message after another, and wait for each answer."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -119,10 +120,10 @@ class Feed:
                     break
         except OSError as error:
             if not self._killed:
-                self._warn(f"trackers are switched off: their process ended ({error}). The run goes on without them.")
+                self._warn(f"trackers are switched off: their process ended ({error}). The run continues without them.")
                 self._left = []
         finally:
-            with suppress(OSError):  # of what could not be written any more
+            with suppress(OSError):  # buffered text that can no longer be written
                 stdin.close()
             self._process.wait()
 
@@ -138,7 +139,9 @@ class Feed:
         if answer["place"]:
             self._say(f"Tracked by {message['tracker']}: {answer['place']}")
         for name, reason in answer["failed"].items():
-            self._warn(f"{name} is switched off: {reason.rstrip('.')}. The run goes on; metrics.jsonl has everything.")
+            self._warn(
+                f"{name} is switched off: {reason.rstrip('.')}. The run continues; metrics.jsonl has every record."
+            )
             self._left.remove(name)
 
 
@@ -147,7 +150,7 @@ HARDWARE = "hardware"
 
 
 class Tracking:
-    """What the loop tells every record to. Without trackers it does nothing."""
+    """Takes every record of the training loop. Without trackers it does nothing."""
 
     def __init__(self, feed: Feed | None = None, gpus: GpuMonitor | None = None):
         self._feed, self._gpus = feed, gpus
@@ -155,7 +158,7 @@ class Tracking:
     def log(self, record: dict[str, Any]) -> None:
         if self._feed is None:
             return
-        step, metrics = named(record)
+        step, metrics = tracker_metrics(record)
         hardware = self._gpus.take() if self._gpus else {}
         self._feed.put(step, metrics | {f"{HARDWARE}/{name}": value for name, value in hardware.items()})
 
@@ -177,27 +180,33 @@ def start_tracking(
     *,
     on_gpu: bool,
 ) -> Tracking:
-    """Open what is enabled, behind the run's back.
+    """Open the enabled trackers in the background.
 
-    config: as config.yaml shows it. step: that the run goes on from; records: the lines of metrics.jsonl so far.
+    config: text of config.yaml. step: that the run resumes from. records: the records of metrics.jsonl so far.
     """
     log_dir = run / "logs" if logger.log_dir is None else Path(logger.log_dir) / run.resolve().name
     feed = gpus = None
     if logger.enabled:
-        kept = [named(record) for record in records if record["step"] == step]
-        public = yaml.safe_load(without_password(config))
-        opening = Opening(str(run), str(log_dir), step, kept, logger.model_dump(), public)
+        opening = Opening(
+            run=str(run),
+            log_dir=str(log_dir),
+            step=step,
+            kept=[tracker_metrics(record) for record in records if record["step"] == step],
+            settings=logger.model_dump(),
+            config=yaml.safe_load(without_password(config)),
+        )
         try:
             feed = Feed(logger.enabled, opening, say, warn)
         except OSError as error:
-            warn(f"{', '.join(logger.enabled)} cannot be fed: {error}. The run goes on; metrics.jsonl has everything.")
+            names = ", ".join(logger.enabled)
+            warn(f"{names} cannot be started: {error}. The run continues; metrics.jsonl has every record.")
     if logger.monitor_gpus and on_gpu:
         gpus = GpuMonitor(log_dir / "gpu.jsonl", logger.gpu_monitoring, warn)
     return Tracking(feed, gpus)
 
 
-def named(record: dict[str, Any]) -> tuple[int, Metrics]:
-    """A line's step and its numbers, under `split/name`; how long things took under `timing/split/name`.
+def tracker_metrics(record: dict[str, Any]) -> tuple[int, Metrics]:
+    """The step of a record and its metrics, named `split/name`; durations and speeds are named `timing/split/name`.
 
     {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} -> 3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}
     """

@@ -23,7 +23,7 @@ from tandem.model.policy import Policy
 from tandem.report.per_pair import PerPairFile
 from tandem.report.verdicts import Verdict, judge
 from tandem.storage.cache import write_atomically
-from tandem.terminal.commands import changed, key_of, override, python_command, tandem_command
+from tandem.terminal.commands import key_of, override, python_command, tandem_command, with_override
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
 from tandem.train.run.early_stopping import EarlyStop, is_exhausted, put_back_best
@@ -157,9 +157,9 @@ def with_real_model(loaded: LoadedConfig, run: Path) -> str:
     given = [one for one in loaded.overrides if key_of(one) not in (*PLACES, *OF_THE_MODEL)]
     if file is not None:
         given += [override(key, None) for key in (*PLACES, *OF_THE_MODEL) if _value(config, key) is not None]
-    given = changed(given, "policy.model_name", REAL_MODEL)
+    given = with_override(given, "policy.model_name", REAL_MODEL)
     if not own:
-        given = changed(given, "data.train.data_path", EMBEDDED)
+        given = with_override(given, "data.train.data_path", EMBEDDED)
     if not own and file is None and BATCH not in map(key_of, given):
         given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
     return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
