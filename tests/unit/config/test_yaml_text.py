@@ -30,7 +30,8 @@ def refusal(tmp_path, text):
 
 def test_references_to_references_are_counted_as_what_they_stand_for(tmp_path):
     assert refusal(tmp_path, bomb()) == (
-        "it has more than 100,000 values once its references (*name) are replaced by what they refer to. Is it a configuration "
+        "it has more than 100,000 values once its references (*name) are replaced by what they refer to. Is it a "
+        "configuration "
         "file?"
     )
 
@@ -95,7 +96,7 @@ def test_the_front_matter_of_a_dataset_has_the_same_limits():
     with pytest.raises(DataError) as refused:
         choose_files("some/set", ["a.jsonl"], f"---\n{bomb()}\n---\n", subset=None, split=None)
     assert str(refused.value).startswith(
-        "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are replaced"
+        "some/set: the front matter of README.md: it has more than 100,000 values once its references (*name) are replaced"
     )
 
 

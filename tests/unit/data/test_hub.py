@@ -181,7 +181,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: StubHub):
 def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
     hub.add(NAME, ONE, token="hf_right")
     missing = (
-        f"{NAME}: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, or "
+        f"{NAME}: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, or "
         "set HF_TOKEN for a private dataset."
     )
     assert refusal() == missing
@@ -193,7 +193,7 @@ def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
 
 def test_a_dataset_that_is_not_there_is_told_with_the_way_to_private_ones(hub: StubHub):
     assert refusal("acme/pears") == (
-        f"acme/pears: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, "
+        f"acme/pears: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, "
         "or set HF_TOKEN for a private dataset."
     )
 
@@ -201,7 +201,7 @@ def test_a_dataset_that_is_not_there_is_told_with_the_way_to_private_ones(hub: S
 def test_a_gated_dataset_is_told_with_the_page_of_its_terms(hub: StubHub):
     hub.add(NAME, ONE, gated=True)
     assert refusal() == (
-        f"{NAME}: its owners ask for consent to their terms. Accept them at {hub.url}/datasets/{NAME}, then set "
+        f"{NAME}: access requires accepting the owner's terms. Accept them at {hub.url}/datasets/{NAME}, then set "
         "HF_TOKEN to a token of that account."
     )
 
@@ -209,22 +209,23 @@ def test_a_gated_dataset_is_told_with_the_page_of_its_terms(hub: StubHub):
 def test_an_unknown_revision_is_told(hub: StubHub):
     hub.add(NAME, ONE)
     assert refusal(revision="v2") == (
-        f"{NAME}: {hub.url} knows no revision 'v2' of it. Give a branch, a tag or a commit."
+        f"{NAME}: there is no revision 'v2' on {hub.url}. Give a branch, a tag or a commit."
     )
 
 
 def test_what_there_is_is_listed_nearest_first(hub: StubHub):
     hub.add(NAME, {"README.md": HELPSTEER3, "preference/train.jsonl.gz": b"", "feedback/train.jsonl.gz": b""})
     assert refusal(subset="feedbacks") == (
-        f"{NAME}: it has no subset 'feedbacks'. Set subset to one of: feedback, preference."
+        f"{NAME}: there is no subset 'feedbacks'. Set subset to one of: feedback, preference."
     )
-    assert refusal(split="valid") == f"{NAME}: it has no split 'valid'. Set split to one of: validation, train."
+    assert refusal(split="valid") == f"{NAME}: there is no split 'valid'. Set split to one of: validation, train."
 
 
 def test_a_part_of_a_split_is_refused_before_the_hub_is_asked(hub: StubHub):
     hub.add(NAME, ONE)
     assert refusal(split="train[:10%]") == (
-        f"{NAME}: split=train[:10%] asks for a part of a split. Give a whole one, such as split=train."
+        f"{NAME}: split=train[:10%] is a slice of a split, which is not supported. Give the name of a split, such as "
+        "split=train."
     )
     assert hub.requests == []
 
@@ -240,7 +241,7 @@ def test_a_refused_token_is_told_and_not_shown(hub: StubHub, monkeypatch, status
 def test_a_token_that_no_header_can_hold_is_told_and_not_shown(hub: StubHub, monkeypatch, token):
     hub.add(NAME, ONE)
     monkeypatch.setenv("HF_TOKEN", token)
-    assert refusal() == f"{NAME}: HF_TOKEN holds characters that no token has. Set it anew."
+    assert refusal() == f"{NAME}: HF_TOKEN contains characters that are not allowed in a token. Set it again."
 
 
 def test_any_other_answer_is_told_by_its_number(hub: StubHub):
@@ -252,7 +253,7 @@ def test_an_answer_that_no_hub_gives_is_told(hub: StubHub, monkeypatch):
     info = huggingface_hub.DatasetInfo(id=NAME, sha=None, siblings=[], private=False, downloads=0, likes=0, tags=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
     assert refusal() == (
-        f"{NAME}: cannot be fetched from {hub.url} (the answer names no commit or no files). Check HF_ENDPOINT and "
+        f"{NAME}: cannot be fetched from {hub.url} (the answer has no commit or no files). Check HF_ENDPOINT and "
         "HF_HOME if they are set."
     )
 
@@ -265,9 +266,8 @@ def test_a_hub_out_of_reach_is_told_even_if_a_copy_is_remembered(hub: StubHub, m
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         assert refusal() == (
-            f"{NAME}: no such file or folder here, and {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection "
-            "refused). Check the path, or the connection, or set "
-            "HF_HUB_OFFLINE=1 to use what an earlier run fetched."
+            f"{NAME}: no such file or folder, and {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection "
+            "refused). Check the path, or the connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
         )
 
 
@@ -278,9 +278,8 @@ def test_a_hub_lost_between_listing_and_file_is_told_as_out_of_reach(hub: StubHu
     hub.add(NAME, ONE)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lost)
     assert refusal() == (
-        f"{NAME}: no such file or folder here, and {hub.url} cannot be reached (timed out). Check the path, or the connection, "
-        "or set HF_HUB_OFFLINE=1 to use what "
-        "an earlier run fetched."
+        f"{NAME}: no such file or folder, and {hub.url} cannot be reached (timed out). Check the path, or the "
+        "connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
     )
 
 
@@ -297,7 +296,7 @@ def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
 @pytest.mark.parametrize("file", ["../train.jsonl", "/train.jsonl", "data/../../train.jsonl"])
 def test_files_that_would_lie_elsewhere_are_not_fetched(hub: StubHub, file):
     hub.add(NAME, {**ONE, file: b""})
-    assert refusal() == f"{NAME}: the hub lists {file!r}, which would lie outside of its folder. Nothing was fetched."
+    assert refusal() == f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
     assert hub.requests == [f"GET /api/datasets/{NAME}"]
 
 
@@ -323,7 +322,7 @@ def test_offline_the_commit_is_the_one_fetched_last(hub: StubHub, monkeypatch, t
 
 
 NOT_FETCHED = (
-    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and revision. "
+    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and revision. "
     "Run once without HF_HUB_OFFLINE, or give local files as data_path."
 )
 
