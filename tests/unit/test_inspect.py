@@ -118,7 +118,7 @@ def test_what_is_shown_names_place_format_and_counts(file, capsys):
     show(inspected(file), Console(width=1000, highlight=False), positions=True)
     said = capsys.readouterr().out
     assert (
-        f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable "
+        f"{file}:1: read as BinaryPreferenceDataset, detected from the keys prompt, chosen, rejected; 2 of 3 rows usable "
         "(empty completion: 1)" in said
     )
     assert "tokens, scored, preferred to completion 1" in said
@@ -252,7 +252,8 @@ def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
     path.write_text(json.dumps({"prompt": "\n\nHuman: Hi\n\nAssistant:", "chosen": "Yes", "rejected": "No"}))
     found = inspected(path)
     warning = (
-        f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user turn. Give "
+        f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user "
+        "turn. Give "
         "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
         "policy.tokenizer.chat_template=null."
     )

@@ -82,7 +82,7 @@ def test_what_is_in_a_set_is_shown_as_tables_and_a_histogram(prepare, here):
 Data
 set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sharing can save
 train    11        10    0         1     10         110          70       24               38%
-  train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
+  train: read as BinaryPreferenceDataset, detected from the keys prompt, chosen, rejected
   train: skipped 1: over-long
   train: the rows that were skipped are in {folder}/rejects.jsonl
   No chat template: the texts are taken as they are
@@ -219,7 +219,8 @@ def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
     code, out, _ = prepare("data.train=pairs.jsonl", "policy.attention=flex")
     assert code == 0
     assert (
-        "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward on the CPU. "
+        "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward on "
+        "the CPU. "
         "Use policy.attention=auto or sdpa."
     ) in " ".join(out.split())
     assert "  steps of training: 5\n" in out
@@ -373,8 +374,10 @@ def test_a_share_held_out_in_training_is_not_packed_into_a_folder(prepare):
     code, _, err = prepare("data.train=pairs.jsonl", "data.validation_share=0.2", "--output-dir", "out")
     assert code == 2
     assert err == (
-        "tandem: error: --output-dir out: it would hold packs of the whole set, but data.validation_share = 0.2 is held out of "
-        "it only when training. Leave out --output-dir, and training finds the packs in the cache; or split the file in two.\n"
+        "tandem: error: --output-dir out: it would hold packs of the whole set, but data.validation_share = 0.2 is "
+        "held out of "
+        "it only when training. Leave out --output-dir, and training finds the packs in the cache; or split the file "
+        "in two.\n"
     )
 
 
@@ -471,7 +474,8 @@ def test_packs_of_another_vocabulary_are_refused_with_what_to_name(prepare, pack
     code, _, err = prepare("--from-nemo", packs, "--output-dir", "out")
     assert code == 3
     assert re.fullmatch(
-        rf"tandem: error: {packs}: token id \d+, but the model \(model\) knows only 36 tokens\. Name the model that the packs "
+        rf"tandem: error: {packs}: token id \d+, but the model \(model\) knows only 36 tokens\. Name the model that "
+        r"the packs "
         r"were made for: policy\.model_name=MODEL\.\n",
         err,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.formats.preference import AGAINST
+from tandem.data.formats.preference import CONTRADICTED
 from tandem.data.store.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
 from tandem.data.store.selection import Preferences, Selection
 from tandem.data.store.sets import Sets
@@ -106,7 +106,8 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
         TEMPLATED: (
             "tokens of a chat template",
             "prompt",
-            "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete texts, set "
+            "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete "
+            "texts, set "
             "policy.tokenizer.chat_template=null.",
         ),
         TAGGED: (
@@ -118,14 +119,15 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
         AS_TEXT: (
             "messages written as a text",
             "preference",
-            "which become part of a single turn, brackets and quotes included. Give lists of messages; in csv files, as JSON.",
+            "which become part of a single turn, brackets and quotes included. Give lists of messages; in csv files, "
+            "as JSON.",
         ),
         MISSING: (
             "a prompt or completion that only says nan, None or null",
             "preference",
             "which is trained on as a text. If values are missing, remove these rows or leave the values empty.",
         ),
-        AGAINST: (
+        CONTRADICTED: (
             "a label of 0, -1, false or rejected",
             "preference",
             "which is not read: chosen is preferred in every row. If it means that rejected is better, exchange the two.",

@@ -54,7 +54,7 @@ def test_a_history_that_is_no_list_of_pairs_is_refused(history):
     assert refusal(READ, row(GOOD["alpaca"] | {"history": history})) == (
         "bad",
         "wrong type",
-        "history: not a list of pairs, each a question and its answer.",
+        "history: not a list of [question, answer] pairs.",
     )
 
 

@@ -318,12 +318,12 @@ def test_what_is_said_of_a_sets_keys_names_its_own(here):
         ("data.validation=odd.jsonl", "data.validation"),
         ("data.val_data_paths.w=odd.jsonl", "data.val_data_paths.w"),
     ):
-        with pytest.raises(DataError, match=rf"{key}\.rejected_key names another"):
+        with pytest.raises(DataError, match=rf"{key}\.rejected_key to another key"):
             opened("data.train=a.jsonl", given)
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,odd.jsonl]")
     assert str(caught.value).endswith(
-        "data.train[1].rejected_key names another.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
+        "data.train[1].rejected_key to another key.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
     )
 
 
@@ -331,7 +331,7 @@ def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
     with pytest.raises(ConfigError) as caught:
         opened("data.train.data_path=a.jsonl", "data.train.prompt_file=no.txt", "data.validation=gone.jsonl")
     prompt, gone = str(caught.value).split("\n\n")
-    assert prompt == "train: a.jsonl: prompt_file = no.txt: not readable: No such file or directory."
+    assert prompt == "train: a.jsonl: prompt_file = no.txt: cannot be read (No such file or directory). Check the path."
     assert gone.startswith("validation-default: gone.jsonl: no such file or folder")
 
 
@@ -346,7 +346,7 @@ def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
 )
 def test_a_key_that_is_named_is_the_sets_own(split, key):
     """In errors, and in rejects.jsonl."""
-    assert of_set("data.train.chosen_key names another.", split) == f"{key}.chosen_key names another."
+    assert of_set("Set data.train.chosen_key to another key.", split) == f"Set {key}.chosen_key to another key."
 
 
 def test_what_is_wrong_with_all_sets_is_told_together(here):
@@ -355,7 +355,7 @@ def test_what_is_wrong_with_all_sets_is_told_together(here):
     with pytest.raises(DataError) as caught:
         opened("data.train=[odd.jsonl,a.jsonl]", "data.validation=empty.jsonl", "data.val_data_paths.w=gone.jsonl")
     odd, empty, gone = str(caught.value).split("\n\n")
-    assert "data.train[0].rejected_key names another." in odd
+    assert "data.train[0].rejected_key to another key." in odd
     assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
     assert empty == "validation-default: empty.jsonl: the file holds no rows. Was it written, or fetched, to its end?"
     assert gone.startswith("validation-w: gone.jsonl: ")

@@ -137,4 +137,4 @@ def test_a_text_with_the_mark_itself_is_refused():
     row = SourceRow({"prompt": "hi", "chosen": "a\ufdd0</s>\ufdd0", "rejected": "b"}, "pairs.jsonl", 3)
     with pytest.raises(RowError) as caught:
         binary(row, DatasetFields())
-    assert str(caught.value) == "pairs.jsonl:3: chosen: U+FDD0, which is no character, at position 1. Remove it."
+    assert str(caught.value) == "pairs.jsonl:3: chosen: the noncharacter U+FDD0 at position 1. Remove it."

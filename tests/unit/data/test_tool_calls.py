@@ -49,12 +49,12 @@ def test_a_template_that_wants_null_is_given_it_with_a_sentencepiece_model_too()
     [
         ("foo", "chosen[0].tool_calls: a text, not a list of calls."),
         ([3], "chosen[0].tool_calls: a list, not a list of calls."),
-        ([{"function": {"arguments": {}}}], "chosen[0].tool_calls[0]: it names no function."),
-        ([{"function": "add"}], "chosen[0].tool_calls[0]: it names no function."),
-        ([{"name": "add", "arguments": "c, d"}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
-        ([{"name": "add", "arguments": '{"c": '}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
-        ([{"name": "add", "arguments": "[3]"}], "chosen[0].tool_calls[0]: its arguments are a list, not an object."),
-        ([{"name": "add", "arguments": 3}], "chosen[0].tool_calls[0]: its arguments are 3, not an object."),
+        ([{"function": {"arguments": {}}}], "chosen[0].tool_calls[0]: the function has no name."),
+        ([{"function": "add"}], "chosen[0].tool_calls[0]: the function has no name."),
+        ([{"name": "add", "arguments": "c, d"}], "chosen[0].tool_calls[0]: the arguments are not JSON."),
+        ([{"name": "add", "arguments": '{"c": '}], "chosen[0].tool_calls[0]: the arguments are not JSON."),
+        ([{"name": "add", "arguments": "[3]"}], "chosen[0].tool_calls[0]: the arguments are a list, not an object."),
+        ([{"name": "add", "arguments": 3}], "chosen[0].tool_calls[0]: the arguments are 3, not an object."),
     ],
 )
 def test_a_malformed_call_is_refused_with_its_place(tool_calls, message):

@@ -296,8 +296,7 @@ def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
     except MemoryError:
         raise DataError(
             f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: these rows take over {format_bytes(TEMPLATE_BYTES)} "
-            "of memory "
-            "once they are parsed. Remove what is not a preference from them."
+            "of memory once they are parsed. Remove what is not a preference from them."
         ) from None
 
 

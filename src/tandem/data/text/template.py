@@ -300,7 +300,10 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
         try:
             source = text_of(Path(given))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"policy.tokenizer.chat_template = {given}: not readable: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"policy.tokenizer.chat_template = {given}: cannot be read ({why}). Check the path."
+            ) from None
     else:
         raise ConfigError(
             f"policy.tokenizer.chat_template = {given!r}: give default, null (raw text), or a file ending in .jinja."

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.formats.preference import Preference, empty_completion, says_nothing
+from tandem.data.formats.preference import Preference, empty_completion, is_empty
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import SHIELD, pieces
 from tandem.data.text.sentencepiece_model import SentencePiece
@@ -99,7 +99,7 @@ def _compared(preference: Preference, pairing: str) -> Preference:
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
-    if any(says_nothing(preference.completions[number].answer) for number in needed):
+    if any(is_empty(preference.completions[number].answer) for number in needed):
         raise empty_completion(preference.place)
     return replace(preference, completions=tuple(preference.completions[number] for number in needed))
 
