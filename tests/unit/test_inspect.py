@@ -66,12 +66,12 @@ def test_a_row_that_was_left_out_says_why(file):
 def test_a_row_that_is_not_there_is_told(file):
     with pytest.raises(DataError) as error:
         inspected(file, 9)
-    assert str(error.value) == f"{file}: there is no row at 9; the nearest is at 3."
+    assert str(error.value) == f"{file}: there is no row 9. The nearest is 3."
 
 
 def test_the_nearest_row_is_told_by_its_line_where_lines_are_empty(file):
     file.write_text(file.read_text().replace("\n", "\n\n"))
-    with pytest.raises(DataError, match=r"there is no row at 2; the nearest is at [13]\.$"):
+    with pytest.raises(DataError, match=r"there is no row 2\. The nearest is [13]\.$"):
         inspected(file, 2)
 
 
@@ -94,7 +94,7 @@ def test_a_character_of_several_tokens_is_shown_whole(tmp_path):
 
 def test_that_there_is_no_template_is_said(file, capsys):
     show(inspected(file, None, "policy.tokenizer.chat_template=null"), Console(), positions=False)
-    assert "No chat template: the texts are taken as they are." in capsys.readouterr().out
+    assert "No chat template: texts are used as they are." in capsys.readouterr().out
 
 
 def test_of_several_completions_those_in_a_pair_are_shown(tmp_path):
@@ -188,7 +188,7 @@ def test_a_row_that_is_only_too_long_is_seen_and_said_to_be_left_out(file):
 def test_a_row_cut_as_data_overlong_says_is_seen_cut(file):
     found = inspected(file, 1, "policy.max_total_sequence_length=14", "data.overlong=truncate_completion")
     assert texts(found.completions[0]) == "Yes "
-    assert found.note == "Cut from 18 tokens by data.overlong=truncate_completion."
+    assert found.note == "Truncated from 18 tokens by data.overlong=truncate_completion."
     assert inspected(file, 1, "policy.max_total_sequence_length=18", "data.overlong=truncate_completion").note is None
 
 
@@ -200,10 +200,10 @@ def test_a_row_of_one_file_among_several_is_named_with_it(file):
     assert inspected(pattern, "z.jsonl:1").place == f"{file.parent}/z.jsonl:1"
     with pytest.raises(DataError) as nearest:
         inspected(pattern, "z.jsonl:7")
-    assert str(nearest.value) == f"{pattern}: there is no row at z.jsonl:7; the nearest is at 1."
+    assert str(nearest.value) == f"{pattern}: there is no row z.jsonl:7. The nearest is 1."
     with pytest.raises(DataError) as unknown:
         inspected(pattern, "no.jsonl:7")
-    assert str(unknown.value) == f"{pattern}: no row of it is of a file no.jsonl."
+    assert str(unknown.value) == f"{pattern}: no rows come from a file no.jsonl."
 
 
 @pytest.mark.parametrize("row", ["0", "-1", "x", "a.jsonl:"])
@@ -228,7 +228,7 @@ def test_special_tokens_show_whether_they_are_scored(file):
 def test_whose_tokens_are_shown_is_said(file):
     console = Console(record=True, width=200)
     show(inspected(file), console, positions=False)
-    assert "Tokens are the embedded model's; --model M shows those of another." in console.export_text()
+    assert "Tokens of the embedded model; --model M uses the tokenizer of another model." in console.export_text()
 
 
 def test_a_position_stands_on_the_line_of_its_token(file):
@@ -253,9 +253,8 @@ def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
     found = inspected(path)
     warning = (
         f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user "
-        "turn. Give "
-        "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
-        "policy.tokenizer.chat_template=null."
+        "turn. Give messages, or complete dialogues as chosen and rejected (dataset_name=dialogue_text); for complete "
+        "texts set policy.tokenizer.chat_template=null."
     )
     assert found.warnings == [warning]
     assert json.loads(as_json(found))["warnings"] == [warning]

@@ -85,7 +85,7 @@ train    11        10    0         1     10         110          70       24    
   train: read as BinaryPreferenceDataset, detected from the keys prompt, chosen, rejected
   train: skipped 1: over-long
   train: the rows that were skipped are in {folder}/rejects.jsonl
-  No chat template: the texts are taken as they are
+  No chat template: texts are used as they are
 
 train: tokens
 of                           mean  p50  p90  p95  p99  longest
@@ -106,12 +106,12 @@ prompt + longest completion  15.0   16   24   24   24       24
        22 to      24          2  ########################################
   over the limit of 24: 1 left out; by limit: none over 256
 
-The first preference around its answer, literally
+Excerpt of the first preference, as the model sees it
   prompt ends        'p p'
   completion starts  'y y y </s>'
   completion ends    'y y y </s>'
 
-train is kept in {folder}
+train is stored in {folder}
 """
     before, _, rest = out.partition("\nRows of training on this machine: ")
     _, _, after = rest.partition("\nThe first")
@@ -139,8 +139,8 @@ def test_the_rows_that_training_packs_are_shown(prepare):
         header == "128 tokens (auto: the longest preference takes 24); an epoch of them, and a batch of 4 pairs in them"
     )
     assert table.splitlines()[1].split() == ["train", "128", "2", "75.0%", "4.0", "4.0", "1", "1.31"]
-    assert "  steps of training: 2\n" in out
-    assert "Whole sets as packs" not in out
+    assert "  training steps: 2\n" in out
+    assert "Complete sets as packs" not in out
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
         "the CPU. "
         "Use policy.attention=auto or sdpa."
     ) in " ".join(out.split())
-    assert "  steps of training: 5\n" in out
+    assert "  training steps: 5\n" in out
 
 
 def test_json_holds_the_same_numbers(report, here):
@@ -292,7 +292,7 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
     assert [s["counts"]["accepted"] for s in (first, second, held)] == [10, 10, 5]
     assert (held["format"], held["format_reason"]) == (
         "held out",
-        "by data.validation_share; 15 of the training preferences are left to train on",
+        "by data.validation_share; 15 training preferences are left",
     )
     assert (held["prompt_overlap"], first["prompt_overlap"]) == (0, None)
     _, out, _ = prepare(*given)
@@ -301,7 +301,7 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
         "train-1: tokens",
         "validation-default: tokens",
     ]
-    assert [line.split(" is kept in ")[0] for line in out.splitlines() if " is kept in " in line] == [
+    assert [line.split(" is stored in ")[0] for line in out.splitlines() if " is stored in " in line] == [
         "train-0",
         "train-1",
     ]
@@ -349,7 +349,7 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
         ("-5", "not a list of lengths up to 16777216, such as 4096,8192."),
         (
             "512,3",
-            "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
+            "the sequence at pairs.jsonl:10 has 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
         ),
     ],
 )
@@ -374,10 +374,9 @@ def test_a_share_held_out_in_training_is_not_packed_into_a_folder(prepare):
     code, _, err = prepare("data.train=pairs.jsonl", "data.validation_share=0.2", "--output-dir", "out")
     assert code == 2
     assert err == (
-        "tandem: error: --output-dir out: it would hold packs of the whole set, but data.validation_share = 0.2 is "
-        "held out of "
-        "it only when training. Leave out --output-dir, and training finds the packs in the cache; or split the file "
-        "in two.\n"
+        "tandem: error: --output-dir out: the packs would contain the complete set, but training holds out "
+        "data.validation_share = 0.2 of it. Leave out --output-dir, and training uses the packs in the cache; or split "
+        "the file in two.\n"
     )
 
 
@@ -474,9 +473,8 @@ def test_packs_of_another_vocabulary_are_refused_with_what_to_name(prepare, pack
     code, _, err = prepare("--from-nemo", packs, "--output-dir", "out")
     assert code == 3
     assert re.fullmatch(
-        rf"tandem: error: {packs}: token id \d+, but the model \(model\) knows only 36 tokens\. Name the model that "
-        r"the packs "
-        r"were made for: policy\.model_name=MODEL\.\n",
+        rf"tandem: error: {packs}: token id \d+, but the model \(model\) has only 36 tokens\. Set policy\.model_name "
+        r"to the model that the packs were made for\.\n",
         err,
     )
     assert list(Path("out").iterdir()) == []

@@ -223,17 +223,17 @@ BAD = {
     "question_responses: blank": ({"question": ""}, "empty prompt", "question is empty."),
     "dialogue_text: no answer": (
         {"chosen": "\n\nHuman: Hi"},
-        "no dialogue",
+        "not a dialogue",
         "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: answer only": (
         {"chosen": "\n\nAssistant: yes"},
-        "no dialogue",
+        "not a dialogue",
         "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: text before the first turn": (
         {"rejected": f"Be kind.{DIALOGUE} no"},
-        "no dialogue",
+        "not a dialogue",
         "rejected: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: assistant first": (

@@ -243,7 +243,7 @@ def test_a_system_turn_that_moves_is_refused():
     template = template_of("mistral_nemo", "chat")
     (found,) = tokenize([preference("system")], template, pairing="all", max_length=1000)
     assert isinstance(found, RowError)
-    assert (found.kind, found.reason) == ("bad", "prompt is no prefix")
+    assert (found.kind, found.reason) == ("bad", "prompt is not a prefix")
     assert "'<s>[INST]Be brief.\\n\\nHow far i' becomes ...'<s>[INST]How far is the moon?'" in found.message
 
 

@@ -85,7 +85,10 @@ def test_preferences_of_a_training_set_that_stand_in_one_before_it_are_told(here
     assert [one.notes for one in preflights(found)] == [
         {},
         {},
-        {"preferences that stand in train-1 already": 1, "preferences that train-1 states the other way round": 1},
+        {
+            "preferences that are already in train-1": 1,
+            "preferences that are in train-1 with chosen and rejected swapped": 1,
+        },
     ]
 
 
@@ -120,7 +123,7 @@ def test_a_default_score_must_fit_its_storage_type(key):
 def test_the_same_set_may_be_named_twice(here):
     found = opened("data.train=[b.jsonl,b.jsonl]")
     assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2
-    assert [one.notes for one in preflights(found)] == [{}, {"preferences that stand in train-0 already": 3}]
+    assert [one.notes for one in preflights(found)] == [{}, {"preferences that are already in train-0": 3}]
 
 
 def test_validation_sets_are_read_beside_them_by_name(here):

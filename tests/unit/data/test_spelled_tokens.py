@@ -124,7 +124,7 @@ def test_what_cannot_be_cut_to_the_limit_is_filtered(tokenizer, whole, overlong,
 def test_completions_that_are_equal_once_cut_are_filtered(tokenizer, whole):
     _, prompt = whole
     error = tokenized(tokenizer, "Hi", "a b c d", "a b c e", max_length=prompt + 2, overlong="truncate_completion")
-    assert (error.kind, error.reason) == ("filtered", "equal once cut")
+    assert (error.kind, error.reason) == ("filtered", "equal after truncation")
 
 
 def test_a_system_message_reaches_the_prompt(tokenizer):

@@ -166,7 +166,7 @@ def test_a_prompt_without_tokens_is_refused():
     template = Template(letter_tokenizer(), "{% if messages|length > 1 %}{{ messages[-1].content }}{% endif %}", {})
     error = one(preference("hi"), template)
     assert (str(error), error.reason, error.kind) == (
-        "pairs.jsonl:3: the prompt has no tokens, so nothing predicts the first answer token.",
+        "pairs.jsonl:3: the prompt has no tokens, so nothing predicts the first completion token.",
         "empty prompt",
         "bad",
     )

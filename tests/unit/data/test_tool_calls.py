@@ -88,7 +88,7 @@ def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_e
         silent.render(read(prompt=said_elsewhere, chosen=[calls("well")]))
     assert (caught.value.reason, caught.value.message) == (
         "tool call not written",
-        "the chat template leaves out the call of 'add'. Give one that writes tool calls, by "
+        "the chat template leaves out the call of 'add'. Set one that renders tool calls with "
         "policy.tokenizer.chat_template=FILE.jinja.",
     )
 

@@ -87,7 +87,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     forgetful = Template(TOKENIZER, TOOLS.replace("m.content }}", "(m.content if loop.last else '') }}", 1), {})
     with pytest.raises(RowError) as caught:
         forgetful.render(read(prompt=[said("user", "hi")], chosen=four("so"), rejected="no"))
-    assert caught.value.reason == "prompt is no prefix"
+    assert caught.value.reason == "prompt is not a prefix"
 
 
 def test_a_special_token_that_opens_a_tool_call_does_not_end_the_turn():
@@ -166,8 +166,8 @@ def test_tools_calls_and_several_messages_need_a_template(changes):
         Template(TOKENIZER, None, {}).render(read(**changes))
     assert (caught.value.reason, str(caught.value)) == (
         "messages without a template",
-        "pairs.jsonl:3: tools, tool calls and completions of several messages need a chat template to write them with. "
-        "Give policy.tokenizer.chat_template=FILE.jinja.",
+        "pairs.jsonl:3: tools, tool calls and completions of several messages need a chat template. Set "
+        "policy.tokenizer.chat_template=FILE.jinja.",
     )
 
 

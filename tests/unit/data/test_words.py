@@ -200,7 +200,7 @@ def test_the_pipelines_above_are_left_for_what_they_name():
 
 
 def test_a_difference_in_the_probes_leaves_all_to_the_backend(monkeypatch):
-    monkeypatch.setattr(words, "HARMLESS", {r"\w+ \w+"})
+    monkeypatch.setattr(words, "WITHOUT_SPACES", {r"\w+ \w+"})
     backend = untrained(None, [split(r"\w+ \w+"), GPT2], trained())
     encoder = WordEncoder(backend)
     assert not encoder.cuts

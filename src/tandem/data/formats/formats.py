@@ -320,7 +320,7 @@ def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
     before, found, answer = text.rpartition(ASSISTANT)
     before = f"\n\n{before.lstrip()}"
     if not found or not TURN.match(before):
-        raise RowError(row.place, "no dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
+        raise RowError(row.place, "not a dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
     if TURN.search(answer):
         raise RowError(row.place, "wrong roles", f"{key} ends in a 'Human:' turn; it must end in an 'Assistant:' turn.")
     return before, answer.strip()

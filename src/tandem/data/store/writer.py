@@ -24,7 +24,7 @@ from tandem.data.read.sources import Chunk, RowError, SourceRow, read_chunks, ro
 from tandem.data.store.notes import notes_on
 from tandem.data.store.pool import TEMPLATE_BYTES, Watch, bounded_memory
 from tandem.data.text.template import Rendered, Template
-from tandem.data.text.tokens import TokenizedPreference, encode, fitted, render
+from tandem.data.text.tokens import TokenizedPreference, encode, fit_length, render
 from tandem.errors import DataError
 
 SHOWN_PER_REASON = 3
@@ -154,7 +154,7 @@ def settle(
     for row in rows:
         if isinstance(row, TokenizedPreference):
             lengths.append(row.longest)
-            row = fitted(row, max_length, overlong)
+            row = fit_length(row, max_length, overlong)
             if lengths[-1] > max_length and isinstance(row, TokenizedPreference):
                 prepared.note(f"over-long, cut by data.overlong={overlong}", row.place)
         if isinstance(row, RowError):
