@@ -124,7 +124,7 @@ def test_a_csv_file_gives_the_texts_that_were_written(values, name):
     assert values(name, as_csv(TEXTS)) == TEXTS
 
 
-def test_messages_stand_in_a_csv_file_as_json(values):
+def test_messages_in_a_csv_file_are_read_as_json(values):
     asked = [{"role": "user", "content": "Why?"}]
     rows = [{"prompt": json.dumps(asked), "chosen": '[{"role"', "rejected": "[{}]"}]
     assert values("pairs.csv", as_csv(rows)) == [{**rows[0], "prompt": asked}]
@@ -159,7 +159,7 @@ def test_json_that_is_an_answer_stays_a_text_in_a_csv_file(values, text):
     assert values("pairs.csv", as_csv([{"prompt": text, "chosen": text}])) == [{"prompt": text, "chosen": text}]
 
 
-def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
+def test_messages_in_python_syntax_in_a_csv_file_are_refused(read, tmp_path):
     asked = str([{"role": "user", "content": "Why?"}])
     refused, kept = read(
         "pairs.csv", as_csv([{"prompt": asked, "chosen": "a"}, {"prompt": "[{'a': 1}]", "chosen": "b"}])
@@ -171,7 +171,7 @@ def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
     assert kept.value == {"prompt": "[{'a': 1}]", "chosen": "b"}
 
 
-def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
+def test_a_tar_archive_is_refused(refusal, tmp_path):
     (tmp_path / "inside.jsonl").write_bytes(jsonl(TEXTS))
     for name, mode in (("pairs.tar.gz", "w:gz"), ("pairs.tar", "w")):
         with tarfile.open(tmp_path / "made", mode) as archive:
@@ -199,7 +199,7 @@ def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
         ("pairs.gz", as_parquet),
     ],
 )
-def test_archives_are_told_by_their_content_whatever_their_name(values, packed, name, written):
+def test_compressed_files_are_detected_from_their_content(values, packed, name, written):
     assert values(name, packed(written(TEXTS))) == TEXTS
 
 
@@ -212,7 +212,7 @@ def test_archives_are_told_by_their_content_whatever_their_name(values, packed, 
         ("7z", lambda content: b"7z\xbc\xaf\x27\x1c" + content),
     ],
 )
-def test_other_archives_are_not_taken_for_lines(refusal, kind, packed):
+def test_other_archives_are_refused(refusal, kind, packed):
     assert refusal("pairs.jsonl", packed(jsonl(TEXTS))) == (
         f"pairs.jsonl: a {kind} archive, which tandem cannot read. Unpack it, or compress it with gzip or zstd."
     )
@@ -229,7 +229,7 @@ def test_a_plain_file_named_like_an_archive_is_read(values, name):
 
 
 @pytest.mark.parametrize("written", [as_parquet, arrow_file, arrow_stream])
-def test_tables_are_told_by_their_content_whatever_their_name(values, written):
+def test_tables_are_detected_from_their_content(values, written):
     assert values("pairs.jsonl", written(TEXTS)) == TEXTS
 
 
@@ -286,7 +286,7 @@ def test_an_array_or_a_table_in_an_archive_that_was_cut_off_is_refused(refusal, 
 # JSON arrays
 
 
-def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
+def test_an_element_that_is_not_an_object_is_refused_by_its_number(read, tmp_path):
     good, number, nothing, after = read("pairs.json", b'[{"a": 1}, 3, null, {"a": 4}]')
     assert str(number) == f"{tmp_path}/pairs.json:2: a number, not a JSON object with a prompt and completions."
     assert str(nothing) == f"{tmp_path}/pairs.json:3: null, not a JSON object with a prompt and completions."
@@ -325,7 +325,7 @@ def test_an_array_may_start_with_a_byte_order_mark_and_blanks(values):
     assert values("pairs.json", b"[]") == []
 
 
-def test_an_array_in_a_jsonl_file_is_a_line_that_is_no_object(read):
+def test_an_array_on_a_line_of_a_jsonl_file_is_refused(read):
     (error,) = read("pairs.jsonl", b'[{"a": 1}]\n')
     assert error.message == "a list, not a JSON object with a prompt and completions."
 
@@ -338,7 +338,7 @@ def test_a_csv_row_is_numbered_by_the_line_it_begins_on(read):
     assert [(row.value["chosen"], row.line) for row in rows] == [("a\nb\r\nc", 2), ('say "d"', 6)]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(values):
+def test_a_byte_order_mark_is_not_part_of_the_first_column(values):
     assert values("pairs.csv", b"\xef\xbb\xbfprompt,chosen\nHi,yes\n") == [{"prompt": "Hi", "chosen": "yes"}]
 
 
@@ -422,7 +422,7 @@ def test_a_file_that_is_only_named_like_a_table_is_refused(refusal, kind):
 
 
 @pytest.mark.parametrize("written", [as_parquet, arrow_file, arrow_stream])
-def test_a_text_in_a_table_that_is_no_utf8_is_refused(refusal, written):
+def test_a_text_in_a_table_that_is_not_utf8_is_refused(refusal, written):
     content = written([{"a": "xyzxyz"}]).replace(b"xyzxyz", b"xyz\xffyz")
     assert "cannot be read as " in refusal("pairs.table", content)
 
@@ -435,7 +435,7 @@ def test_offsets_beyond_the_texts_are_refused_and_not_followed(refusal):
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.json", '{\n "train": [\n'), ("a.jsonl", '{\n  "prompt": "a",\n')])
-def test_an_object_over_several_lines_is_no_row(refusal, name, content):
+def test_an_object_that_spans_several_lines_is_refused(refusal, name, content):
     assert refusal(name, content.encode()) == (
         f"{name}: a JSON object that spans several lines is not a row. Write a .json file with a list of rows, [...], "
         "or a .jsonl file with one row per line."
@@ -443,7 +443,7 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         (
             "a.csv",
@@ -487,8 +487,8 @@ def test_an_object_over_several_lines_is_no_row(refusal, name, content):
         ),
     ],
 )
-def test_files_of_another_kind_than_their_name_says_or_cut_off_are_told(refusal, name, content, told):
-    assert refusal(name, content.encode()) == told
+def test_files_that_do_not_match_their_name_or_are_cut_off_are_refused(refusal, name, content, message):
+    assert refusal(name, content.encode()) == message
 
 
 def zipped(name):
@@ -510,6 +510,6 @@ def test_a_spreadsheet_is_refused_by_its_content(refusal, name, content):
     )
 
 
-def test_a_zip_archive_that_is_no_spreadsheet_is_refused_as_one(refusal):
-    told = "pairs.csv: a zip archive, which tandem cannot read. Unpack it, or compress it with gzip or zstd."
-    assert refusal("pairs.csv", zipped("pairs.csv")) == told
+def test_a_zip_archive_that_is_not_a_spreadsheet_is_refused_as_an_archive(refusal):
+    message = "pairs.csv: a zip archive, which tandem cannot read. Unpack it, or compress it with gzip or zstd."
+    assert refusal("pairs.csv", zipped("pairs.csv")) == message

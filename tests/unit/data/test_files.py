@@ -125,7 +125,7 @@ def test_a_revision_of_a_hub_dataset_is_read(hub):
     assert len(opened(train="me/pairs").read["train"]) == 3
 
 
-def test_a_mistyped_path_is_said_to_be_neither_a_file_nor_on_the_hub(hub):
+def test_a_mistyped_path_is_neither_a_file_nor_a_hub_dataset(hub):
     with pytest.raises(DataError) as caught:
         opened(train="data/pears")
     assert str(caught.value) == (
@@ -162,7 +162,7 @@ def refusal(path: str | Path, **given) -> str:
     return str(caught.value)
 
 
-def test_a_pipe_is_no_file(tmp_path):
+def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert refusal(tmp_path / "pipe") == (
         f"{tmp_path}/pipe: a pipe or a device, not a file or a folder. Write its rows to a file."
@@ -185,7 +185,7 @@ def test_of_saved_splits_the_wanted_one_is_read(tmp_path):
     )
 
 
-def test_one_saved_dataset_has_no_other_split_than_its_own(tmp_path):
+def test_a_single_saved_dataset_has_only_its_split(tmp_path):
     unnamed, named = save(tmp_path / "a", TULU), save(tmp_path / "b", TULU, _split="test")
     assert names(unnamed, split="train") == names(named, split="test") == ["data-00000-of-00001.arrow"]
     for saved, split in ((unnamed, "test"), (named, "train")):
@@ -194,7 +194,7 @@ def test_one_saved_dataset_has_no_other_split_than_its_own(tmp_path):
         )
 
 
-def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
+def test_an_incomplete_or_indexed_saved_dataset_is_refused(tmp_path):
     assert refusal(save(tmp_path / "a", TULU, _indices_data_files=[{"filename": "i.arrow"}])) == (
         f"{tmp_path}/a: the dataset was saved with an index over its rows, which tandem cannot read. Call "
         "flatten_indices() and save it again."
@@ -210,7 +210,7 @@ def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
     assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a complete folder of save_to_disk (")
 
 
-def test_the_library_itself_writes_what_is_read_here(tmp_path, monkeypatch):
+def test_datasets_saved_by_the_library_are_read(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="the library is no part of the environment")
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     program = (
@@ -232,7 +232,7 @@ def test_the_library_itself_writes_what_is_read_here(tmp_path, monkeypatch):
         ({"split": "test"}, "a file has no split 'test'. Leave out split."),
     ],
 )
-def test_what_only_a_hub_dataset_has_is_refused_for_a_file(tmp_path, given, message):
+def test_subset_split_and_revision_are_refused_for_a_file(tmp_path, given, message):
     file = tmp_path / "pairs.jsonl"
     file.write_text("{}", encoding="utf-8")
     assert refusal(file, **given) == f"{file}: {message}"

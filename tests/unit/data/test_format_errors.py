@@ -361,7 +361,7 @@ def test_malformed_completions_are_refused_with_their_number(completions, reason
     assert refusal(ranked, group(*completions)) == ("bad", reason, message)
 
 
-def test_completions_that_are_no_list_are_refused():
+def test_completions_that_are_not_a_list_are_refused():
     assert refusal(ranked, row({"context": "Hi", "completions": {"rank": 0}}))[2] == (
         'completions: an object, not a list of completions such as {"rank": 0, "completion": "Yes."}.'
     )
@@ -373,7 +373,7 @@ def test_a_completion_that_is_one_message_is_named_without_a_number():
     )[2] == ("no key chosen.role. Keys found: content.")
 
 
-def test_a_key_that_a_setting_asks_for_is_told_with_the_setting():
+def test_a_missing_key_is_reported_with_the_setting_that_names_it():
     keys = DatasetFields(prompt_key="question", chosen_key="good")
     with pytest.raises(RowError) as caught:
         read_preference(

@@ -31,7 +31,7 @@ def refusal(listing: list[str], card: str = "", subset: str | None = None, split
         *[("test", f"{word}.v2.jsonl") for word in ["test", "testing", "eval", "evaluation"]],
     ],
 )
-def test_a_keyword_in_the_file_name_tells_the_split(split, file):
+def test_a_keyword_in_the_file_name_determines_the_split(split, file):
     other = {"train": "test.jsonl"}.get(split, "train.jsonl")
     assert choose([file, other, "more.jsonl"], split=split) == [file]
 
@@ -40,7 +40,7 @@ def test_a_keyword_in_the_file_name_tells_the_split(split, file):
     ("split", "file"),
     [("train", "train/0.csv"), ("validation", "en/dev_1/a/0.csv"), ("test", "eval data/train.csv")],
 )
-def test_a_keyword_in_a_folder_tells_the_split_before_any_file_name(split, file):
+def test_a_keyword_in_a_folder_takes_precedence_over_file_names(split, file):
     assert choose([file, "training/1.csv", "test.csv", "valid.csv"], split=split)[0] == file
     assert refusal([file, "train.csv"], split="none") == (
         f"acme/pairs: there is no split 'none'. Set split to one of: {split}."
@@ -54,7 +54,7 @@ def test_shards_in_data_tell_any_split():
 
 
 @pytest.mark.parametrize("file", ["trainer.csv", "contest.csv", "evals.csv", "Train.csv", "developers/a.csv"])
-def test_without_a_keyword_as_a_whole_word_everything_is_train(file):
+def test_without_a_keyword_as_a_full_word_all_files_are_train(file):
     assert choose([file, "b.csv"]) == [file, "b.csv"]
 
 
@@ -64,7 +64,7 @@ def test_only_data_files_count():
     assert choose([f"train/{file}" for file in [*around, *of_the_library, "a.arrow"]]) == ["train/a.arrow"]
 
 
-def test_the_split_not_given_is_train_and_no_other():
+def test_the_default_split_is_train():
     assert choose(["test.jsonl", "train.jsonl"]) == ["train.jsonl"]
     assert refusal(["test.jsonl"]) == "acme/pairs: there is no split 'train'. Set split to one of: test."
     assert refusal(["test.jsonl", "dev.jsonl"]) == (
@@ -98,7 +98,7 @@ def test_paths_of_the_readme_are_patterns_in_their_order(path, files):
 
 
 @pytest.mark.parametrize("data_dir", ["test_sets/a", "./test_sets/a/", "/test_sets/a"])
-def test_a_data_dir_stands_before_the_paths_and_hides_the_rest(data_dir):
+def test_a_data_dir_prefixes_the_paths_and_hides_other_files(data_dir):
     listing = ["test_sets/a/train.jsonl", "test_sets/a/dev.jsonl", "test_sets/train.jsonl", "train.jsonl"]
     by_name = readme({"config_name": "a", "data_dir": data_dir})
     assert choose(listing, by_name) == ["test_sets/a/train.jsonl"]
@@ -107,7 +107,7 @@ def test_a_data_dir_stands_before_the_paths_and_hides_the_rest(data_dir):
     assert choose(listing, by_path, split="train") == ["test_sets/a/dev.jsonl"]
 
 
-def test_the_subset_not_given_is_the_default_or_the_only_one():
+def test_the_default_subset_is_default_or_the_only_one():
     a, b = {"config_name": "a", "data_files": "a.jsonl"}, {"config_name": "b", "data_files": "b.jsonl"}
     assert choose(FILES, readme(a)) == ["a.jsonl"]
     assert choose(FILES, readme(a, b | {"default": True})) == ["b.jsonl"]
@@ -134,7 +134,7 @@ def test_front_matter_with_the_line_ends_of_windows_is_read():
     assert choose(FILES, "\ufeff" + readme({"data_files": "b.jsonl"}).replace("\n", "\r\n")) == ["b.jsonl"]
 
 
-def test_a_path_of_the_readme_that_is_not_there_is_told():
+def test_a_path_in_the_readme_without_files_is_refused():
     card = readme({"data_files": [{"split": "train", "path": ["a.jsonl", "c/*.jsonl"]}]})
     assert refusal(FILES, card) == (
         f"acme/pairs: README.md gives c/*.jsonl for split 'train', but there is no data file at that path. {GIVE_FILES_HINT}"
@@ -157,7 +157,7 @@ def test_code_is_not_run_in_the_place_of_data():
     )
 
 
-def test_a_repository_without_data_is_told_what_is_read():
+def test_a_repository_without_data_files_is_refused():
     assert refusal(["README.md", "train.txt"]) == (
         "acme/pairs: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
         ".gz or .zst."
@@ -180,5 +180,5 @@ def test_a_repository_without_data_is_told_what_is_read():
         ("---\nconfigs: [\n---\n", "the front matter of README.md is not YAML."),
     ],
 )
-def test_a_readme_that_is_not_understood_is_told_by_place(card, problem):
+def test_a_malformed_readme_is_refused_with_its_place(card, problem):
     assert refusal(FILES, card) == f"acme/pairs: {problem} {GIVE_FILES_HINT}"

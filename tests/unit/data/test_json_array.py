@@ -61,7 +61,7 @@ def test_elements_are_numbered_from_one_with_their_size(block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("number", ["123456", "-1", "0", "true", "null", "NaN", "-Infinity"])
-def test_what_is_whole_at_the_end_of_a_block_may_go_on_behind_it(block, number):
+def test_a_value_at_the_end_of_a_block_may_continue_in_the_next(block, number):
     assert str(read(f"[{number},{number}]", block)) == str([json.loads(number)] * 2)
 
 
@@ -107,17 +107,17 @@ def test_a_byte_order_mark_before_the_array_is_left_out(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_bytes_that_are_no_utf8_are_told_by_their_place_in_the_file(block):
+def test_bytes_that_are_not_utf8_are_reported_with_their_offset(block):
     # "ä" takes two bytes: 0 is [, 1 the quotation mark, 2 and 3 the letter.
     assert refusal('["ä'.encode() + b'\xff"]', block) == "pairs.json: not UTF-8 at byte 4. Save the file as UTF-8."
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_character_that_was_cut_off_is_told_by_its_first_byte(block):
+def test_a_character_that_was_cut_off_is_reported_with_its_first_byte(block):
     assert refusal('["a€'.encode()[:-1], block) == "pairs.json: not UTF-8 at byte 3. Save the file as UTF-8."
 
 
-def test_bytes_that_are_no_utf8_are_told_by_their_place_behind_a_byte_order_mark():
+def test_offsets_of_bytes_that_are_not_utf8_include_the_byte_order_mark():
     for block in BLOCKS:
         said = refusal(b'\xef\xbb\xbf["a\xff"]', block)
         assert said == "pairs.json: not UTF-8 at byte 6. Save the file as UTF-8."
@@ -144,7 +144,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("content", MALFORMED)
-def test_malformed_json_is_told_by_line_and_column_wherever_blocks_end(content, block):
+def test_malformed_json_is_reported_with_line_and_column_for_any_block_size(content, block):
     assert refusal(content, block) == f"pairs.json:{MALFORMED[content]}"
 
 
@@ -161,7 +161,7 @@ def test_elements_before_the_malformed_one_are_given():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_key_that_stands_twice_is_told_with_the_number_of_its_element(block):
+def test_a_duplicate_key_is_reported_with_the_number_of_its_element(block):
     assert refusal('[{"a": 1}, {"b": {"c": 1, "c": 2}}]', block) == (
         "pairs.json: element 2: the key 'c' appears twice in one object. Remove one."
     )

@@ -65,7 +65,7 @@ def test_an_archive_of_lines_that_expands_without_end_is_refused(tmp_path, small
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_what_is_unpacked_to_the_temporary_folder_is_limited(tmp_path, small_limit, monkeypatch, packed):
+def test_files_decompressed_to_the_temporary_folder_are_limited(tmp_path, small_limit, monkeypatch, packed):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     written = []
@@ -78,7 +78,7 @@ def test_what_is_unpacked_to_the_temporary_folder_is_limited(tmp_path, small_lim
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_the_ratio_is_not_applied_to_what_is_small(tmp_path):
+def test_the_ratio_is_not_applied_to_small_files(tmp_path):
     path = tmp_path / "pairs.jsonl.zst"
     path.write_bytes(zstd((json.dumps(PAIR) + "\n").encode() * 100_000))
     assert 5_000_000 / path.stat().st_size > 1_000
@@ -240,7 +240,7 @@ def test_short_rows_below_a_wide_header_cost_no_more_than_they_have(tmp_path):
     assert time.process_time() - start < 5
 
 
-def test_a_column_that_stands_twice_is_still_named(tmp_path):
+def test_a_duplicate_column_is_named(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,prompt,chosen\n")
     assert refusal(path) == f"{path}:1: the column 'prompt' appears twice in the header. Remove one."
@@ -326,7 +326,7 @@ def test_one_message_is_no_longer_than_a_thousand_characters(tmp_path, monkeypat
     ("num_bytes", "words"),
     [(0, "0 bytes"), (999, "999 bytes"), (1_900, "1.9 kB"), (328_000, "328 kB"), (2**28, "268 MB")],
 )
-def test_sizes_in_words(num_bytes, words):
+def test_bytes_are_formatted_with_units(num_bytes, words):
     assert format_bytes(num_bytes) == words
 
 

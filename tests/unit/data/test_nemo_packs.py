@@ -319,7 +319,7 @@ def test_a_bad_pack_is_refused_by_place_value_and_reason(tmp_path, name):
     assert refusal(save(tmp_path / "x.npy", pack(), entry)) == message + PACK_AGAIN_HINT
 
 
-def test_a_list_named_over_and_over_is_refused_before_it_is_spelled_out(tmp_path):
+def test_a_list_repeated_many_times_is_refused_before_it_is_expanded(tmp_path):
     file = save(tmp_path / "x.npy", *[pack()] * 200)
     size = file.stat().st_size
     assert refusal(file) == f"{size} bytes expand to {200 * 37} numbers, because lists are repeated.{PACK_AGAIN_HINT}"
@@ -333,7 +333,7 @@ def test_a_list_named_over_and_over_is_refused_before_it_is_spelled_out(tmp_path
     [b"", b"\x93NUMPY", b"PK\x03\x04", b"\x93NUMPY\x02\x00" + as_npy(b"")[8:], as_npy(b"N.").replace(b"|O", b"i8")],
     ids=["empty", "cut", "zip", "another version", "numbers"],
 )
-def test_what_is_no_array_of_objects_is_refused(tmp_path, data):
+def test_a_file_that_is_not_an_array_of_objects_is_refused(tmp_path, data):
     file = tmp_path / "x.npy"
     file.write_bytes(data)
     assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
@@ -355,7 +355,7 @@ def test_a_header_that_lies_is_refused(tmp_path):
     assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
 
 
-def test_a_cut_file_says_where_it_ends(tmp_path):
+def test_a_file_that_was_cut_off_is_reported_with_its_end(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     data = file.read_bytes()
     file.write_bytes(data[:-40])
@@ -475,14 +475,14 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
         stack_global("numpy._core.multiarray", "_reconstruct", "a", "b", "c"),
     ],
 )
-def test_admitted_names_make_only_what_packs_need(tmp_path, pickled):
+def test_allowed_names_only_make_objects_that_packs_use(tmp_path, pickled):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(pickled))
     assert refusal(file) == f"an object that packs do not use before byte {len(as_npy(pickled)) - 1}.{PACK_AGAIN_HINT}"
 
 
 @pytest.mark.parametrize("code", [b"i", b"o", b"\x81", b"\x92", b"P", b"Q", b"\x82", b"\x97", b"0", b"2", b"I", b"S"])
-def test_instructions_that_no_pack_needs_are_refused(tmp_path, code):
+def test_instructions_that_packs_do_not_use_are_refused(tmp_path, code):
     """Among them those that make objects (i, o, \\x81, \\x92), or ask for objects of elsewhere (P, Q, \\x82, \\x97)."""
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(b"\x80\x04" + code + b"os\nsystem\n."))
@@ -537,7 +537,7 @@ def test_any_instructions_give_packs_or_one_line(tmp_path, pickled):
 # Writing
 
 
-def test_what_is_written_loads_with_numpy_as_documented(tmp_path):
+def test_written_files_load_with_numpy_as_documented(tmp_path):
     file = tmp_path / "deep" / "packed_64_seed3.npy"
     write_nemo(file, [[preference([5, 6], [7, 8], [9]), preference([4], [70000], [3], scores=(3.5, -2.0))], []])
     loaded = np.load(file, allow_pickle=True)
@@ -588,7 +588,7 @@ def test_a_completion_without_scored_tokens_is_refused(tmp_path):
     )
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_leaves_no_files(tmp_path):
     folder = tmp_path / "x.npy"
     folder.mkdir()
     with pytest.raises(OSError):
@@ -626,7 +626,7 @@ PREFERENCES = st.builds(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packs=st.lists(st.lists(PREFERENCES, min_size=1, max_size=4), min_size=1, max_size=4))
-def test_what_is_written_reads_back_the_same(tmp_path, packs):
+def test_written_files_read_back_the_same(tmp_path, packs):
     file = tmp_path / "x.npy"
     write_nemo(file, packs)
     assert [[plain(pair) for pair in one] for one in read_nemo(file)] == [

@@ -58,7 +58,7 @@ def test_control_characters_are_kept():
 # Malformed rows
 
 
-def test_a_missing_key_is_told_with_the_nearest_and_with_those_found():
+def test_a_missing_key_is_reported_with_the_nearest_and_with_those_found():
     source = row({"prompt": "Hi", "choosen": "yes", "rejected": "no"})
     assert refusal(binary, source) == (
         "bad",
@@ -68,7 +68,7 @@ def test_a_missing_key_is_told_with_the_nearest_and_with_those_found():
     )
 
 
-def test_a_key_in_other_letters_is_told():
+def test_a_key_with_other_capital_letters_is_suggested():
     source = row({"prompt": "Hi", "Chosen": "yes", "rejected": "no"})
     assert refusal(binary, source)[2].startswith(
         "no key chosen. Did you mean Chosen? Keys found: prompt, Chosen, rejected."
@@ -83,7 +83,7 @@ def test_an_empty_object_has_no_keys():
     )
 
 
-def test_a_key_that_no_setting_renames_is_told_with_those_that_say_how_a_row_reads():
+def test_a_missing_key_without_a_setting_suggests_another_format():
     assert refusal(ranked, row({"a": 1})) == (
         "bad",
         "missing key",

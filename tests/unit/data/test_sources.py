@@ -36,20 +36,20 @@ def test_the_last_line_needs_no_line_end(file):
     assert len(read(file, b'{"a": 1}\n{"a": 2}')) == 2
 
 
-def test_malformed_json_is_told_by_line_and_column(file):
+def test_malformed_json_is_reported_with_line_and_column(file):
     good, bad, other = read(file, b'{"a": 1}\n{"a": 1,}\n{"a": 3}\n')
     assert isinstance(good, SourceRow) and isinstance(other, SourceRow)
     assert str(bad) == f"{file}:2: column 9: malformed JSON: Expecting property name enclosed in double quotes."
     assert (bad.reason, bad.kind) == ("malformed JSON", "bad")
 
 
-def test_a_last_line_that_was_cut_off_is_said_to_be(file):
+def test_a_last_line_that_was_cut_off_is_reported(file):
     assert str(only_error(file, b'{"prompt": "a", "chosen": ')) == (
         f"{file}:1: column 27: malformed JSON: Expecting value. The line has no line end: was the file cut off?"
     )
 
 
-def test_a_key_that_stands_twice_is_refused_at_any_depth(file):
+def test_a_duplicate_key_is_refused_at_any_depth(file):
     assert str(only_error(file, b'{"a": 1, "b": 2, "a": 1}\n')) == (
         f"{file}:1: the key 'a' appears twice in one object. Remove one."
     )
@@ -58,7 +58,7 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(file):
     )
 
 
-def test_bytes_that_are_no_utf8_are_told_by_their_offset_in_the_line(file):
+def test_bytes_that_are_not_utf8_are_reported_with_their_offset_in_the_line(file):
     rows = read(file, b'{"a": 1}\n{"a": "\xff"}\n')
     assert str(rows[1]) == f"{file}:2: not UTF-8 at byte 7 of the line. Save the file as UTF-8."
     assert rows[1].reason == "not UTF-8"
@@ -83,7 +83,7 @@ def test_blank_lines_are_left_out_and_counted(file):
 @pytest.mark.parametrize(
     ("line", "kind"), [(b"[1]", "a list"), (b'"x"', "a text"), (b"1.5", "a number"), (b"null", "null")]
 )
-def test_a_line_that_is_no_object_is_refused(file, line, kind):
+def test_a_line_that_is_not_an_object_is_refused(file, line, kind):
     error = only_error(file, line + b"\n")
     assert str(error) == f"{file}:1: {kind}, not a JSON object with a prompt and completions."
     assert error.reason == "not an object"
@@ -157,13 +157,13 @@ def test_a_missing_file_is_named(tmp_path):
     )
 
 
-def test_an_empty_path_is_not_the_folder_one_stands_in():
+def test_an_empty_path_is_not_the_current_folder():
     with pytest.raises(DataError) as error:
         find_files("", DatasetFields())
     assert str(error.value) == "data_path is empty. Give a file, a folder, or the name of a hub dataset (org/name)."
 
 
-def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
+def test_a_folder_of_prepared_sets_is_not_read_as_a_hub_dataset(tmp_path):
     for name in ("train", "validation-default"):
         (tmp_path / "out" / name).mkdir(parents=True)
         (tmp_path / "out" / name / "manifest.json").touch()

@@ -50,7 +50,7 @@ def test_in_raw_text_special_tokens_are_meant(tokenizer):
     assert tokenizer.decode(row.completions[0]) == "Yes<|im_end|>"
 
 
-def test_a_template_that_opens_the_next_turn_behind_the_answer_is_cut_at_the_end_of_turn(tokenizer, tmp_path):
+def test_a_next_turn_opened_after_the_answer_is_cut_at_the_end_of_turn(tokenizer, tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{{ '<|im_start|>assistant\n' }}"
@@ -82,14 +82,14 @@ def whole(tokenizer):
     return row, prompt
 
 
-def test_truncate_prompt_keeps_the_end_of_the_prompt_and_whole_completions(tokenizer, whole):
+def test_truncate_prompt_keeps_the_end_of_the_prompt_and_complete_completions(tokenizer, whole):
     row, prompt = whole
     cut = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=prompt + 5, overlong="truncate_prompt")
     assert lengths(cut) == (prompt - 2, [7, 2])
     assert cut.prompt.tolist() == row.prompt.tolist()[2:]
 
 
-def test_truncate_completion_keeps_the_prompt_and_cuts_only_what_is_too_long(tokenizer, whole):
+def test_truncate_completion_keeps_the_prompt_and_cuts_only_long_completions(tokenizer, whole):
     row, prompt = whole
     cut = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=prompt + 5, overlong="truncate_completion")
     assert lengths(cut) == (prompt, [5, 2])
@@ -114,7 +114,9 @@ def test_truncate_completion_keeps_the_prompt_and_cuts_only_what_is_too_long(tok
         ),
     ],
 )
-def test_what_cannot_be_cut_to_the_limit_is_filtered(tokenizer, whole, overlong, limit, reason, message):
+def test_a_preference_that_cannot_be_truncated_to_the_limit_is_filtered(
+    tokenizer, whole, overlong, limit, reason, message
+):
     row, _ = whole
     error = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=limit, overlong=overlong)
     assert (error.kind, error.reason) == ("filtered", reason)

@@ -42,7 +42,7 @@ def test_the_prompt_ends_where_the_answer_begins_and_the_answer_with_its_end_of_
     )
 
 
-def test_prompt_and_completion_joined_are_the_whole_conversation_but_for_what_follows_its_end():
+def test_prompt_and_completion_joined_are_the_conversation_up_to_its_end():
     messages = (Message("system", "be kind"), Message("user", "hi"), Message("assistant", "ho"), Message("user", "so?"))
     rendered = with_template(CHAT).render(Preference(messages, PAIR.completions, "x"))
     conversation = [{"role": m.role, "content": m.content} for m in (*messages, Message("assistant", "yes"))]
@@ -102,7 +102,7 @@ def test_kwargs_reach_the_template():
     assert template.render(PAIR).prompt == "calmhi</s>"
 
 
-def test_a_template_that_raises_is_told_with_its_reason():
+def test_a_template_that_raises_is_reported_with_its_reason():
     error = refusal(with_template("{{ raise_exception('no\n  turns') }}"))
     assert (error.reason, str(error)) == (
         "template fails",
@@ -110,14 +110,14 @@ def test_a_template_that_raises_is_told_with_its_reason():
     )
 
 
-def test_a_template_that_does_not_parse_is_told_with_its_reason():
+def test_a_template_that_does_not_parse_is_reported_with_its_reason():
     assert str(refusal(with_template("{% for %}"))) == (
         "pairs.jsonl:3: the chat template is malformed in line 1: Expected an expression, got 'end of statement block'. "
         "Set another with policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
-def test_a_template_that_changes_the_prompt_once_answered_is_told_with_the_first_difference():
+def test_a_template_that_changes_the_prompt_is_reported_with_the_first_difference():
     changing = "{{ messages|length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     error = refusal(with_template(changing))
     assert (error.reason, error.message) == (
@@ -128,7 +128,7 @@ def test_a_template_that_changes_the_prompt_once_answered_is_told_with_the_first
     )
 
 
-def test_a_template_that_writes_less_once_answered_is_no_prefix():
+def test_a_template_that_writes_less_with_an_answer_is_refused():
     shrinking = "{{ messages[-1].content }}{% if add_generation_prompt %}</s>{% endif %}"
     assert refusal(with_template(shrinking), of_text("hi")).message == (
         "the chat template renders the prompt differently when the answer follows: ...'hi</s>' becomes ...'hi'. "

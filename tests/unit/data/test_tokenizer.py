@@ -187,7 +187,7 @@ def ctrl_folder(folder: Path, merges: list[str], **settings: object) -> Path:
     return folder
 
 
-def test_tokenizers_with_one_vocabulary_and_other_merges_or_settings_are_told_apart(tmp_path):
+def test_tokenizers_with_other_merges_or_settings_have_different_states(tmp_path):
     the, he = ["t h", "th e</w>"], ["h e</w>"]
     one = load_tokenizer(ctrl_folder(tmp_path / "one", the))
     other = load_tokenizer(ctrl_folder(tmp_path / "other", he))

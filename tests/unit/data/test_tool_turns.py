@@ -29,7 +29,7 @@ def test_a_row_that_shows_more_than_texts_is_refused(key):
 # Texts
 
 
-def test_what_the_assistant_says_is_scored_with_its_end_and_tool_turns_with_the_next_header_are_not():
+def test_assistant_turns_are_scored_with_their_end_and_tool_turns_are_not():
     assert CALLING.render(read(prompt="hi", chosen=four("well"), rejected="no")) == Rendered(
         "user:hi<end>\nassistant:",
         (
@@ -64,7 +64,7 @@ def test_a_tool_call_needs_no_content(without):
     assert CALLING.render(read(chosen=[turn], rejected="no")).completions[0] == (Part(" call add<end>"),)
 
 
-def test_a_message_that_says_and_calls_nothing_is_an_empty_completion():
+def test_a_message_without_content_or_calls_is_an_empty_completion():
     silent = [calls(""), said("tool", "four"), said("assistant", " ")]
     error = refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=silent))
     assert error == ("filtered", "empty completion", "a completion is empty.")
@@ -209,7 +209,7 @@ def test_completions_of_other_roles_are_refused(chosen, reason, message):
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=chosen)) == ("bad", reason, message)
 
 
-def test_the_same_call_twice_is_no_preference():
+def test_two_identical_calls_are_filtered():
     error = refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=four(), rejected=four()))
     assert error == (
         "filtered",
@@ -279,7 +279,7 @@ def test_the_prompt_is_the_longest_common_beginning_that_an_assistant_turn_follo
         ([ASKED, *four(), ASKED, said("assistant", "yes")], [ASKED, *four()]),
     ],
 )
-def test_conversations_in_which_the_user_goes_on_differently_are_filtered(chosen, rejected):
+def test_conversations_with_different_later_user_turns_are_filtered(chosen, rejected):
     with pytest.raises(RowError) as caught:
         from_conversations(chosen, rejected)
     assert (caught.value.kind, caught.value.reason, caught.value.message) == (

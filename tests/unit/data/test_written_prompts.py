@@ -83,7 +83,7 @@ def test_prompts_that_only_mention_such_words_are_not(found, prompt):
     assert written(found(prompt)) == {}
 
 
-def test_the_template_tells_its_own_tokens():
+def test_the_template_finds_its_turn_tokens():
     assert CHATTING.turn_tokens.search("hi<end>")
     assert not CHATTING.turn_tokens.search("hi<unk>")  # special, but not written by it
 
@@ -100,8 +100,8 @@ def test_each_is_warned_about_once_with_count_place_and_what_to_do(found, capsys
     ]
     assert list(warnings_of(several).values()) == warnings
     Reporter("quiet").preflight([several], {})
-    told = " ".join("".join(capsys.readouterr()).split())
-    assert re.findall(r"warning: (train: .*?null\.)", told) == warnings
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert re.findall(r"warning: (train: .*?null\.)", printed) == warnings
 
 
 def test_a_set_without_any_has_no_warning(found):
@@ -130,8 +130,8 @@ def test_messages_in_a_text_are_counted_though_it_is_one_message_alone(found):
 
 
 def test_texts_and_labels_that_were_hardly_meant_are_warned_about(found):
-    told = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
-    assert list(told.values()) == [
+    printed = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
+    assert list(printed.values()) == [
         "train: messages written as text in 2 preferences, the first at pairs.jsonl:1, which become part of a single "
         "turn, brackets and quotes included. Give lists of messages (in csv files, as JSON).",
         "train: a prompt or completion that is only nan, None or null in 2 preferences, the first at pairs.jsonl:1, "
