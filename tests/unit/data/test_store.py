@@ -198,7 +198,7 @@ def test_an_object_around_rows_is_told(tmp_path):
     ],
 )
 def test_an_address_is_told_what_to_give_instead(address, instead):
-    assert refusal(address, Data()) == f"{address}: an address, from which nothing is fetched. {instead}"
+    assert refusal(address, Data()) == f"{address}: tandem does not download from URLs. {instead}"
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
@@ -208,9 +208,8 @@ def test_a_format_that_is_given_is_not_guessed(source):
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
         f"{source}: none of 1 rows can be read:\n"
         "  missing key: 1\n"
-        f"    {source}:1: none of the keys prompt, chosen, rejected. Keys found: context, completions. "
-        "data.train.prompt_key, "
-        "chosen_key and rejected_key name others; Set data.train.dataset_name to another format."
+        f"    {source}:1: none of the keys prompt, chosen, rejected. Keys found: context, completions. Set "
+        "data.train.prompt_key, chosen_key and rejected_key to other keys, or data.train.dataset_name to another format."
     )
 
 
