@@ -1,4 +1,4 @@
-"""A data file in; one of its preferences, as the model will see it, out: on the terminal, as a page, or as JSON."""
+"""Shows one preference of a data file as the model will see it: on the terminal, as an HTML page, or as JSON."""
 
 import io
 import json
@@ -29,15 +29,15 @@ from tandem.paths import check_data, check_models
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.text import wrap
 
-# Shown for characters that would otherwise not be seen, or that a terminal would obey: 27, escape, as its picture U+241B.
+# Visible replacements of control characters, which a terminal would hide or obey: 27, escape, becomes U+241B.
 VISIBLE = str.maketrans(
     {code: chr(0x2400 + code) for code in range(32)}
     | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
     | {"\n": "⏎\n", "\t": "⇥\t"}
 )
 NO_LIMIT = 2**31 - 1
-TOO_LONG = ("over-long", "equal once cut")
-LONGEST_CHARACTER = 4  # bytes, and so tokens at most
+TOO_LONG = ("over-long", "equal after truncation")
+MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 bytes, and so tokens at most
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tandem inspect</title>
@@ -68,9 +68,9 @@ class Inspection:
     rows: int
     accepted: int
     left_out: dict[str, int]  # rows by reason
-    note: str | None  # what training does with it because of its length
-    warnings: list[str]  # about the prompts of the file, as training gives them
-    tokenizer: str  # whose tokens these are
+    note: str | None  # how training treats it because of its length
+    warnings: list[str]  # about the file, as training prints them
+    tokenizer: str  # the name of the tokenizer
     has_template: bool
     prompt: list[Token]
     completions: list[list[Token]]
@@ -78,31 +78,31 @@ class Inspection:
 
 
 def do_without_torch() -> None:
-    """Most of the time that a tokenizer takes to load is torch's, which transformers imports wherever it is installed.
+    """Make transformers skip torch, whose import takes most of the time of loading a tokenizer.
 
-    None among the modules makes its import fail, so that transformers does without it, as it can for tokenizers.
+    None in sys.modules makes the import fail, and tokenizers work without torch.
     """
     if not {"torch", "transformers"} & sys.modules.keys():
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about missing torch
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
 
 def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
-    """The preference at a line (or element): 3, or of several files pairs.jsonl:3; the first usable one without a row."""
+    """The preference at a row: 3, or pairs.jsonl:3 if there are several files; the first usable one if row is None."""
     path = str(TRAIN) if data_path == EMBEDDED else data_path
     keys = _keys(config, data_path)
     check_models(config)
     check_data({"data": keys})
     tokenizer = load_tokenizer(find_tokenizer_without_torch(config.policy))
     template = make_template(tokenizer, config.policy.tokenizer)
-    store = _open(path, keys, template, config, judged=row is None)
+    store = _open(path, keys, template, config, check_shares=row is None)
 
     def without_limit() -> TokenStore:
-        return _open(path, keys, template, config, max_length=NO_LIMIT, judged=False)
+        return _open(path, keys, template, config, max_length=NO_LIMIT, check_shares=False)
 
-    preference, note = (store[0], None) if row is None else _at(row, path, store, config, without_limit)
-    if note is None and _may_be_cut(preference, config):
-        note = _cut(preference, without_limit(), config.data.overlong)
+    preference, note = (store[0], None) if row is None else _preference_at(row, path, store, config, without_limit)
+    if note is None and _may_be_truncated(preference, config):
+        note = _truncation_note(preference, without_limit(), config.data.overlong)
     return Inspection(
         place=preference.place,
         format=store.format,
@@ -121,21 +121,21 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
 
 
 def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
-    """Tokens in alternating shades, special ones reversed; what is scored in another colour than what is not."""
+    """Print tokens in alternating shades, special tokens reversed, and scored tokens in another colour."""
     i = inspection
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
-    said = f"{i.place}: read as {i.format}, {i.format_reason}; {usable}"
-    console.print(wrap(said, console.width) if console.is_terminal else said, markup=False)
+    summary = f"{i.place}: read as {i.format}, {i.format_reason}; {usable}"
+    console.print(wrap(summary, console.width) if console.is_terminal else summary, markup=False)
     if i.note:
         console.print(wrap(i.note, console.width) if console.is_terminal else i.note, markup=False, style="bold red")
     for warning in i.warnings:
         text = f"warning: {warning}"
         console.print(wrap(text, console.width) if console.is_terminal else text, markup=False, style="yellow")
     if i.tokenizer == EMBEDDED:
-        console.print("Tokens are the embedded model's; --model M shows those of another.")
+        console.print("Tokens of the embedded model; --model M uses the tokenizer of another model.")
     if not i.has_template:
-        console.print("No chat template: the texts are taken as they are.")
+        console.print("No chat template: texts are used as they are.")
     console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)
     _print(_coloured(i.prompt, "cyan", positions), console)
     for number, completion in enumerate(i.completions):
@@ -158,7 +158,7 @@ def as_json(inspection: Inspection) -> str:
 
 
 def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
-    """The same as a page that needs nothing else; the data's text is escaped."""
+    """Write the same as a self-contained HTML page; text of the data is escaped."""
     console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:
@@ -168,37 +168,39 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
 
 
 def _open(
-    path: str, keys: DatasetFields, template: Any, config: Config, *, max_length: int | None = None, judged: bool
+    path: str, keys: DatasetFields, template: Any, config: Config, *, max_length: int | None = None, check_shares: bool
 ) -> TokenStore:
-    # Looking is not training: nothing that is wrong elsewhere in the file keeps a good row from being seen.
+    # Bad rows elsewhere in the file do not matter here: a good row is shown anyway.
     cut = "drop" if max_length or config.data.overlong == "error" else config.data.overlong
     lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0, "overlong": cut}
     data = config.data.model_copy(update=lenient)
-    return open_store(path, keys, template, data, max_length or config.policy.max_total_sequence_length, judged=judged)
+    return open_store(
+        path, keys, template, data, max_length or config.policy.max_total_sequence_length, judged=check_shares
+    )
 
 
 def _keys(config: Config, data_path: str) -> DatasetFields:
-    """How a training set at this path would be read: as data.train says, and data.default where it says nothing."""
+    """The settings for a training set at this path: those of data.train, and data.default for the others."""
     given = (config.data.default, config.data.training_sets[0])
-    said = {name: value for one in given for name, value in one.model_dump(exclude_unset=True).items()}
-    return DatasetFields(**{**said, "data_path": data_path})
+    merged = {name: value for one in given for name, value in one.model_dump(exclude_unset=True).items()}
+    return DatasetFields(**{**merged, "data_path": data_path})
 
 
-def _may_be_cut(preference: TokenizedPreference, config: Config) -> bool:
+def _may_be_truncated(preference: TokenizedPreference, config: Config) -> bool:
     is_full = preference.longest == config.policy.max_total_sequence_length
     return is_full and config.data.overlong.startswith("truncate")
 
 
-def _cut(preference: TokenizedPreference, longer: TokenStore, overlong: str) -> str | None:
+def _truncation_note(preference: TokenizedPreference, longer: TokenStore, overlong: str) -> str | None:
     index = _find(longer, preference.place)
     before = preference.longest if index is None else longer[index].longest
-    return f"Cut from {before} tokens by data.overlong={overlong}." if before > preference.longest else None
+    return f"Truncated from {before} tokens by data.overlong={overlong}." if before > preference.longest else None
 
 
-def _at(
+def _preference_at(
     row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """The preference at a row; and, if that is one that is only too long, what training does with it."""
+    """The preference at a row, and a note on how training treats it if it is too long."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)
@@ -207,7 +209,7 @@ def _at(
         raise DataError(problem)
     longer = without_limit()
     index = _find(longer, row)
-    if index is None:  # once cut, its completions are equal
+    if index is None:  # its completions are equal after truncation
         raise DataError(problem)
     does = "stops at it" if config.data.overlong == "error" else "leaves it out"
     return longer[index], f"Training {does}: {problem}"
@@ -218,12 +220,12 @@ def _find(store: TokenStore, row: str) -> int | None:
 
 
 def _is_at(place: str, row: str) -> bool:
-    """data/b.jsonl:3 is at 3, at b.jsonl:3 and at data/b.jsonl:3."""
+    """Whether a place is at a row: data/b.jsonl:3 is at 3, at b.jsonl:3 and at data/b.jsonl:3."""
     return place == row or place.endswith((f"/{row}", f":{row}"))
 
 
 def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
-    """What is said of a row that is no preference."""
+    """The entry of a row in rejects.jsonl; a DataError if there is no such row."""
     rejects = [json.loads(line) for line in (store.folder / "rejects.jsonl").read_text("utf-8").splitlines()]
     if found := next((reject for reject in rejects if _is_at(reject["place"], row)), None):
         return found
@@ -231,9 +233,9 @@ def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
     places = [*map(store.place, range(len(store))), *(reject["place"] for reject in rejects)]
     there = [int(place.rpartition(":")[2]) for place in places if not file or _is_at(place.rpartition(":")[0], file)]
     if not there:
-        raise DataError(f"{path}: no row of it is of a file {file}.")
+        raise DataError(f"{path}: no rows come from a file {file}.")
     nearest = min(there, key=lambda other: abs(other - int(number)))
-    raise DataError(f"{path}: there is no row at {row}; the nearest is at {nearest}.")
+    raise DataError(f"{path}: there is no row {row}. The nearest is {nearest}.")
 
 
 def _completion(preference: TokenizedPreference, number: int, tokenizer: Any) -> list[Token]:
@@ -253,13 +255,13 @@ def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token
 
 
 def _texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """The text of each token. A character split over several stands at the last of them: "", "", "\N{UNICORN FACE}"."""
+    """The text of each token. A character of several tokens is shown at the last of them: "", "", "\N{UNICORN FACE}"."""
     texts: list[str] = []
     held: list[int] = []
     for id in ids:
         held.append(id)
         text = tokenizer.decode(held)
-        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(held) < LONGEST_CHARACTER
+        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(held) < MAX_TOKENS_PER_CHARACTER
         texts.append("" if is_part else text)
         held = held if is_part else []
     if held:

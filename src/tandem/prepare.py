@@ -1,4 +1,4 @@
-"""A configuration in; its sets tokenised ahead of training, and what is in them, out."""
+"""Tokenises and packs the datasets of a configuration before training, and summarises them."""
 
 import json
 import shutil
@@ -44,31 +44,31 @@ PACK_COLUMNS = [
     "packs a batch",
     "times padding",
 ]
-BAR = 40
+BAR_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """The rows of training on this machine: how long and why, how they fill by set; or why it would not start here."""
+    """The rows of training on this machine: their length and its reason, and fill by set; or why training would not start."""
 
     length: str
-    sets: dict[str, Outlook]  # of an epoch; without the training set where that is packed as a whole
+    sets: dict[str, Outlook]  # of one epoch; without the training set if it is packed as a whole
     refused: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What became of every set, where it is kept, how it packs, and how its first preference reads around the answer."""
+    """The result of preparing: a summary of each set, its folder, its packs, and an excerpt of the first preference."""
 
     sets: list[Preflight]
     folders: dict[str, str]
-    packs: dict[str, list[Outlook]]  # of whole sets: in mode dataset, or where lengths or folders are asked for
+    packs: dict[str, list[Outlook]]  # of complete sets: in mode dataset, or with --pack-sizes or an output folder
     training: TrainingRows
-    num_steps: int  # of training
+    num_steps: int  # training steps
     pairs_per_batch: int
     packing: str  # policy.packing.mode
-    weights: dict[str, float]  # of training sets that an epoch does not pass over once
-    tokenizer: str  # whose tokens these are
+    weights: dict[str, float]  # of training sets that an epoch does not use exactly once
+    tokenizer: str  # the name of the tokenizer
     has_template: bool
     max_length: int
     prompt_end: str
@@ -83,35 +83,37 @@ def prepare_data(
     output: Path | None = None,
     to_nemo: Path | None = None,
 ) -> Preparation:
-    """Tokenise and pack every set; with `output`, write each into a folder there that can be trained on by its path.
+    """Tokenise and pack every set. With `output`, also write each to a folder there, whose path can be trained on.
 
-    With `to_nemo`, write each as NeMo Aligner's packed files too.
+    With `to_nemo`, also write each as packed files of NeMo Aligner.
     """
     check_output("--output-dir", output)
     check_output("--to-nemo", to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
-            f"--output-dir {output}: it would hold packs of the whole set, but data.validation_share = "
-            f"{config.data.validation_share} is held out of it only when training. Leave out --output-dir, and training finds "
-            "the packs in the cache; or split the file in two."
+            f"--output-dir {output}: the packs would contain the complete set, but training holds out "
+            "data.validation_share = "
+            f"{config.data.validation_share} of it. Leave out --output-dir, and training uses the packs in the cache; "
+            "or split "
+            "the file in two."
         )
     source = check_model(config)
     inputs = open_inputs(config, source, bar)
     sets, template = inputs.sets, inputs.template
-    # What is trained on and held out, where that is not a set as it was read: the packs that training would look for.
+    # Subsets that are trained on or held out: training looks for their packs.
     used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}
     chosen = {name: store for name, store in used.items() if isinstance(store, Selection)}
     if pack_sizes or output is not None or to_nemo is not None:
         packed = {**sets.read, **chosen}
     else:
         packed = {"train": sets.train} if config.policy.packing.mode == "dataset" else {}
-    packs = {name: _packed(store, config, pack_sizes) for name, store in packed.items()}
+    packs = {name: _pack_set(store, config, pack_sizes) for name, store in packed.items()}
     pairs = config.policy.train_global_batch_size
     return Preparation(
         sets=preflights(sets),
-        folders=_written(sets, packs, config, output, to_nemo),
+        folders=_write_folders(sets, packs, config, output, to_nemo),
         packs={name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
-        training=_rows_of_training(inputs),
+        training=_training_rows(inputs),
         num_steps=inputs.plan.num_steps,
         pairs_per_batch=pairs,
         packing=config.policy.packing.mode,
@@ -119,12 +121,12 @@ def prepare_data(
         tokenizer=config.policy.tokenizer_name,
         has_template=template.source is not None,
         max_length=config.policy.max_total_sequence_length,
-        **_around_the_answer(sets.train[0], template.tokenizer),
+        **_excerpt(sets.train[0], template.tokenizer),
     )
 
 
-def _rows_of_training(inputs: Inputs) -> TrainingRows:
-    """The rows that training packs on this machine, or why it would not start here. Another machine may run it."""
+def _training_rows(inputs: Inputs) -> TrainingRows:
+    """The rows that training packs on this machine, or why it would not start. Another machine may run it."""
     try:
         setup = fit_rows(inputs, check_machine(inputs.config, inputs.source, this_device()))
     except (MachineError, OutOfMemoryError) as error:
@@ -140,20 +142,20 @@ def _rows_of_training(inputs: Inputs) -> TrainingRows:
     return TrainingRows(setup.rows, rows, None)
 
 
-def _written(
+def _write_folders(
     sets: Sets,
     packs: dict[str, list[tuple[Packer, Bins]]],
     config: Config,
     output: Path | None,
     to_nemo: Path | None,
 ) -> dict[str, str]:
-    """The folder of every set: in the cache, or written where it was asked for."""
+    """The folder of every set: in the cache, or in `output`; write the folders and the NeMo files."""
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if to_nemo is not None:
         for name, store in sets.read.items():
             check_for_nemo(store, min(packer.length for packer, _ in packs[name]))
     if output is not None:
-        folders = {name: str(_write(store, packs[name], output / name)) for name, store in sets.read.items()}
+        folders = {name: str(_write_folder(store, packs[name], output / name)) for name, store in sets.read.items()}
     if to_nemo is not None:
         packing, seed = config.policy.packing, config.run.seed
         for name, store in sets.read.items():
@@ -166,7 +168,7 @@ def _written(
 
 
 def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
-    """A file of NeMo Aligner's packs as a prepared folder, to be trained on by its path."""
+    """Import a packed file of NeMo Aligner as a prepared folder, whose path can be trained on."""
     check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
@@ -174,8 +176,9 @@ def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
         judge(store, str(file), config.data)
         if (highest := store.highest_token_id) >= source.vocabulary:
             raise DataError(
-                f"{file}: token id {highest}, but the model ({config.policy.model_name}) knows only {source.vocabulary} tokens. "
-                "Name the model that the packs were made for: policy.model_name=MODEL."
+                f"{file}: token id {highest}, but the model ({config.policy.model_name}) has only {source.vocabulary} "
+                "tokens. "
+                "Set policy.model_name to the model that the packs were made for."
             )
         kept = without_duplicates({"train": store}, config.data)["train"]
     except DataError:
@@ -183,19 +186,19 @@ def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
         raise
     if kept is not store:
         shutil.rmtree(folder)
-        _write(kept, [], folder)
+        _write_folder(kept, [], folder)
     return preflight("train", kept)
 
 
 def show_imported(found: Preflight, output: Path, loaded: LoadedConfig, reporter: Reporter) -> None:
-    """What is in the set that was imported, and the command that trains on it."""
+    """Print a summary of the imported set, and the command that trains on it."""
     reporter.preflight([found], {found.name: output / found.name / "rejects.jsonl"})
     reporter.say("\nTrain on it:")
     reporter.command(tandem_command("train", *training_arguments(loaded, found, output)))
 
 
 def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> list[str]:
-    """What `tandem train` needs to train on packs that were imported under these settings."""
+    """The arguments of `tandem train` for packs that were imported with these settings."""
     config, overrides = loaded.config.policy, loaded.overrides
     given = {key_of(one) for one in overrides}
     asked = {
@@ -204,23 +207,23 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
         "policy.max_total_sequence_length": config.max_total_sequence_length,
     }
     arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
-    # The usual batch is another with data of one's own than in the embedded default.
+    # The default batch size differs between the embedded data and other data.
     changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
     if found.num_pairs < changed_config.policy.train_global_batch_size:
         arguments = with_override(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
     return [*(["--config", loaded.file, *loaded.options] if loaded.file else []), *arguments]
 
 
-def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
-    """The set as packs of each length."""
+def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
+    """Pack the set with each length."""
     longest = int(store.longest.argmax())
     if pack_sizes and store.longest[longest] > min(pack_sizes):
         raise ConfigError(
-            f"--pack-sizes {min(pack_sizes)}: a sequence at {store.place(longest)} takes {store.longest[longest]} tokens. "
+            f"--pack-sizes {min(pack_sizes)}: the sequence at {store.place(longest)} has {store.longest[longest]} tokens. "
             "Give longer packs, or lower policy.max_total_sequence_length."
         )
     packing = config.policy.packing.model_copy(update={"mode": "dataset"})
-    if config.policy.packing.mode == "none":  # where nothing is shared
+    if config.policy.packing.mode == "none":  # in which prompts are not shared
         packing = packing.model_copy(update={"share_prompts": True})
     lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
     packers = [
@@ -236,8 +239,8 @@ def _packed(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> li
     return [(packer, open_packs(packer)) for packer in packers]
 
 
-def _write(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
-    """The store and its packs as a folder of their own."""
+def _write_folder(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
+    """Write the store and its packs to a folder."""
     with published(folder, "tokens") as aside:
         for name in ("tokens.arrow", "rejects.jsonl"):
             shutil.copyfile(store.folder / name, aside / name)
@@ -248,7 +251,7 @@ def _write(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) ->
     return folder
 
 
-def _around_the_answer(first: TokenizedPreference, tokenizer: Any) -> dict[str, str]:
+def _excerpt(first: TokenizedPreference, tokenizer: Any) -> dict[str, str]:
     best = first.completions[first.pairs[0][0]]
     parts = {
         "prompt_end": first.prompt[-SHOWN_TOKENS:],
@@ -262,11 +265,11 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
     rejects = {name: Path(folder) / "rejects.jsonl" for name, folder in preparation.folders.items()}
     reporter.preflight(preparation.sets, rejects)
     for name, weight in preparation.weights.items():
-        reporter.say(f"  {name}: an epoch passes over it {weight:g} times (weight)")
+        reporter.say(f"  {name}: an epoch uses it {weight:g} times (weight)")
     if preparation.tokenizer == EMBEDDED:
-        reporter.say("  Tokens are the embedded model's: name your own by policy.model_name=MODEL")
+        reporter.say("  Tokens of the embedded model: set your own with policy.model_name=MODEL")
     if not preparation.has_template:
-        reporter.say("  No chat template: the texts are taken as they are")
+        reporter.say("  No chat template: texts are used as they are")
     for found in preparation.sets:
         reporter.say(f"\n{found.name}: tokens")
         reporter.lengths(
@@ -280,23 +283,23 @@ def show(preparation: Preparation, reporter: Reporter) -> None:
         if found.longer_than:
             _show_limits(found, preparation.max_length, reporter)
     _show_packs(preparation, reporter)
-    reporter.say("\nThe first preference around its answer, literally")
+    reporter.say("\nExcerpt of the first preference, as the model sees it")
     reporter.say(f"  prompt ends        {preparation.prompt_end!r}")
     reporter.say(f"  completion starts  {preparation.completion_start!r}")
     reporter.say(f"  completion ends    {preparation.completion_end!r}")
     for name, folder in preparation.folders.items():
-        reporter.say(f"\n{name} is kept in {folder}")
+        reporter.say(f"\n{name} is stored in {folder}")
 
 
 def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
     training, batch = preparation.training, f"a batch of {preparation.pairs_per_batch} pairs in them"
     if preparation.packs:
         how = {
-            "dataset": "training uses those of the training set",
-            "batch": "training packs each batch by itself",
-            "none": "training packs nothing",
+            "dataset": "training uses the packs of the training set",
+            "batch": "training packs each batch separately",
+            "none": "training does not pack",
         }[preparation.packing]
-        reporter.say(f"\nWhole sets as packs ({how}: policy.packing.mode={preparation.packing}), and {batch}")
+        reporter.say(f"\nComplete sets as packs ({how}: policy.packing.mode={preparation.packing}), and {batch}")
         reporter.table(
             PACK_COLUMNS, [_row(name, one) for name, several in preparation.packs.items() for one in several]
         )
@@ -305,12 +308,13 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
         reporter.table(PACK_COLUMNS, [_row(name, one) for name, one in training.sets.items()])
     if preparation.packs or training.sets:
         reporter.say(
-            f"  times padding: positions that rows padded to the longest of {PADDED_TOGETHER} sequences would compute, over "
-            "those computed in packs; fill: of rows as they are, which may be shorter than a pack"
+            f"  times padding: positions computed if every {PADDED_TOGETHER} sequences were padded to the longest, "
+            "divided by "
+            "those computed in packs; fill: of the actual rows, which may be shorter than a pack"
         )
     if training.refused is not None:
         reporter.warn(f"training would not start on this machine: {training.refused}")
-    reporter.say(f"  steps of training: {preparation.num_steps:,}")
+    reporter.say(f"  training steps: {preparation.num_steps:,}")
 
 
 def _row(name: str, packs: Outlook) -> list[str]:
@@ -331,11 +335,11 @@ def as_json(preparation: Preparation) -> str:
 
 
 def _show_histogram(lengths: Lengths, reporter: Reporter) -> None:
-    """A bar per step of length."""
+    """Print a bar for each bin of lengths."""
     most, step = max(lengths.histogram), max(len(lengths.histogram), lengths.longest) / len(lengths.histogram)
     for number, count in enumerate(lengths.histogram):
         start, end = round(number * step), round((number + 1) * step)
-        reporter.say(f"  {start:>7,} to {end:>7,}  {count:>9,}  {'#' * -(-BAR * count // most)}")
+        reporter.say(f"  {start:>7,} to {end:>7,}  {count:>9,}  {'#' * -(-BAR_CHARACTERS * count // most)}")
 
 
 def _show_limits(found: Preflight, max_length: int, reporter: Reporter) -> None:

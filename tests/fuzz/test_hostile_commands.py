@@ -32,7 +32,7 @@ Make = Callable[[random.Random], list[str]]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what commands are given and must not change, and one beside it, `own`, for whatever they write."""
+    """A folder with the inputs of commands, which must not change, and a sibling folder `own` for their output."""
     top = tmp_path_factory.mktemp("commands")
     pairs = few_pairs(top / "pairs", 20)
     copy_of(unfinished_run(top, saving_settings(top / "pairs")), top / "victim")

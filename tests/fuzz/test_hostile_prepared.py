@@ -1,4 +1,4 @@
-"""Prepared folders of a stranger, mutated, their manifests made anew: each is read or refused in words."""
+"""Untrusted prepared folders, mutated, with manifests written again: each is read, or refused with a message."""
 
 import random
 from collections.abc import Callable

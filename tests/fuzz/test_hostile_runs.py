@@ -1,4 +1,4 @@
-"""Run directories of a stranger, mutated, are gone on with to their end, or refused in words."""
+"""Untrusted run directories, mutated: each resumes to its end, or is refused with a message."""
 
 import random
 from collections.abc import Callable

@@ -57,21 +57,21 @@ def test_a_row_is_found_by_its_line(file):
     assert inspected(file, 3).place == f"{file}:3"
 
 
-def test_a_row_that_was_left_out_says_why(file):
+def test_a_row_that_was_left_out_is_reported_with_the_reason(file):
     with pytest.raises(DataError) as error:
         inspected(file, 2)
     assert str(error.value) == f"{file}:2: a completion is empty."
 
 
-def test_a_row_that_is_not_there_is_told(file):
+def test_a_row_that_does_not_exist_is_reported(file):
     with pytest.raises(DataError) as error:
         inspected(file, 9)
-    assert str(error.value) == f"{file}: there is no row at 9; the nearest is at 3."
+    assert str(error.value) == f"{file}: there is no row 9. The nearest is 3."
 
 
-def test_the_nearest_row_is_told_by_its_line_where_lines_are_empty(file):
+def test_the_nearest_row_is_reported_by_its_line_if_lines_are_empty(file):
     file.write_text(file.read_text().replace("\n", "\n\n"))
-    with pytest.raises(DataError, match=r"there is no row at 2; the nearest is at [13]\.$"):
+    with pytest.raises(DataError, match=r"there is no row 2\. The nearest is [13]\.$"):
         inspected(file, 2)
 
 
@@ -84,7 +84,7 @@ def test_nothing_in_the_data_is_obeyed_by_the_terminal(tmp_path, capsys):
     assert not any(sign in shown for sign in "\x1b\x07\x9b\r")
 
 
-def test_a_character_of_several_tokens_is_shown_whole(tmp_path):
+def test_a_character_of_several_tokens_is_shown_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "naïve 🦄?", "chosen": "一 🦄", "rejected": "a \ufffd b"}) + "\n")
     found = inspected(path)
@@ -92,9 +92,9 @@ def test_a_character_of_several_tokens_is_shown_whole(tmp_path):
     assert [texts(one) for one in found.completions] == ["一 🦄<|im_end|>", "a \ufffd b<|im_end|>"]
 
 
-def test_that_there_is_no_template_is_said(file, capsys):
+def test_a_missing_template_is_reported(file, capsys):
     show(inspected(file, None, "policy.tokenizer.chat_template=null"), Console(), positions=False)
-    assert "No chat template: the texts are taken as they are." in capsys.readouterr().out
+    assert "No chat template: texts are used as they are." in capsys.readouterr().out
 
 
 def test_of_several_completions_those_in_a_pair_are_shown(tmp_path):
@@ -114,11 +114,11 @@ def test_the_page_escapes_the_text_and_loads_nothing(file, tmp_path):
     assert "http://" not in page and "https://" not in page
 
 
-def test_what_is_shown_names_place_format_and_counts(file, capsys):
+def test_the_output_names_place_format_and_counts(file, capsys):
     show(inspected(file), Console(width=1000, highlight=False), positions=True)
     said = capsys.readouterr().out
     assert (
-        f"{file}:1: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected; 2 of 3 rows usable "
+        f"{file}:1: read as BinaryPreferenceDataset, detected from the keys prompt, chosen, rejected; 2 of 3 rows usable "
         "(empty completion: 1)" in said
     )
     assert "tokens, scored, preferred to completion 1" in said
@@ -128,7 +128,7 @@ def test_json_holds_every_token(file):
     assert json.loads(as_json(inspected(file)))["completions"][1][-1]["text"] == "<|im_end|>"
 
 
-def test_what_holds_for_every_set_holds_for_the_one_that_is_looked_at(tmp_path):
+def test_settings_of_data_default_apply_to_the_inspected_set(tmp_path):
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps({"question": "Hi?", "chosen": "Yes.", "rejected": "No."}) + "\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
@@ -140,7 +140,7 @@ def test_what_holds_for_every_set_holds_for_the_one_that_is_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "reason"), [("no/page.html", "No such file or directory"), ("", "Is a directory")])
-def test_a_page_that_cannot_be_written_is_told_in_one_line(file, tmp_path, place, reason):
+def test_a_page_that_cannot_be_written_is_reported_in_one_line(file, tmp_path, place, reason):
     with pytest.raises(ConfigError) as refused:
         write_page(inspected(file), tmp_path / place, positions=False)
     assert str(refused.value) == f"--html {tmp_path / place}: {reason}. Choose another file."
@@ -170,7 +170,7 @@ def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
     )
 
 
-def test_a_row_that_is_only_too_long_is_seen_and_said_to_be_left_out(file):
+def test_a_row_that_is_too_long_is_shown_with_a_note(file):
     limit = "policy.max_total_sequence_length=14"
     found = inspected(file, 1, limit)
     assert texts(found.completions[0]) == "Yes <b><|im_end|>"
@@ -185,10 +185,10 @@ def test_a_row_that_is_only_too_long_is_seen_and_said_to_be_left_out(file):
     )
 
 
-def test_a_row_cut_as_data_overlong_says_is_seen_cut(file):
+def test_a_row_truncated_by_data_overlong_is_shown_truncated(file):
     found = inspected(file, 1, "policy.max_total_sequence_length=14", "data.overlong=truncate_completion")
     assert texts(found.completions[0]) == "Yes "
-    assert found.note == "Cut from 18 tokens by data.overlong=truncate_completion."
+    assert found.note == "Truncated from 18 tokens by data.overlong=truncate_completion."
     assert inspected(file, 1, "policy.max_total_sequence_length=18", "data.overlong=truncate_completion").note is None
 
 
@@ -200,14 +200,14 @@ def test_a_row_of_one_file_among_several_is_named_with_it(file):
     assert inspected(pattern, "z.jsonl:1").place == f"{file.parent}/z.jsonl:1"
     with pytest.raises(DataError) as nearest:
         inspected(pattern, "z.jsonl:7")
-    assert str(nearest.value) == f"{pattern}: there is no row at z.jsonl:7; the nearest is at 1."
+    assert str(nearest.value) == f"{pattern}: there is no row z.jsonl:7. The nearest is 1."
     with pytest.raises(DataError) as unknown:
         inspected(pattern, "no.jsonl:7")
-    assert str(unknown.value) == f"{pattern}: no row of it is of a file no.jsonl."
+    assert str(unknown.value) == f"{pattern}: no rows come from a file no.jsonl."
 
 
 @pytest.mark.parametrize("row", ["0", "-1", "x", "a.jsonl:"])
-def test_what_is_no_number_of_a_row_is_refused(row, file, monkeypatch, capsys):
+def test_a_row_that_is_not_a_number_is_refused(row, file, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tandem", "inspect", str(file), f"--row={row}"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -225,13 +225,13 @@ def test_special_tokens_show_whether_they_are_scored(file):
     assert styles == {"bold black on cyan", "bold black on green", "bold black on red"}
 
 
-def test_whose_tokens_are_shown_is_said(file):
+def test_the_tokenizer_of_the_tokens_is_named(file):
     console = Console(record=True, width=200)
     show(inspected(file), console, positions=False)
-    assert "Tokens are the embedded model's; --model M shows those of another." in console.export_text()
+    assert "Tokens of the embedded model; --model M uses the tokenizer of another model." in console.export_text()
 
 
-def test_a_position_stands_on_the_line_of_its_token(file):
+def test_a_position_is_on_the_line_of_its_token(file):
     console = Console(record=True, width=200)
     show(inspected(file), console, positions=True)
     assert "er₂ ⏎₃ \nHi₄" in console.export_text().replace("  ", " ")
@@ -252,9 +252,9 @@ def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
     path.write_text(json.dumps({"prompt": "\n\nHuman: Hi\n\nAssistant:", "chosen": "Yes", "rejected": "No"}))
     found = inspected(path)
     warning = (
-        f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user turn. Give "
-        "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
-        "policy.tokenizer.chat_template=null."
+        f"{path}: Human: or Assistant: tags in 1 prompt, the first at {path}:1, which become part of a single user "
+        "turn. Give messages, or complete dialogues as chosen and rejected (dataset_name=dialogue_text); for complete "
+        "texts set policy.tokenizer.chat_template=null."
     )
     assert found.warnings == [warning]
     assert json.loads(as_json(found))["warnings"] == [warning]

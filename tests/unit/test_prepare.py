@@ -72,7 +72,7 @@ def report(prepare):
     return run
 
 
-def test_what_is_in_a_set_is_shown_as_tables_and_a_histogram(prepare, here):
+def test_the_contents_of_a_set_are_shown_as_tables_and_a_histogram(prepare, here):
     write("pairs.jsonl", *TEN, pair("p" * 30))
     code, out, err = prepare("data.train=pairs.jsonl", LIMIT)
     (folder,) = (here / "cache" / "tokens").iterdir()
@@ -82,10 +82,10 @@ def test_what_is_in_a_set_is_shown_as_tables_and_a_histogram(prepare, here):
 Data
 set    rows  accepted  bad  filtered  pairs  prompt tok  compl. tok  longest  sharing can save
 train    11        10    0         1     10         110          70       24               38%
-  train: read as BinaryPreferenceDataset, told by the keys prompt, chosen, rejected
+  train: read as BinaryPreferenceDataset, detected from the keys prompt, chosen, rejected
   train: skipped 1: over-long
   train: skipped rows are listed in {folder}/rejects.jsonl
-  No chat template: the texts are taken as they are
+  No chat template: texts are used as they are
 
 train: tokens
 of                           mean  p50  p90  p95  p99  longest
@@ -106,16 +106,16 @@ prompt + longest completion  15.0   16   24   24   24       24
        22 to      24          2  ########################################
   over the limit of 24: 1 left out; by limit: none over 256
 
-The first preference around its answer, literally
+Excerpt of the first preference, as the model sees it
   prompt ends        'p p'
   completion starts  'y y y </s>'
   completion ends    'y y y </s>'
 
-train is kept in {folder}
+train is stored in {folder}
 """
     before, _, rest = out.partition("\nRows of training on this machine: ")
-    _, _, after = rest.partition("\nThe first")
-    shown = f"{before}\nThe first{after}"
+    _, _, after = rest.partition("\nExcerpt")
+    shown = f"{before}\nExcerpt{after}"
     assert [line.rstrip() for line in shown.splitlines()] == expected.splitlines()
 
 
@@ -139,8 +139,8 @@ def test_the_rows_that_training_packs_are_shown(prepare):
         header == "128 tokens (auto: the longest preference takes 24); an epoch of them, and a batch of 4 pairs in them"
     )
     assert table.splitlines()[1].split() == ["train", "128", "2", "75.0%", "4.0", "4.0", "1", "1.31"]
-    assert "  steps of training: 2\n" in out
-    assert "Whole sets as packs" not in out
+    assert "  training steps: 2\n" in out
+    assert "Complete sets as packs" not in out
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
         ),
     ],
 )
-def test_what_training_refuses_is_refused(prepare, settings, code, said):
+def test_configurations_that_training_refuses_are_refused(prepare, settings, code, said):
     write("pairs.jsonl", *TEN)
     with pytest.raises(TandemError) as refused:
         size = [] if "batch_size" in settings[0] else ["policy.train_global_batch_size=2"]
@@ -213,7 +213,7 @@ def test_what_training_refuses_is_refused(prepare, settings, code, said):
     assert prepare("data.train=pairs.jsonl", *settings) == (code, "", f"tandem: error: {said}\n")
 
 
-def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
+def test_a_problem_of_this_machine_only_is_a_warning(prepare, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     write("pairs.jsonl", *TEN)
     code, out, _ = prepare("data.train=pairs.jsonl", "policy.attention=flex")
@@ -222,7 +222,7 @@ def test_what_only_this_machine_cannot_do_is_a_warning(prepare, monkeypatch):
         "warning: training would not start on this machine: policy.attention = flex: FlexAttention has no backward pass on the "
         "CPU. Use policy.attention=auto or sdpa."
     ) in " ".join(out.split())
-    assert "  steps of training: 5\n" in out
+    assert "  training steps: 5\n" in out
 
 
 def test_json_holds_the_same_numbers(report, here):
@@ -243,7 +243,7 @@ def test_json_holds_the_same_numbers(report, here):
     assert found["folders"] == {"train": str(next((here / "cache" / "tokens").iterdir()))}
 
 
-def test_percentiles_are_lengths_that_stand_in_the_set(report):
+def test_percentiles_are_lengths_that_occur_in_the_set(report):
     # 99 prompts of one token and one of 11: half, 90 and 95 of a hundred have one; of the last hundredth one has 11.
     write("pairs.jsonl", *[pair("p", "y" * (i % 5 + 1)) for i in range(99)], pair("p" * 11))
     (train,) = report("data.train=pairs.jsonl")["sets"]
@@ -251,7 +251,7 @@ def test_percentiles_are_lengths_that_stand_in_the_set(report):
     assert train["prompt_lengths"]["mean"] == pytest.approx(1.1)
 
 
-def test_shares_over_each_limit_count_what_is_left_out_too(prepare):
+def test_shares_over_each_limit_include_rows_left_out(prepare):
     # 4 of 5 preferences fit; two are over 256 tokens, of which one is over 512 and left out.
     rows = [pair("p" * length) for length in (10, 20, 30, 300, 600)]
     write("pairs.jsonl", *rows)
@@ -259,7 +259,7 @@ def test_shares_over_each_limit_count_what_is_left_out_too(prepare):
     assert "  over the limit of 512: 1 left out; by limit: 40.0% over 256, 20.0% over 512\n" in out
 
 
-def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
+def test_notes_duplicates_and_rows_left_out_are_reported(prepare, here):
     write("pairs.jsonl", pair("a"), pair("a"), pair("b\x07"), "{", pair("c", "no"))
     settings = ["data.on_bad_row=skip", "data.max_bad_share=1.0", "data.max_filtered_share=1.0"]
     _, out, _ = prepare("data.train=pairs.jsonl", *settings)
@@ -273,7 +273,7 @@ def test_notes_duplicates_and_rows_left_out_are_told(prepare, here):
     ]
 
 
-def test_the_files_of_a_set_are_told(prepare):
+def test_the_files_of_a_set_are_listed(prepare):
     for name in ("a", "b", "c", "ab"):
         write(f"{name}.jsonl", pair(name))
     _, out, _ = prepare("data.train=?.jsonl")
@@ -291,7 +291,7 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
     assert [s["counts"]["accepted"] for s in (first, second, held)] == [10, 10, 5]
     assert (held["format"], held["format_reason"]) == (
         "held out",
-        "by data.validation_share; 15 of the training preferences are left to train on",
+        "by data.validation_share; 15 training preferences are left",
     )
     assert (held["prompt_overlap"], first["prompt_overlap"]) == (0, None)
     _, out, _ = prepare(*given)
@@ -300,20 +300,20 @@ def test_every_set_has_its_part_the_held_out_one_too(prepare, report):
         "train-1: tokens",
         "validation-default: tokens",
     ]
-    assert [line.split(" is kept in ")[0] for line in out.splitlines() if " is kept in " in line] == [
+    assert [line.split(" is stored in ")[0] for line in out.splitlines() if " is stored in " in line] == [
         "train-0",
         "train-1",
     ]
 
 
-def test_what_was_prepared_is_not_tokenised_again(prepare, monkeypatch):
+def test_prepared_data_is_not_tokenised_again(prepare, monkeypatch):
     write("pairs.jsonl", *TEN)
     first = prepare("data.train=pairs.jsonl")
     monkeypatch.setattr(store_module, "write_store", lambda *args, **kwargs: pytest.fail("tokenised again"))
     assert prepare("data.train=pairs.jsonl") == first
 
 
-def test_quiet_says_nothing(prepare, here):
+def test_quiet_prints_nothing(prepare, here):
     write("pairs.jsonl", *TEN)
     assert prepare("data.train=pairs.jsonl", "--quiet") == (0, "", "")
     assert len(list((here / "cache" / "tokens").iterdir())) == 1
@@ -348,7 +348,7 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
         ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
         (
             "512,3",
-            "a sequence at pairs.jsonl:10 takes 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
+            "the sequence at pairs.jsonl:10 has 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
         ),
     ],
 )
@@ -373,8 +373,9 @@ def test_a_share_held_out_in_training_is_not_packed_into_a_folder(prepare):
     code, _, err = prepare("data.train=pairs.jsonl", "data.validation_share=0.2", "--output-dir", "out")
     assert code == 2
     assert err == (
-        "tandem: error: --output-dir out: it would hold packs of the whole set, but data.validation_share = 0.2 is held out of "
-        "it only when training. Leave out --output-dir, and training finds the packs in the cache; or split the file in two.\n"
+        "tandem: error: --output-dir out: the packs would contain the complete set, but training holds out "
+        "data.validation_share = 0.2 of it. Leave out --output-dir, and training uses the packs in the cache; or split "
+        "the file in two.\n"
     )
 
 
@@ -397,7 +398,7 @@ def test_a_length_given_twice_is_packed_once(report):
     assert [packs["pack_length"] for packs in found["packs"]["train"]] == [128, 256]
 
 
-def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monkeypatch):
+def test_an_interrupted_preparation_reports_its_partial_files(prepare, here, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -415,7 +416,7 @@ def test_an_interrupted_preparation_says_what_is_left_of_it(prepare, here, monke
     ("option", "value", "given"),
     [("--seed", "3", "run.seed=4"), ("--packing-algorithm", "bfd", "policy.packing.algorithm=first_fit_decreasing")],
 )
-def test_an_option_and_the_key_it_stands_for_are_refused_together(prepare, option, value, given):
+def test_an_option_and_its_key_are_refused_together(prepare, option, value, given):
     code, _, err = prepare(option, value, given)
     assert (code, err) == (2, f"tandem: error: {option} {value} and {given} set the same key. Leave out one of them.\n")
 
@@ -465,14 +466,14 @@ def test_the_command_for_imported_packs_runs_as_printed(prepare, packs, monkeypa
     assert list(Path("runs").glob("*/metrics.jsonl"))
 
 
-def test_packs_of_another_vocabulary_are_refused_with_what_to_name(prepare, packs, here):
+def test_packs_of_another_vocabulary_are_refused(prepare, packs, here):
     config = {"model_type": "llama", "vocab_size": 36}
     Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
     code, _, err = prepare("--from-nemo", packs, "--output-dir", "out")
     assert code == 3
     assert re.fullmatch(
-        rf"tandem: error: {packs}: token id \d+, but the model \(model\) knows only 36 tokens\. Name the model that the packs "
-        r"were made for: policy\.model_name=MODEL\.\n",
+        rf"tandem: error: {packs}: token id \d+, but the model \(model\) has only 36 tokens\. Set policy\.model_name "
+        r"to the model that the packs were made for\.\n",
         err,
     )
     assert list(Path("out").iterdir()) == []
@@ -493,7 +494,7 @@ def test_duplicates_in_imported_packs_are_treated_as_asked(prepare, how):
         assert "which data.duplicates=error refuses" in err
 
 
-def test_duplicates_that_are_dropped_are_told_and_left_out_of_what_is_written(prepare):
+def test_dropped_duplicates_are_reported_and_not_written(prepare):
     write("pairs.jsonl", pair("a"), pair("b"), pair("a"))
     code, out, err = prepare("data.train=pairs.jsonl", "data.duplicates=drop", "--output-dir", "out")
     assert (code, err) == (0, "")

@@ -1,4 +1,4 @@
-"""Sets in; what a user should know before training out: counts, lengths, duplicates, overlap of train and validation."""
+"""Summarises datasets before training: counts, lengths, duplicates, and overlap of training and validation sets."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.data.formats.preference import AGAINST
+from tandem.data.formats.preference import CONTRADICTED
 from tandem.data.store.notes import AS_TEXT, MISSING, TAGGED, TEMPLATED
 from tandem.data.store.selection import Preferences, Selection
 from tandem.data.store.sets import Sets
 from tandem.data.store.token_store import Counts, TokenStore
 
 NGRAM = 8
-# Overlap is told on a sample of large sets: hashes of all n-grams of a billion tokens would not fit in memory.
+# Overlap of large sets is measured on a sample: hashes of all n-grams of a billion tokens would not fit in memory.
 MAX_PREFERENCES = 100_000
 PERCENTILES = (50, 90, 95, 99)
 BINS = 12
@@ -22,7 +22,7 @@ HELD_OUT = "held out"
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long something is, in tokens: percentiles, and a histogram over equal steps from 0 to the longest."""
+    """A distribution of lengths in tokens: percentiles, and a histogram over equal bins from 0 to the longest."""
 
     mean: float
     percentiles: dict[int, int]
@@ -32,34 +32,34 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What is in one set, and how much of a validation set stands in the training set too."""
+    """The contents of one set, and the overlap of a validation set with the training set."""
 
     name: str
     format: str
     format_reason: str
-    files: tuple[str, ...]  # those it was read from
+    files: tuple[str, ...]  # the files it was read from
     counts: Counts
     num_pairs: int
     prompt_tokens: int
     completion_tokens: int
     longest: int
-    shared_saving: float  # share of tokens saved by computing each prompt once
+    shared_saving: float  # fraction of tokens saved by computing each prompt once
     prompt_lengths: Lengths
     completion_lengths: Lengths
     whole_lengths: Lengths  # prompt and longest completion
-    longer_than: dict[int, int]  # preferences over each limit, those dropped as over-long included
+    longer_than: dict[int, int]  # preferences over each limit, including those dropped as over-long
     notes: dict[str, int]
-    noted_at: dict[str, str]  # where a note was first made, if that is one place
-    prompt_overlap: int | None  # prompts of this set that also stand in the training set
-    ngram_overlap: float | None  # share of this set's completion n-grams that also stand in the training set
+    noted_at: dict[str, str]  # the place of the first row with each note
+    prompt_overlap: int | None  # prompts of this set that are also in the training set
+    ngram_overlap: float | None  # fraction of this set's completion n-grams that are also in the training set
 
 
 def preflights(sets: Sets) -> list[Preflight]:
-    """Of every set that was read, and of what was held out of the training sets."""
+    """The summary of every set that was read, and of preferences held out of the training sets."""
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
-    again = _again(sets)
+    again = _repeat_notes(sets)
     read = [replace(one, notes={**one.notes, **again.get(one.name, {})}) for one in read]
     held = [
         preflight(f"validation-{name}", chosen, sets.train)
@@ -70,6 +70,7 @@ def preflights(sets: Sets) -> list[Preflight]:
 
 
 def preflight(name: str, store: TokenStore | Selection, train: Preferences | None = None) -> Preflight:
+    """The summary of one set; with `train`, also its overlap with the training set."""
     prompt_tokens = int(store.num_prompt_tokens.sum())
     completion_tokens = int(store.num_completion_tokens.sum())
     repeated = int((store.num_prompt_tokens * store.num_completions).sum())
@@ -77,7 +78,7 @@ def preflight(name: str, store: TokenStore | Selection, train: Preferences | Non
     return Preflight(
         name=name,
         format=store.format if is_read else HELD_OUT,
-        format_reason=store.format_reason if is_read else _kept(train),
+        format_reason=store.format_reason if is_read else _held_out_reason(train),
         files=tuple(store.files) if is_read else (),
         counts=store.counts if is_read else Counts(len(store), len(store), {}, {}),
         num_pairs=int(store.num_pairs.sum()),
@@ -101,46 +102,48 @@ def warnings_of(found: Preflight) -> dict[str, str]:
 
 
 def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
-    """By note, those that hardly anybody wants: what was found and where, why it matters, what to do."""
-    told = {
+    """The warnings for notes that usually mean a mistake in the data, by note."""
+    texts = {
         TEMPLATED: (
             "tokens of a chat template",
             "prompt",
-            "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete texts, set "
+            "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete "
+            "texts, set "
             "policy.tokenizer.chat_template=null.",
         ),
         TAGGED: (
             "Human: or Assistant: tags",
             "prompt",
-            "which become part of a single user turn. Give messages, or whole dialogues as chosen and rejected "
+            "which become part of a single user turn. Give messages, or complete dialogues as chosen and rejected "
             "(dataset_name=dialogue_text); for complete texts set policy.tokenizer.chat_template=null.",
         ),
         AS_TEXT: (
-            "messages written as a text",
+            "messages written as text",
             "preference",
-            "which become part of a single turn, brackets and quotes included. Give lists of messages; in csv files, as JSON.",
+            "which become part of a single turn, brackets and quotes included. Give lists of messages (in csv "
+            "files, as JSON).",
         ),
         MISSING: (
-            "a prompt or completion that only says nan, None or null",
+            "a prompt or completion that is only nan, None or null",
             "preference",
-            "which is trained on as a text. If values are missing, remove these rows or leave the values empty.",
+            "which is trained on as text. If values are missing, remove these rows or leave the values empty.",
         ),
-        AGAINST: (
+        CONTRADICTED: (
             "a label of 0, -1, false or rejected",
             "preference",
-            "which is not read: chosen is preferred in every row. If it means that rejected is better, exchange the two.",
+            "which is ignored: chosen is preferred in every row. If it means that rejected is better, swap the two.",
         ),
     }
     warnings = {}
-    for note, (what, of, way) in told.items():
+    for note, (what, of, advice) in texts.items():
         if count := notes.get(note):
             where = f"1 {of}" if count == 1 else f"{count:,} {of}s"
-            warnings[note] = f"{name}: {what} in {where}, the first at {noted_at[note]}, {way}"
+            warnings[note] = f"{name}: {what} in {where}, the first at {noted_at[note]}, {advice}"
     return warnings
 
 
-def _again(sets: Sets) -> dict[str, dict[str, int]]:
-    """By training set, how many of its preferences stand in one before it, or stand there the other way round."""
+def _repeat_notes(sets: Sets) -> dict[str, dict[str, int]]:
+    """Notes by training set: preferences that an earlier training set also has, or has with chosen and rejected swapped."""
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}
     notes: dict[str, dict[str, int]] = {}
@@ -148,15 +151,17 @@ def _again(sets: Sets) -> dict[str, dict[str, int]]:
         own = store.digests[:MAX_PREFERENCES].tolist()
         twice = Counter(seen[digest] for digest in own if digest in seen)
         opposed = Counter(seen[digest ^ 1] for digest in own if digest ^ 1 in seen)
-        notes[name] = {f"preferences that stand in {other} already": count for other, count in twice.items()}
-        notes[name] |= {f"preferences that {other} states the other way round": n for other, n in opposed.items()}
+        notes[name] = {f"preferences that are already in {other}": count for other, count in twice.items()}
+        notes[name] |= {
+            f"preferences that are in {other} with chosen and rejected swapped": n for other, n in opposed.items()
+        }
         for digest in own:
             seen.setdefault(digest, name)
     return notes
 
 
-def _kept(train: Preferences | None) -> str:
-    left = "" if train is None else f"; {len(train):,} of the training preferences are left to train on"
+def _held_out_reason(train: Preferences | None) -> str:
+    left = "" if train is None else f"; {len(train):,} training preferences are left"
     return f"by data.validation_share{left}"
 
 
@@ -175,13 +180,13 @@ def _prompt_overlap(store: Preferences, train: Preferences) -> int:
 
 
 def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:
-    """None where all completions are shorter than an n-gram."""
+    """The fraction of the n-grams of `store` that are in `train`; None if all completions are shorter than an n-gram."""
     own, other = _ngrams(store), _ngrams(train)
     return float(np.isin(own, other).mean()) if len(own) else None
 
 
 def _ngrams(store: Preferences) -> NDArray[np.uint64]:
-    """Hashes of all runs of NGRAM tokens inside completions."""
+    """Hashes of all n-grams of the completions, each once."""
     weights = np.random.default_rng(0).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
     hashes = []
     for i in range(min(len(store), MAX_PREFERENCES)):

@@ -109,7 +109,7 @@ def test_the_front_matter_of_a_dataset_has_the_same_limits():
     with pytest.raises(DataError) as refused:
         choose_files("some/set", ["a.jsonl"], f"---\n{bomb()}\n---\n", subset=None, split=None)
     assert str(refused.value).startswith(
-        "some/set: the front matter of its README.md: it has more than 100,000 values once its references (*name) are expanded"
+        "some/set: the front matter of README.md: it has more than 100,000 values once its references (*name) are expanded"
     )
 
 

@@ -50,15 +50,15 @@ def test_a_pair_of_outputs_has_the_same_prompt():
 
 
 @pytest.mark.parametrize("history", ["One?", [["One?"]], [["One?", "1", "2"]], [["One?", "1"], "Two?"], {"One?": "1"}])
-def test_a_history_that_is_no_list_of_pairs_is_refused(history):
+def test_a_history_that_is_not_a_list_of_pairs_is_refused(history):
     assert refusal(READ, row(GOOD["alpaca"] | {"history": history})) == (
         "bad",
         "wrong type",
-        "history: not a list of pairs, each a question and its answer.",
+        "history: not a list of [question, answer] pairs.",
     )
 
 
-def test_a_turn_that_is_no_text_is_refused_with_its_place():
+def test_a_turn_that_is_not_text_is_refused_with_its_place():
     assert refusal(READ, row(GOOD["alpaca"] | {"history": [["One?", 1]]})) == (
         "bad",
         "wrong type",

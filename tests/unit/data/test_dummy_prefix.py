@@ -1,4 +1,4 @@
-"""Tokenizers that put a space before every text: an answer goes on from its prompt and gets none."""
+"""Tokenizers that add a space before every text: a completion continues its prompt and gets none."""
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -31,7 +31,7 @@ def pieces_of(tokenizer, prompt: str, *answers: str) -> tuple[list[str], list[li
 
 
 @pytest.mark.parametrize("where", ["normalizer", "pre_tokenizer"])
-def test_the_answer_gets_no_space_of_its_own(where):
+def test_the_completion_gets_no_extra_space(where):
     tokenizer = with_space_before(where)
     prompt, answers = pieces_of(tokenizer, "Q:", "ab", " ab")
     assert prompt == ["\u2581Q", ":"]
@@ -40,17 +40,17 @@ def test_the_answer_gets_no_space_of_its_own(where):
 
 @pytest.mark.parametrize("where", ["normalizer", "pre_tokenizer"])
 @pytest.mark.parametrize("answer", ["ab", " ab", "a b", "  a"])
-def test_prompt_and_answer_are_the_tokens_of_the_whole_text(where, answer):
+def test_prompt_and_completion_have_the_tokens_of_the_complete_text(where, answer):
     tokenizer = with_space_before(where)
     prompt, (tokens, _) = pieces_of(tokenizer, "Q:", answer, "d")
     assert prompt + tokens == tokenizer.tokenize("Q:" + answer + "</s>")
 
 
-def test_behind_a_spelled_special_token_the_text_goes_on_too():
+def test_text_after_a_shielded_special_token_gets_no_extra_space():
     tokenizer = with_space_before("normalizer")
     template = Template(tokenizer, "{{ messages[-1].content }}", {})
     preference = Preference("Qa</s>ab", (Completion("Qa</s>abc", 0), Completion("Qa</s>abd", 1)), "x:1")
     [row] = tokenize([preference], template, pairing="all", max_length=100)
     assert isinstance(row, TokenizedPreference)
-    # "</s>" is spelled, so it is unknown characters here; the "ab" behind it has no space before it.
+    # "</s>" is shielded, so it is unknown characters here; the "ab" after it has no space before it.
     assert tokenizer.convert_ids_to_tokens(row.prompt.tolist())[-2:] == ["a", "b"]

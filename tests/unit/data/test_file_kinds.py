@@ -21,7 +21,7 @@ TEXTS = [
     {"prompt": "Why?", "chosen": 'So\nit is,\r\n"then".', "rejected": ""},
     {"prompt": "ä €", "chosen": " [", "rejected": "no, none"},
 ]
-NESTED = [
+NESTED_ROWS = [
     {"context": [{"role": "user", "content": "Hi"}], "completions": [{"rank": 0, "score": 1.5}], "id": 1},
     {"context": [{"role": "user", "content": "Ho"}], "completions": [{"rank": 2, "score": -1.0}], "id": None},
 ]
@@ -114,7 +114,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("name", "written"), KINDS.items(), ids=KINDS)
-@pytest.mark.parametrize("rows", [TEXTS, NESTED], ids=["texts", "nested"])
+@pytest.mark.parametrize("rows", [TEXTS, NESTED_ROWS], ids=["texts", "nested"])
 def test_every_kind_of_file_gives_the_rows_that_were_written(values, name, written, rows):
     assert values(name, written(rows)) == rows
 
@@ -124,7 +124,7 @@ def test_a_csv_file_gives_the_texts_that_were_written(values, name):
     assert values(name, as_csv(TEXTS)) == TEXTS
 
 
-def test_messages_stand_in_a_csv_file_as_json(values):
+def test_messages_in_a_csv_file_are_read_as_json(values):
     asked = [{"role": "user", "content": "Why?"}]
     rows = [{"prompt": json.dumps(asked), "chosen": '[{"role"', "rejected": "[{}]"}]
     assert values("pairs.csv", as_csv(rows)) == [{**rows[0], "prompt": asked}]
@@ -159,25 +159,25 @@ def test_json_that_is_an_answer_stays_a_text_in_a_csv_file(values, text):
     assert values("pairs.csv", as_csv([{"prompt": text, "chosen": text}])) == [{"prompt": text, "chosen": text}]
 
 
-def test_messages_that_python_printed_into_a_csv_file_are_told(read, tmp_path):
+def test_messages_in_python_syntax_in_a_csv_file_are_refused(read, tmp_path):
     asked = str([{"role": "user", "content": "Why?"}])
     refused, kept = read(
         "pairs.csv", as_csv([{"prompt": asked, "chosen": "a"}, {"prompt": "[{'a': 1}]", "chosen": "b"}])
     )
     assert str(refused) == (
-        f"{tmp_path}/pairs.csv:2: prompt: messages as Python prints them, not as JSON. Write the column by json.dumps, or "
-        "the table as .parquet."
+        f"{tmp_path}/pairs.csv:2: prompt: messages in Python syntax, not JSON. Write the column with json.dumps, or "
+        "save the table as .parquet."
     )
     assert kept.value == {"prompt": "[{'a': 1}]", "chosen": "b"}
 
 
-def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
+def test_a_tar_archive_is_refused(refusal, tmp_path):
     (tmp_path / "inside.jsonl").write_bytes(jsonl(TEXTS))
     for name, mode in (("pairs.tar.gz", "w:gz"), ("pairs.tar", "w")):
         with tarfile.open(tmp_path / "made", mode) as archive:
             archive.add(tmp_path / "inside.jsonl")
         content = (tmp_path / "made").read_bytes()
-        assert refusal(name, content) == f"{name}: a tar archive, which is not read. Unpack it."
+        assert refusal(name, content) == f"{name}: a tar archive, which tandem cannot read. Unpack it."
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, zstd])
@@ -199,7 +199,7 @@ def test_a_tar_archive_is_not_taken_for_lines(refusal, tmp_path):
         ("pairs.gz", as_parquet),
     ],
 )
-def test_archives_are_told_by_their_content_whatever_their_name(values, packed, name, written):
+def test_compressed_files_are_detected_from_their_content(values, packed, name, written):
     assert values(name, packed(written(TEXTS))) == TEXTS
 
 
@@ -212,15 +212,15 @@ def test_archives_are_told_by_their_content_whatever_their_name(values, packed, 
         ("7z", lambda content: b"7z\xbc\xaf\x27\x1c" + content),
     ],
 )
-def test_other_archives_are_not_taken_for_lines(refusal, kind, packed):
+def test_other_archives_are_refused(refusal, kind, packed):
     assert refusal("pairs.jsonl", packed(jsonl(TEXTS))) == (
-        f"pairs.jsonl: a {kind} archive, which is not read. Unpack it, or pack it by gzip or zstd."
+        f"pairs.jsonl: a {kind} archive, which tandem cannot read. Unpack it, or compress it with gzip or zstd."
     )
 
 
 @pytest.mark.parametrize("name", ["pairs.parquet.gz", "pairs.parquet"])
 def test_an_archive_named_for_a_table_that_holds_none_is_refused(refusal, name):
-    assert refusal(name, gzip.compress(jsonl(TEXTS))).startswith(f"{name}: damaged, or no parquet file: ")
+    assert refusal(name, gzip.compress(jsonl(TEXTS))).startswith(f"{name}: cannot be read as parquet (")
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl.gz", "pairs.jsonl.zst"])
@@ -229,7 +229,7 @@ def test_a_plain_file_named_like_an_archive_is_read(values, name):
 
 
 @pytest.mark.parametrize("written", [as_parquet, arrow_file, arrow_stream])
-def test_tables_are_told_by_their_content_whatever_their_name(values, written):
+def test_tables_are_detected_from_their_content(values, written):
     assert values("pairs.jsonl", written(TEXTS)) == TEXTS
 
 
@@ -257,15 +257,15 @@ def test_a_table_is_numbered_through_all_its_batches(read, monkeypatch):
 @pytest.mark.parametrize("cut", [1, 8, 9, 20])
 def test_a_gzip_archive_that_was_cut_off_is_refused(refusal, cut):
     assert refusal("pairs.jsonl.gz", gzip.compress(jsonl(TEXTS))[:-cut]) == (
-        "pairs.jsonl.gz: the archive is damaged or cut off "
-        "(Compressed file ended before the end-of-stream marker was reached). Write or fetch it again."
+        "pairs.jsonl.gz: the archive is damaged or cut off (Compressed file ended before the end-of-stream marker was "
+        "reached). Create or download it again."
     )
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_zstd_archive_that_was_cut_off_is_refused(refusal, cut):
     assert refusal("pairs.jsonl.zst", zstd(jsonl(TEXTS))[:-cut]) == (
-        "pairs.jsonl.zst: the archive is damaged or cut off (Truncated compressed stream). Write or fetch it again."
+        "pairs.jsonl.zst: the archive is damaged or cut off (Truncated compressed stream). Create or download it again."
     )
 
 
@@ -286,7 +286,7 @@ def test_an_array_or_a_table_in_an_archive_that_was_cut_off_is_refused(refusal, 
 # JSON arrays
 
 
-def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
+def test_an_element_that_is_not_an_object_is_refused_by_its_number(read, tmp_path):
     good, number, nothing, after = read("pairs.json", b'[{"a": 1}, 3, null, {"a": 4}]')
     assert str(number) == f"{tmp_path}/pairs.json:2: a number, not a JSON object with a prompt and completions."
     assert str(nothing) == f"{tmp_path}/pairs.json:3: null, not a JSON object with a prompt and completions."
@@ -296,16 +296,22 @@ def test_an_element_that_is_no_object_is_refused_by_its_number(read, tmp_path):
 BAD_ARRAYS = {
     "cut off": (
         b'[{"a": 1},\n {"a": ',
-        "pairs.json:2: column 8: malformed JSON: Expecting value. The file ends within it: was it cut off?",
+        "pairs.json:2: column 8: malformed JSON: Expecting value. The file ends here: was it cut off?",
     ),
     "two arrays": (b"[]\n[]", "pairs.json:2: column 1: malformed JSON: Extra data."),
     "duplicate key": (
         b'[{"a": 1, "a": 2}]',
-        "pairs.json: element 1: the key 'a' stands twice in one object. Remove one.",
+        "pairs.json: element 1: the key 'a' appears twice in one object. Remove one.",
     ),
     "not UTF-8": (b'[{"a": "\xff"}]', "pairs.json: not UTF-8 at byte 8. Save the file as UTF-8."),
-    "deep": (b"[" * 100_000, "pairs.json: element 1: JSON nested over 100 levels deep, which no preference needs."),
-    "many digits": (b"[" + b"1" * 5000 + b"]", "pairs.json: a number with too many digits to be read."),
+    "deep": (
+        b"[" * 100_000,
+        "pairs.json: element 1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it.",
+    ),
+    "many digits": (
+        b"[" + b"1" * 5000 + b"]",
+        "pairs.json: element 1 has a number with too many digits. Shorten the number.",
+    ),
 }
 
 
@@ -319,7 +325,7 @@ def test_an_array_may_start_with_a_byte_order_mark_and_blanks(values):
     assert values("pairs.json", b"[]") == []
 
 
-def test_an_array_in_a_jsonl_file_is_a_line_that_is_no_object(read):
+def test_an_array_on_a_line_of_a_jsonl_file_is_refused(read):
     (error,) = read("pairs.jsonl", b'[{"a": 1}]\n')
     assert error.message == "a list, not a JSON object with a prompt and completions."
 
@@ -332,14 +338,14 @@ def test_a_csv_row_is_numbered_by_the_line_it_begins_on(read):
     assert [(row.value["chosen"], row.line) for row in rows] == [("a\nb\r\nc", 2), ('say "d"', 6)]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(values):
+def test_a_byte_order_mark_is_not_part_of_the_first_column(values):
     assert values("pairs.csv", b"\xef\xbb\xbfprompt,chosen\nHi,yes\n") == [{"prompt": "Hi", "chosen": "yes"}]
 
 
 def test_a_csv_row_with_another_number_of_fields_is_refused_and_the_next_one_read(read, tmp_path):
     fewer, more, after = read("pairs.csv", b"a,b,c\n1\n1,2,3,4,5\n1,2,3\n")
-    assert str(fewer) == f"{tmp_path}/pairs.csv:2: 1 fields where the header has 3."
-    assert str(more) == f"{tmp_path}/pairs.csv:3: 5 fields where the header has 3."
+    assert str(fewer) == f"{tmp_path}/pairs.csv:2: 1 fields, but the header has 3."
+    assert str(more) == f"{tmp_path}/pairs.csv:3: 5 fields, but the header has 3."
     assert {fewer.reason, more.reason} == {"wrong number of fields"}
     assert after.value == {"a": "1", "b": "2", "c": "3"}
 
@@ -348,7 +354,7 @@ def test_a_csv_row_with_another_number_of_fields_is_refused_and_the_next_one_rea
 def test_the_header_of_a_joined_csv_file_is_refused_and_the_next_row_read(read, tmp_path, mark):
     file = mark + b"prompt,chosen,rejected\n"
     before, header, after = read("pairs.csv", file + b"Hi,yes,no\n" + file + b"prompt,yes,rejected\n")
-    assert str(header) == f"{tmp_path}/pairs.csv:3: the header again, as where files were joined. Remove this line."
+    assert str(header) == f"{tmp_path}/pairs.csv:3: the header is repeated, as when files are joined. Remove this line."
     assert header.reason == "repeated header"
     assert [before.value["chosen"], after.value["chosen"]] == ["yes", "yes"]
 
@@ -362,12 +368,18 @@ def test_a_csv_row_that_is_not_utf8_is_refused_and_the_next_one_read(read, tmp_p
 
 
 BAD_CSV = {
-    "open quote": (b'a,b\n1,2\n3,"4\n5\n', "pairs.csv:3: malformed csv in the row from here: unexpected end of data."),
-    "after a quote": (b'a,b\n1,"2"x\n', "pairs.csv:2: malformed csv in the row from here: ',' expected after '\"'."),
-    "header": (b'a,"b\n', "pairs.csv:1: malformed csv in the row from here: unexpected end of data."),
+    "open quote": (
+        b'a,b\n1,2\n3,"4\n5\n',
+        "pairs.csv:3: malformed csv in the row that begins here: unexpected end of data.",
+    ),
+    "after a quote": (
+        b'a,b\n1,"2"x\n',
+        "pairs.csv:2: malformed csv in the row that begins here: ',' expected after '\"'.",
+    ),
+    "header": (b'a,"b\n', "pairs.csv:1: malformed csv in the row that begins here: unexpected end of data."),
     "not UTF-8": (b"a,\xff\n1,2\n", "pairs.csv:1: not UTF-8 at byte 2 of line 1. Save the file as UTF-8."),
-    "duplicate column": (b"a,b,a\n1,2,3\n", "pairs.csv:1: the column 'a' stands twice in the header. Remove one."),
-    "nameless columns": (b"a,,\n1,2,3\n", "pairs.csv:1: the column '' stands twice in the header. Remove one."),
+    "duplicate column": (b"a,b,a\n1,2,3\n", "pairs.csv:1: the column 'a' appears twice in the header. Remove one."),
+    "nameless columns": (b"a,,\n1,2,3\n", "pairs.csv:1: the column '' appears twice in the header. Remove one."),
 }
 
 
@@ -393,86 +405,90 @@ def test_a_csv_file_without_rows_has_none(values, content):
 def test_a_table_that_was_cut_off_is_refused(refusal, name, share):
     content = KINDS[name](TEXTS * 10)
     kind = name.split(".")[1]
-    assert refusal(name, content[: int(len(content) * share)]).startswith(f"{name}: damaged, or no {kind} file: ")
+    assert refusal(name, content[: int(len(content) * share)]).startswith(f"{name}: cannot be read as {kind} (")
 
 
 def test_a_cut_parquet_file_is_refused_in_one_sentence(refusal):
     assert refusal("pairs.parquet", as_parquet(TEXTS)[:-10]) == (
-        "pairs.parquet: damaged, or no parquet file: Parquet magic bytes not found in footer. "
-        "Either the file is corrupted or this is not a parquet file."
+        "pairs.parquet: cannot be read as parquet (Parquet magic bytes not found in footer. "
+        "Either the file is corrupted or this is not a parquet file). Create or download it again."
     )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_file_that_is_only_named_like_a_table_is_refused(refusal, kind):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    assert refusal(f"pairs.{kind}", pointer).startswith(f"pairs.{kind}: damaged, or no {kind} file: ")
+    assert refusal(f"pairs.{kind}", pointer).startswith(f"pairs.{kind}: cannot be read as {kind} (")
 
 
 @pytest.mark.parametrize("written", [as_parquet, arrow_file, arrow_stream])
-def test_a_text_in_a_table_that_is_no_utf8_is_refused(refusal, written):
+def test_a_text_in_a_table_that_is_not_utf8_is_refused(refusal, written):
     content = written([{"a": "xyzxyz"}]).replace(b"xyzxyz", b"xyz\xffyz")
-    assert "damaged, or no " in refusal("pairs.table", content)
+    assert "cannot be read as " in refusal("pairs.table", content)
 
 
 def test_offsets_beyond_the_texts_are_refused_and_not_followed(refusal):
     content = bytearray(arrow_file([{"a": ["x" * 300, "y"]}]))
     end = content.rindex((300).to_bytes(4, "little"), 0, content.index(b"xxx"))  # offsets [0, 300, 301], then the texts
     content[end : end + 4] = (2**30).to_bytes(4, "little")
-    assert refusal("pairs.arrow", bytes(content)).startswith("pairs.arrow: damaged, or no arrow file: In column 0: ")
+    assert refusal("pairs.arrow", bytes(content)).startswith("pairs.arrow: cannot be read as arrow (In column 0: ")
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.json", '{\n "train": [\n'), ("a.jsonl", '{\n  "prompt": "a",\n')])
-def test_an_object_over_several_lines_is_no_row(refusal, name, content):
+def test_an_object_that_spans_several_lines_is_refused(refusal, name, content):
     assert refusal(name, content.encode()) == (
-        f"{name}: an object over several lines, which is no row. A .json file holds a list of rows, [...]; any other has one row "
-        "on a line."
+        f"{name}: a JSON object that spans several lines is not a row. Write a .json file with a list of rows, [...], "
+        "or a .jsonl file with one row per line."
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         (
             "a.csv",
             "prompt;chosen;rejected\n",
-            "a.csv:1: the names of columns are separated by semicolons. Write the file with commas.",
+            "a.csv:1: the column names are separated by semicolons. Save the file with commas.",
         ),
         (
             "a.csv",
             "prompt\tchosen\n",
-            "a.csv:1: the names of columns are separated by tabs. Write the file with commas.",
+            "a.csv:1: the column names are separated by tabs. Save the file with commas.",
         ),
         (
             "a.csv",
             '\ufeff"prompt";"chosen";"rejected"\n"a";"b";"c"\n',
-            "a.csv:1: the names of columns are separated by semicolons. Write the file with commas.",
+            "a.csv:1: the column names are separated by semicolons. Save the file with commas.",
         ),
         (
             "a.csv",
             "prompt|chosen|rejected\na|b, c|d\n",
-            "a.csv:1: the names of columns are separated by vertical bars. Write the file with commas.",
+            "a.csv:1: the column names are separated by vertical bars. Save the file with commas.",
         ),
         (
             "a.csv",
             "prompt,chosen,rejected\ra,b,c\r",
-            "a.csv:1: lines end in a carriage return alone, as on old Macs. Save the file with line feeds as line ends.",
+            "a.csv:1: lines end in a carriage return only (old Mac style). Save the file with line feeds (LF or CRLF).",
         ),
         (
             "a.csv",
             '{"prompt": "a", "chosen": "b"}\n',
-            "a.csv:1: an object, not the names of columns. A file with a JSON object on every line is named .jsonl.",
+            "a.csv:1: a JSON object, not column names. Rename a file with one JSON object per line to .jsonl.",
         ),
-        ("a.tsv", "prompt\tchosen\n", "a.tsv: a table with tabs, which is not read. Write it as .csv, with commas."),
+        (
+            "a.tsv",
+            "prompt\tchosen\n",
+            "a.tsv: a tab-separated table, which tandem cannot read. Save it as .csv with commas.",
+        ),
         (
             "a.json",
             '[{"prompt": "a"}, {"prompt": ',
-            "a.json:1: column 30: malformed JSON: Expecting value. The file ends within it: was it cut off?",
+            "a.json:1: column 30: malformed JSON: Expecting value. The file ends here: was it cut off?",
         ),
     ],
 )
-def test_files_of_another_kind_than_their_name_says_or_cut_off_are_told(refusal, name, content, told):
-    assert refusal(name, content.encode()) == told
+def test_files_that_do_not_match_their_name_or_are_cut_off_are_refused(refusal, name, content, message):
+    assert refusal(name, content.encode()) == message
 
 
 def zipped(name):
@@ -489,11 +505,11 @@ def zipped(name):
 )
 def test_a_spreadsheet_is_refused_by_its_content(refusal, name, content):
     assert refusal(name, content) == (
-        f"{name}: a spreadsheet (Excel or OpenDocument), which is not read, whatever its name. Save the sheet as CSV in UTF-8, "
-        "with commas."
+        f"{name}: the file is a spreadsheet (Excel or OpenDocument), which tandem cannot read. Save the sheet as CSV "
+        "in UTF-8, with commas."
     )
 
 
-def test_a_zip_archive_that_is_no_spreadsheet_is_refused_as_one(refusal):
-    told = "pairs.csv: a zip archive, which is not read. Unpack it, or pack it by gzip or zstd."
-    assert refusal("pairs.csv", zipped("pairs.csv")) == told
+def test_a_zip_archive_that_is_not_a_spreadsheet_is_refused_as_an_archive(refusal):
+    message = "pairs.csv: a zip archive, which tandem cannot read. Unpack it, or compress it with gzip or zstd."
+    assert refusal("pairs.csv", zipped("pairs.csv")) == message

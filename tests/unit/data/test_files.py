@@ -125,12 +125,12 @@ def test_a_revision_of_a_hub_dataset_is_read(hub):
     assert len(opened(train="me/pairs").read["train"]) == 3
 
 
-def test_a_mistyped_path_is_said_to_be_neither_a_file_nor_on_the_hub(hub):
+def test_a_mistyped_path_is_neither_a_file_nor_a_hub_dataset(hub):
     with pytest.raises(DataError) as caught:
         opened(train="data/pears")
     assert str(caught.value) == (
-        f"data/pears: nothing here has this name, and neither has a public dataset on {hub.url}. "
-        "Check the spelling, or set HF_TOKEN for a private dataset."
+        f"data/pears: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, or "
+        "set HF_TOKEN for a private dataset."
     )
 
 
@@ -162,10 +162,10 @@ def refusal(path: str | Path, **given) -> str:
     return str(caught.value)
 
 
-def test_a_pipe_is_no_file(tmp_path):
+def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert refusal(tmp_path / "pipe") == (
-        f"{tmp_path}/pipe: neither a file nor a folder, but a pipe or a device. Write its rows to a file."
+        f"{tmp_path}/pipe: a pipe or a device, not a file or a folder. Write its rows to a file."
     )
 
 
@@ -181,35 +181,36 @@ def test_of_saved_splits_the_wanted_one_is_read(tmp_path):
     assert names(tmp_path / "saved") == ["train/data-00000-of-00001.arrow"]
     assert names(tmp_path / "saved", split="test") == ["test/data-00000-of-00001.arrow"]
     assert refusal(tmp_path / "saved", split="dev") == (
-        f"{tmp_path}/saved: it has no split 'dev'. Set split to one of: train, test."
+        f"{tmp_path}/saved: there is no split 'dev'. Set split to one of: train, test."
     )
 
 
-def test_one_saved_dataset_has_no_other_split_than_its_own(tmp_path):
+def test_a_single_saved_dataset_has_only_its_split(tmp_path):
     unnamed, named = save(tmp_path / "a", TULU), save(tmp_path / "b", TULU, _split="test")
     assert names(unnamed, split="train") == names(named, split="test") == ["data-00000-of-00001.arrow"]
     for saved, split in ((unnamed, "test"), (named, "train")):
         assert refusal(saved, split=split) == (
-            f"{saved}: one saved dataset, which has no split {split!r}. Leave out split."
+            f"{saved}: a single saved dataset, without a split {split!r}. Leave out split."
         )
 
 
-def test_a_saved_dataset_that_is_not_whole_or_not_plain_is_refused(tmp_path):
+def test_an_incomplete_or_indexed_saved_dataset_is_refused(tmp_path):
     assert refusal(save(tmp_path / "a", TULU, _indices_data_files=[{"filename": "i.arrow"}])) == (
-        f"{tmp_path}/a: saved with its rows rearranged by an index. Save it again, flattened."
+        f"{tmp_path}/a: the dataset was saved with an index over its rows, which tandem cannot read. Call "
+        "flatten_indices() and save it again."
     )
     assert refusal(save(tmp_path / "b", TULU, _data_files=[{"filename": "../x.arrow"}])) == (
-        f"{tmp_path}/b: state.json names files outside of the folder."
+        f"{tmp_path}/b: state.json names files outside this folder, which are not read. Save the dataset again."
     )
     (save(tmp_path / "c", TULU) / "data-00000-of-00001.arrow").unlink()
     assert refusal(tmp_path / "c") == (
-        f"{tmp_path}/c: state.json names data-00000-of-00001.arrow, which is not there. Save the dataset again."
+        f"{tmp_path}/c: data-00000-of-00001.arrow, which state.json names, is missing. Save the dataset again."
     )
     (tmp_path / "b/state.json").write_text("{", encoding="utf-8")
-    assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a whole folder of datasets' save_to_disk (")
+    assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a complete folder of save_to_disk (")
 
 
-def test_the_library_itself_writes_what_is_read_here(tmp_path, monkeypatch):
+def test_datasets_saved_by_the_library_are_read(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="the library is no part of the environment")
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     program = (
@@ -226,12 +227,12 @@ def test_the_library_itself_writes_what_is_read_here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"subset": "x"}, "a file, which has no subset 'x'. Leave out subset."),
-        ({"revision": "v1"}, "a file, which has no revision 'v1'. Leave out revision."),
-        ({"split": "test"}, "a file, which has no split 'test'. Leave out split."),
+        ({"subset": "x"}, "subset = 'x' has no effect on a file. Leave out subset."),
+        ({"revision": "v1"}, "revision = 'v1' has no effect on a file. Leave out revision."),
+        ({"split": "test"}, "a file has no split 'test'. Leave out split."),
     ],
 )
-def test_what_only_a_hub_dataset_has_is_refused_for_a_file(tmp_path, given, message):
+def test_subset_split_and_revision_are_refused_for_a_file(tmp_path, given, message):
     file = tmp_path / "pairs.jsonl"
     file.write_text("{}", encoding="utf-8")
     assert refusal(file, **given) == f"{file}: {message}"
@@ -240,8 +241,8 @@ def test_what_only_a_hub_dataset_has_is_refused_for_a_file(tmp_path, given, mess
 
 def test_a_folder_without_data_is_refused(tmp_path):
     assert refusal(tmp_path) == (
-        f"{tmp_path}: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or "
-        ".zst."
+        f"{tmp_path}: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst."
     )
 
 
@@ -255,5 +256,6 @@ def test_a_folder_of_more_files_than_any_dataset_has_is_refused_before_it_is_sea
         with pytest.raises(DataError) as refused:
             find_files(str(given), DatasetFields())
         assert str(refused.value) == (
-            f"{given}: more than 3 files and folders, which no dataset has. Name a file, a smaller folder or a narrower pattern."
+            f"{given}: over 3 files and folders, too many for a dataset. Give a file, a smaller folder or a narrower "
+            "pattern."
         )

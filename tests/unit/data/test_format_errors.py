@@ -12,7 +12,7 @@ from tandem.data.read.sources import RowError
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"
-OTHERWISE = "data.train.dataset_name names another format."
+OTHERWISE = "Set data.train.dataset_name to another format."
 
 # Malformed rows
 
@@ -39,9 +39,9 @@ NEAR = {"response1": "response2", "response2": "response1", "response_j": "respo
 @pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
 def test_each_key_that_a_format_needs_is_missed_by_name(name, key):
     source = row({other: value for other, value in GOOD[name].items() if other != key})
-    hint = f" Is {NEAR[key]} meant?" if key in NEAR else ""
+    hint = f" Did you mean {NEAR[key]}?" if key in NEAR else ""
     renamed = key in ("prompt", "chosen", "rejected")
-    way_out = f"data.train.{key}_key names another." if renamed else OTHERWISE
+    way_out = f"Set data.train.{key}_key to another key." if renamed else OTHERWISE
     message = f"no key {key}.{hint} Keys found: {', '.join(source.value)}. {way_out}"
     assert refusal(FORMATS[name].read, source) == ("bad", "missing key", message)
 
@@ -49,7 +49,7 @@ def test_each_key_that_a_format_needs_is_missed_by_name(name, key):
 @pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
 def test_null_in_a_key_that_a_format_needs_is_refused(name, key):
     source = row(GOOD[name] | {key: None})
-    assert refusal(FORMATS[name].read, source) == ("bad", "null", f"{key} is null; it must hold a value.")
+    assert refusal(FORMATS[name].read, source) == ("bad", "null", f"{key} is null. Give it a value.")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -57,7 +57,7 @@ def test_every_format_filters_rows_that_teach_nothing(name):
     def with_no_as(answer):
         return row(_replaced(GOOD[name], "no", answer))
 
-    equal = "chosen and rejected are identical, so the pair teaches nothing."
+    equal = "chosen and rejected are identical, so there is no preference to learn."
     assert refusal(FORMATS[name].read, with_no_as("yes")) == ("filtered", "equal completions", equal)
     assert refusal(FORMATS[name].read, with_no_as("")) == ("filtered", "empty completion", "a completion is empty.")
 
@@ -68,7 +68,7 @@ def test_every_format_refuses_half_a_character_in_any_of_its_texts(name, text):
     source = row(_replaced(GOOD[name], text, f"{text}\ud800"))
     kind, reason, message = refusal(FORMATS[name].read, source)
     assert (kind, reason) == ("bad", "lone surrogate")
-    assert ": half a character (a lone surrogate) at position " in message
+    assert ": an incomplete character (a lone surrogate) at position " in message
 
 
 def _replaced(value, old, new):
@@ -82,27 +82,27 @@ def _replaced(value, old, new):
     return new if value == old else value
 
 
-S = "half a character (a lone surrogate) at position 1."
+S = "an incomplete character (a lone surrogate) at position 1. Remove it."
 BAD = {
     "HelpSteer3: text": (
         {"overall_preference": "-1"},
         "wrong type",
-        "overall_preference: '-1', not a whole number.",
+        "overall_preference: '-1', not an integer.",
     ),
     "HelpSteer3: fraction": (
         {"overall_preference": 0.5},
         "wrong type",
-        "overall_preference: 0.5, not a whole number.",
+        "overall_preference: 0.5, not an integer.",
     ),
     "HelpSteer3: truth": (
         {"overall_preference": True},
         "wrong type",
-        "overall_preference: True, not a whole number.",
+        "overall_preference: True, not an integer.",
     ),
     "aligner: decimal comma": (
         {"chosen_reward": "4,5"},
         "bad score",
-        "chosen_reward: '4,5' is not a finite number. Write it with a point: 4.5.",
+        "chosen_reward: '4,5' is not a finite number. Write it with a decimal point: 4.5.",
     ),
     "aligner: text": ({"chosen_reward": "2"}, "bad score", "chosen_reward: '2' is not a finite number."),
     "aligner: NaN": (
@@ -113,22 +113,22 @@ BAD = {
     "aligner: beyond float32": (
         {"chosen_reward": 1e39},
         "bad score",
-        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+        "chosen_reward: 1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
     "aligner: a whole number beyond float32": (
         {"chosen_reward": 10**39},
         "bad score",
-        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+        "chosen_reward: 1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
     "aligner: a decimal beyond float32": (
         {"chosen_reward": Decimal("1e39")},
         "bad score",
-        "chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+        "chosen_reward: 1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
     "scored: one": (
         {"completions": [{"completion": "yes", "score": 2}]},
         "one completion",
-        "completions: a list of 1; a preference needs two or more completions.",
+        "completions: a list of 1, but a preference needs two or more completions.",
     ),
     "scored: text": (
         {"completions": [{"completion": "yes", "score": 2}, "no"]},
@@ -138,7 +138,7 @@ BAD = {
     "scored: no score": (
         {"completions": [{"completion": "yes", "score": 2}, {"completion": "no"}]},
         "missing key",
-        "completions[1] has no score (or reward).",
+        "completions[1] has no score (or reward). Add one, or remove the completion.",
     ),
     "scored: infinite": (
         {"completions": [{"completion": "yes", "reward": float("inf")}, {"completion": "no"}]},
@@ -153,7 +153,7 @@ BAD = {
     "scored: null answer": (
         {"completions": [{"text": None, "score": 2}, {"text": "no", "score": 1}]},
         "null",
-        "completions[0].text is null; it must hold a value.",
+        "completions[0].text is null. Give it a value.",
     ),
     "sharegpt: text": ({"conversations": "Hi"}, "wrong type", "conversations: a text, not a list of turns."),
     "sharegpt: none": ({"conversations": []}, "no messages", "conversations is an empty list of messages."),
@@ -170,12 +170,12 @@ BAD = {
     "sharegpt: stranger": (
         {"conversations": [turn("bot", "Hi")]},
         "unknown role",
-        "conversations[0].from: 'bot' is none of human, user, gpt, assistant, system.",
+        "conversations[0].from: 'bot' is not one of human, user, gpt, assistant, system.",
     ),
     "sharegpt: list as from": (
         {"conversations": [turn(["human"], "Hi")]},
         "unknown role",
-        "conversations[0].from: ['human'] is none of human, user, gpt, assistant, system.",
+        "conversations[0].from: ['human'] is not one of human, user, gpt, assistant, system.",
     ),
     "sharegpt: order, numbered without the system text": (
         {"system": "Be kind.", "conversations": [turn("human", "Hi"), turn("human", "Hi")]},
@@ -185,12 +185,12 @@ BAD = {
     "sharegpt: answered": (
         {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")]},
         "context ends in an assistant turn",
-        "conversations[1]: the prompt ends in an assistant turn; it must end before the answer.",
+        "conversations[1]: the prompt ends in an assistant turn. End it before the completion.",
     ),
     "sharegpt: two system texts": (
         {"system": "Be kind.", "conversations": [turn("system", "Be brief."), turn("human", "Hi")]},
         "late system turn",
-        "a system turn in the prompt, beside the key system. Remove one.",
+        "a system turn in the prompt and another under the key system. Remove one.",
     ),
     "sharegpt: number as system": ({"system": 3}, "wrong type", "system: 3, not a text."),
     "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system: {S}"),
@@ -198,22 +198,22 @@ BAD = {
     "sharegpt: answer by the user": (
         {"rejected": turn("human", "no")},
         "wrong roles",
-        "rejected: roles user; a completion is one assistant message, or assistant and tool messages that end in the "
-        "assistant's.",
+        "rejected: roles user, but a completion is one assistant message, or assistant and tool messages that end in "
+        "an assistant message.",
     ),
-    "alpaca: messages": ({"instruction": [ASKED]}, "wrong type", "instruction and input must be texts."),
-    "alpaca: number as input": ({"input": 0}, "wrong type", "instruction and input must be texts."),
+    "alpaca: messages": ({"instruction": [ASKED]}, "wrong type", "instruction and input must be strings."),
+    "alpaca: number as input": ({"input": 0}, "wrong type", "instruction and input must be strings."),
     "alpaca: blank": ({"instruction": " "}, "empty prompt", "instruction is empty."),
     "alpaca: surrogate in input": ({"input": "a\ud800"}, "lone surrogate", f"input: {S}"),
     "alpaca_pair: text": (
         {"output": "yes"},
         "one completion",
-        "output: without chosen and rejected it must be a pair of texts.",
+        "output: a row without chosen and rejected needs a pair of texts here.",
     ),
     "alpaca_pair: three": (
         {"output": ["a", "b", "c"]},
         "one completion",
-        "output: without chosen and rejected it must be a pair of texts.",
+        "output: a row without chosen and rejected needs a pair of texts here.",
     ),
     "alpaca_pair: number": (
         {"output": ["yes", 3]},
@@ -223,17 +223,17 @@ BAD = {
     "question_responses: blank": ({"question": ""}, "empty prompt", "question is empty."),
     "dialogue_text: no answer": (
         {"chosen": "\n\nHuman: Hi"},
-        "no dialogue",
+        "not a dialogue",
         "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: answer only": (
         {"chosen": "\n\nAssistant: yes"},
-        "no dialogue",
+        "not a dialogue",
         "chosen: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: text before the first turn": (
         {"rejected": f"Be kind.{DIALOGUE} no"},
-        "no dialogue",
+        "not a dialogue",
         "rejected: no 'Human:' turn followed by an 'Assistant:' turn.",
     ),
     "dialogue_text: assistant first": (
@@ -244,12 +244,12 @@ BAD = {
     "dialogue_text: answered before": (
         {side: f"{DIALOGUE} Hello\n\nAssistant: {side}" for side in ("chosen", "rejected")},
         "context ends in an assistant turn",
-        "chosen[1]: the prompt ends in an assistant turn; it must end before the answer.",
+        "chosen[1]: the prompt ends in an assistant turn. End it before the completion.",
     ),
     "messages_pair: user last": (
         {"rejected_messages": [ASKED]} | {"chosen_messages": [said("user", "Ho")]},
         "wrong roles",
-        "chosen_messages ends in a user turn; it must end in an assistant's.",
+        "chosen_messages ends in a user turn; it must end in an assistant turn.",
     ),
     "messages_pair: image": (
         {"chosen_messages": [said("user", [{"type": "image", "url": "x"}]), YES]},
@@ -269,12 +269,12 @@ for name in ("Tulu3Preference", "implicit_prompt"):
         f"{name}: user last": (
             {"rejected": [said("user", "Ho")], "chosen": [ASKED]},
             "wrong roles",
-            "chosen ends in a user turn; it must end in an assistant's.",
+            "chosen ends in a user turn; it must end in an assistant turn.",
         ),
         f"{name}: tool last": (
             {side: [ASKED, YES, said("tool", side)] for side in ("chosen", "rejected")},
             "wrong roles",
-            "chosen ends in a tool turn; it must end in an assistant's.",
+            "chosen ends in a tool turn; it must end in an assistant turn.",
         ),
         f"{name}: rejected ends in a tool turn": (
             {
@@ -282,7 +282,7 @@ for name in ("Tulu3Preference", "implicit_prompt"):
                 "rejected": [ASKED, NO, said("tool", "1"), said("tool", "2")],
             },
             "wrong roles",
-            "rejected ends in a tool turn; it must end in an assistant's.",
+            "rejected ends in a tool turn; it must end in an assistant turn.",
         ),
     }
 
@@ -303,7 +303,7 @@ BAD_GROUPS = {
     "one completion": (
         [A],
         "one completion",
-        "completions: a list of 1; a preference needs two or more completions.",
+        "completions: a list of 1, but a preference needs two or more completions.",
     ),
     "text as completion": (
         [A, "b"],
@@ -313,23 +313,23 @@ BAD_GROUPS = {
     "no rank": (
         [A, {"rnk": 1, "completion": "b"}],
         "missing key",
-        "no key completions[1].rank. Is completions[1].rnk meant?",
+        "no key completions[1].rank. Did you mean completions[1].rnk?",
     ),
     "no text": ([A, {"rank": 1}], "missing key", "no key completions[1].completion. Keys found: rank."),
     "negative rank": (
         [A, {"rank": -1, "completion": "b"}],
         "bad rank",
-        "completions[1].rank: -1 is no rank; ranks are integers from 0.",
+        "completions[1].rank: -1 is not a rank. Ranks are integers from 0.",
     ),
     "broken rank": (
         [A, {"rank": 0.5, "completion": "b"}],
         "bad rank",
-        "completions[1].rank: 0.5 is no rank; ranks are integers from 0.",
+        "completions[1].rank: 0.5 is not a rank. Ranks are integers from 0.",
     ),
     "truth as rank": (
         [A, {"rank": True, "completion": "b"}],
         "bad rank",
-        "completions[1].rank: True is no rank; ranks are integers from 0.",
+        "completions[1].rank: True is not a rank. Ranks are integers from 0.",
     ),
     "NaN score": (
         [A, B | {"score": float("nan")}],
@@ -346,12 +346,12 @@ BAD_GROUPS = {
     "score beyond floats": (
         [A, B | {"score": 10**400}],
         "bad score",
-        "completions[1].score: a number of 401 digits is too large: scores are stored as float32, up to 3.4e+38.",
+        "completions[1].score: a number of 401 digits is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
     "score beyond float32": (
         [A, B | {"score": -1e39}],
         "bad score",
-        "completions[1].score: -1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+        "completions[1].score: -1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
 }
 
@@ -361,7 +361,7 @@ def test_malformed_completions_are_refused_with_their_number(completions, reason
     assert refusal(ranked, group(*completions)) == ("bad", reason, message)
 
 
-def test_completions_that_are_no_list_are_refused():
+def test_completions_that_are_not_a_list_are_refused():
     assert refusal(ranked, row({"context": "Hi", "completions": {"rank": 0}}))[2] == (
         'completions: an object, not a list of completions such as {"rank": 0, "completion": "Yes."}.'
     )
@@ -373,15 +373,15 @@ def test_a_completion_that_is_one_message_is_named_without_a_number():
     )[2] == ("no key chosen.role. Keys found: content.")
 
 
-def test_a_key_that_a_setting_asks_for_is_told_with_the_setting():
+def test_a_missing_key_is_reported_with_the_setting_that_names_it():
     keys = DatasetFields(prompt_key="question", chosen_key="good")
     with pytest.raises(RowError) as caught:
         read_preference(
             row({"question": "a", "chosen": "b", "rejected": "c"}), keys, "BinaryPreferenceDataset", Wording(None, None)
         )
     assert caught.value.message == (
-        "no key good. Keys found: question, chosen, rejected. data.train.dataset_name names another format. It is asked for "
-        "by data.train.chosen_key."
+        "no key good. Keys found: question, chosen, rejected. Set data.train.dataset_name to another format. The key "
+        "was set by data.train.chosen_key."
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of every format as preferences, how a format is told, and the exact words for each row that is none."""
+"""Rows of every format as preferences, detection of formats, and the exact messages for bad rows."""
 
 from typing import get_args
 
@@ -6,8 +6,8 @@ import pytest
 from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
 from tandem.config.sections.datasets import DatasetFields, DatasetName
-from tandem.data.formats.formats import FORMATS, NOT_READ, detect_format, ranked, read_preference
-from tandem.data.formats.preference import AGAINST, Completion, Message
+from tandem.data.formats.formats import FORMATS, IGNORED_PROMPT, detect_format, ranked, read_preference
+from tandem.data.formats.preference import CONTRADICTED, Completion, Message
 from tandem.data.formats.prompt_files import Wording
 from tandem.data.read.sources import SCORE_KEYS, RowError
 
@@ -68,7 +68,7 @@ def test_a_helpsteer3_tie_is_filtered():
     assert refusal(FORMATS["HelpSteer3"].read, source) == (
         "filtered",
         "equal ranks",
-        "all completions have the same rank: a tie.",
+        "all completions have the same rank.",
     )
 
 
@@ -79,7 +79,7 @@ def test_aligner_rows_keep_their_rewards_as_scores():
 
 @pytest.mark.parametrize("keys", SCORE_KEYS)
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in ("PreferenceDataset", "scored", "HelpSteer3")])
-def test_scores_stand_beside_two_completions_in_every_format(name, keys):
+def test_every_format_reads_the_scores_of_chosen_and_rejected(name, keys):
     others = dict.fromkeys(key for names in SCORE_KEYS for key in names if names != keys)
     preference = read(name, **others, **dict(zip(keys, (2, -0.5), strict=True)))
     assert [completion.score for completion in preference.completions] == [2.0, -0.5]
@@ -140,15 +140,15 @@ def ultrafeedback(**changes):
 
 
 def as_read(value, keys=KEYS):
-    """Prompt, texts, ranks and scores of a row whose format is told by its keys."""
+    """Prompt, texts, ranks and scores of a row whose format is detected from its keys."""
     name, reason = detect_format(row(value), keys)
     found = read_preference(row(value), keys, name, Wording())
     return (name, reason), found.prompt, [(one.answer, one.rank, one.score) for one in found.completions]
 
 
-def test_ultrafeedback_is_told_by_its_keys_and_ranked_by_its_overall_scores():
+def test_ultrafeedback_is_detected_from_its_keys_and_ranked_by_overall_scores():
     assert as_read(ultrafeedback()) == (
-        ("scored", "told by the keys instruction, completions"),
+        ("scored", "detected from the keys instruction, completions"),
         "Hi",
         [("no", 1, 6.5), ("yes", 0, 8.0), ("maybe", 1, 6.5)],
     )
@@ -157,33 +157,33 @@ def test_ultrafeedback_is_told_by_its_keys_and_ranked_by_its_overall_scores():
 @pytest.mark.parametrize("prompt", ["prompt", "instruction"])
 @pytest.mark.parametrize("several", ["completions", "responses"])
 @pytest.mark.parametrize("item", ["{}", "response", "content", "messages"])
-def test_scores_may_be_in_a_list_beside_the_completions(prompt, several, item):
+def test_scores_may_be_in_a_separate_list(prompt, several, item):
     texts = ["no", "yes"]
     if item == "messages":
         given = [[said("assistant", text)] for text in texts]
     else:
         given = texts if item == "{}" else [{item: text, "model": "a"} for text in texts]
     (name, reason), read_prompt, completions = as_read({prompt: "Hi", several: given, "scores": [1, 2.5]})
-    assert (name, reason) == ("scored", f"told by the keys {prompt}, {several}")
+    assert (name, reason) == ("scored", f"detected from the keys {prompt}, {several}")
     assert (read_prompt, completions) == ("Hi", [("no", 1, 1.0), ("yes", 0, 2.5)])
 
 
 @pytest.mark.parametrize(
     ("changes", "reason", "message"),
     [
-        ({"scores": [1]}, "bad score", "scores: a list of 1 for 2 responses; each needs one."),
-        ({"scores": [1, None]}, "null", "scores[1] is null; it must hold a value."),
+        ({"scores": [1]}, "bad score", "scores: 1 scores for 2 responses. Give each one score."),
+        ({"scores": [1, None]}, "null", "scores[1] is null. Give it a value."),
         ({"scores": [1, "2"]}, "bad score", "scores[1]: '2' is not a finite number."),
         ({"scores": 3}, "wrong type", "scores: 3, not a list with a score for each of responses."),
         (
             {"scores": [1, 2], "responses": [{"response": "no", "score": 1}, {"response": "yes", "score": 3}]},
             "bad score",
-            "responses[1]: its own score 3 and scores[1] 2 differ, and only one can count.",
+            "responses[1]: its score 3 and scores[1] 2 differ, and only one can be used. Remove one.",
         ),
         (
             {"scores": None, "responses": [{"response": "a", "overall_score": 1, "score": 2}, {"response": "b"}]},
             "bad score",
-            "responses[0]: score 2 and overall_score 1 differ, and only one can count.",
+            "responses[0]: score 2 and overall_score 1 differ, and only one can be used. Remove one.",
         ),
         (
             {"scores": None},
@@ -193,7 +193,7 @@ def test_scores_may_be_in_a_list_beside_the_completions(prompt, several, item):
         ({"scores": [1, 2], "responses": ["no", 7]}, "wrong type", None),
     ],
 )
-def test_scores_beside_the_completions_that_do_not_fit_are_refused(changes, reason, message):
+def test_separate_scores_that_do_not_match_the_completions_are_refused(changes, reason, message):
     source = row({"instruction": "Hi", "responses": ["no", "yes"], "scores": [1, 2]} | changes)
     found = refusal(FORMATS["scored"].read, source)
     message = message or 'responses[1]: 7, not an object such as {"completion": "Yes.", "score": 1}.'
@@ -201,7 +201,7 @@ def test_scores_beside_the_completions_that_do_not_fit_are_refused(changes, reas
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "Tulu3Preference"])
-def test_scores_and_responses_beside_a_row_of_another_format_do_not_change_it(name):
+def test_extra_scores_and_responses_do_not_change_the_format_of_a_row(name):
     more = {"responses": ["no", "yes"], "scores": [1, 2]}
     more |= {} if "chosen" in GOOD[name] else {"instruction": "Hi"}  # which with chosen and rejected is alpaca's
     assert detect_format(row({**more, **GOOD[name]}), KEYS) == detect_format(row(GOOD[name]), KEYS)
@@ -216,14 +216,14 @@ def test_scores_and_responses_beside_a_row_of_another_format_do_not_change_it(na
         {"instruction": "Hi", "responses": "no", "scores": [1]},
     ],
 )
-def test_completions_without_scores_tell_no_format(value):
-    assert detect_format(row(value), KEYS) == ("BinaryPreferenceDataset", "no other format fits its keys")
+def test_completions_without_scores_match_no_format(value):
+    assert detect_format(row(value), KEYS) == ("BinaryPreferenceDataset", "no other format matches its keys")
 
 
 def test_a_prompt_that_a_setting_names_is_not_replaced_by_the_instruction():
     keys = DatasetFields(prompt_key="question")
     assert as_read(ultrafeedback(question="Why?"), keys)[1] == "Why?"
-    with pytest.raises(RowError, match=r"no key question\. .* asked for by data\.train\.prompt_key"):
+    with pytest.raises(RowError, match=r"no key question\. .* The key was set by data\.train\.prompt_key"):
         as_read(ultrafeedback(), keys)
 
 
@@ -231,13 +231,13 @@ def test_a_score_and_a_reward_that_differ_are_refused():
     assert refusal(ranked, group(A | {"score": 1, "reward": 2}, B)) == (
         "bad",
         "bad score",
-        "completions[0]: score 1 and reward 2 differ, and only one can count.",
+        "completions[0]: score 1 and reward 2 differ, and only one can be used. Remove one.",
     )
     same = ranked(group(A | {"score": 2, "reward": 2.0}, B), KEYS)
     assert same.completions[0].score == 2.0
 
 
-def test_a_null_score_beside_a_reward_is_no_score():
+def test_a_null_score_is_ignored_if_there_is_a_reward():
     """As in a table, where each row has every column."""
     preference = ranked(group(A | {"score": None, "reward": 2}, B | {"score": 1, "reward": None}), KEYS)
     assert [completion.score for completion in preference.completions] == [2.0, 1.0]
@@ -286,7 +286,7 @@ def test_the_prompt_of_two_conversations_is_all_but_their_last_message(name):
     assert texts_and_ranks(preference) == [("yes", 0), ("no", 1)]
 
 
-# How a format is told
+# Detection of formats
 
 TOLD_BY = {
     "BinaryPreferenceDataset": "prompt, chosen, rejected",
@@ -305,8 +305,8 @@ TOLD_BY = {
 
 
 @pytest.mark.parametrize(("name", "keys"), TOLD_BY.items(), ids=TOLD_BY)
-def test_the_format_is_told_by_the_keys_whatever_else_there_is(name, keys):
-    expected = (name, f"told by the keys {keys}")
+def test_the_format_is_detected_from_the_keys_regardless_of_others(name, keys):
+    expected = (name, f"detected from the keys {keys}")
     assert detect_format(row(GOOD[name]), KEYS) == expected
     assert detect_format(row({"id": 7} | GOOD[name] | {"source": "x"}), KEYS) == expected
 
@@ -315,10 +315,10 @@ def test_tulu3_is_taken_by_name_only():
     assert detect_format(row(GOOD["Tulu3Preference"]), KEYS)[0] == "implicit_prompt"
 
 
-def test_keys_that_fit_no_format_are_read_as_a_pair():
-    fallback = ("BinaryPreferenceDataset", "no other format fits its keys")
+def test_keys_that_match_no_format_are_read_as_a_pair():
+    fallback = ("BinaryPreferenceDataset", "no other format matches its keys")
     assert detect_format(row({}), KEYS) == detect_format(row({"a": 1}), KEYS) == fallback
-    # Two texts that are no dialogues, and an output that is no pair, tell nothing either.
+    # Two texts that are not dialogues, or an output that is not a pair, do not match either.
     assert detect_format(row({"chosen": "yes", "rejected": "no"}), KEYS) == fallback
     assert detect_format(row({"instruction": "Hi", "output": "yes"}), KEYS) == fallback
 
@@ -328,21 +328,21 @@ OTHER_NAMES = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_told_and_read_alike_under_other_keys(name):
+def test_a_format_is_detected_and_read_under_configured_keys(name):
     source = row({OTHER_NAMES.get(key, key): value for key, value in GOOD[name].items()})
     assert FORMATS[name].read(source, RENAMED) == read(name)
     if name != "Tulu3Preference":
         keys = [OTHER_NAMES.get(key, key) for key in TOLD_BY[name].split(", ")]
-        assert detect_format(source, RENAMED) == (name, f"told by the keys {', '.join(keys)}")
+        assert detect_format(source, RENAMED) == (name, f"detected from the keys {', '.join(keys)}")
 
 
-def test_the_first_format_that_fits_is_told():
+def test_the_first_matching_format_is_used():
     assert detect_format(group(A, B, prompt="Hi", chosen="x", rejected="y"), KEYS)[0] == "BinaryPreferenceDataset"
     assert detect_format(group(A, B, prompt="Hi"), KEYS)[0] == "PreferenceDataset"
-    assert detect_format(pair(), DatasetFields(chosen_key="good"))[1] == "no other format fits its keys"
+    assert detect_format(pair(), DatasetFields(chosen_key="good"))[1] == "no other format matches its keys"
 
 
-def test_conversations_beside_a_prompt_are_read_as_conversations():
+def test_conversations_with_a_separate_prompt_are_read_as_conversations():
     asked = {"role": "user", "content": "Hi"}
     yes, no = ({"role": "assistant", "content": text} for text in ("Yes", "No"))
     whole = row({"prompt": "Hi", "chosen": [asked, yes], "rejected": [asked, no]})
@@ -351,7 +351,7 @@ def test_conversations_beside_a_prompt_are_read_as_conversations():
     assert FORMATS[name].read(whole, DatasetFields()).prompt == (Message("user", "Hi"),)
 
 
-def test_completions_of_several_messages_beside_a_prompt_are_answers():
+def test_completions_of_several_messages_with_a_prompt_are_answers():
     calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     several = [calls, said("tool", "four"), said("assistant", "four.")]
     for chosen, rejected in ((several, several), (several, "no"), ("yes", several)):
@@ -361,7 +361,7 @@ def test_completions_of_several_messages_beside_a_prompt_are_answers():
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [ASKED]])
-def test_a_system_text_beside_the_prompt_is_its_first_turn(prompt):
+def test_a_system_text_becomes_the_first_turn_of_the_prompt(prompt):
     found = read("BinaryPreferenceDataset", prompt=prompt, system="Be kind.")
     assert found.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
     assert read("BinaryPreferenceDataset", system="").prompt == "Hi"
@@ -380,11 +380,11 @@ def test_a_system_text_is_read_in_every_format(name):
         ([ASKED], ()),
         (None, ()),
         (3, ()),
-        ("Something else", (NOT_READ,)),
-        ([said("system", "Be kind."), ASKED], (NOT_READ,)),
+        ("Something else", (IGNORED_PROMPT,)),
+        ([said("system", "Be kind."), ASKED], (IGNORED_PROMPT,)),
     ],
 )
-def test_a_prompt_beside_whole_conversations_is_noted_where_it_says_something_else(prompt, notes):
+def test_a_separate_prompt_that_differs_from_the_conversations_is_noted(prompt, notes):
     found = read("implicit_prompt", prompt=prompt)
     assert (found.prompt, found.notes) == ((Message("user", "Hi"),), notes)
 
@@ -396,15 +396,15 @@ def test_scores_under_two_names_must_agree():
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
         "bad",
         "bad score",
-        "rejected_reward and score_rejected differ, and only one can count.",
+        "rejected_reward and score_rejected differ, and only one can be used. Remove one.",
     )
 
 
-def test_a_rank_may_be_a_whole_float_as_tables_write_it():
+def test_a_rank_may_be_an_integral_float():
     found = ranked(group({"rank": 1.0, "completion": "b"}, {"rank": 0.0, "completion": "a"}), KEYS)
     assert texts_and_ranks(found) == [("b", 1), ("a", 0)]
     odd = group({"rank": 0.5, "completion": "b"}, {"rank": 0, "completion": "a"})
-    assert refusal(ranked, odd)[2] == "completions[0].rank: 0.5 is no rank; ranks are integers from 0."
+    assert refusal(ranked, odd)[2] == "completions[0].rank: 0.5 is not a rank. Ranks are integers from 0."
 
 
 def test_a_dialogue_that_ends_with_the_human_is_refused():
@@ -417,40 +417,40 @@ def test_a_dialogue_that_ends_with_the_human_is_refused():
 
 
 @pytest.mark.parametrize("content", ["", "  ", []])
-def test_a_prompt_whose_last_turn_says_nothing_is_refused(content):
+def test_a_prompt_whose_last_turn_is_empty_is_refused(content):
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, pair(prompt=[said("user", content)])) == (
         "bad",
         "empty prompt",
-        "prompt[0]: the user's turn is empty.",
+        "prompt[0]: the user turn is empty.",
     )
 
 
-def test_a_row_of_another_format_than_those_before_it_is_told():
+def test_a_row_of_another_format_than_earlier_rows_is_reported():
     def reads(source, keys):
         return read_preference(source, keys, "BinaryPreferenceDataset", Wording())
 
     assert refusal(reads, row(GOOD["alpaca"])) == (
         "bad",
         "another format",
-        "no row of BinaryPreferenceDataset, as those before it are, but one of alpaca, told by the keys instruction, chosen, "
-        "rejected. Rows of two formats are two sets: data.train=[A.jsonl,B.jsonl].",
+        "the row has the format alpaca (detected from the keys instruction, chosen, rejected), but earlier rows have the "
+        "format BinaryPreferenceDataset. Put the rows of each format into a separate file: data.train=[A.jsonl,B.jsonl].",
     )
     named = DatasetFields(dataset_name="BinaryPreferenceDataset")
     assert refusal(reads, row(GOOD["alpaca"]), named)[1] == "missing key"
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "quoted"),
     [
         ({"prompt ": "Hi", " chosen": "yes", "rejected\t": "no"}, "'prompt ', ' chosen', 'rejected\\t'"),
         ({"prompt": "Hi", "chosen": "yes", "rejected ": "no"}, "'rejected '"),
     ],
 )
-def test_keys_with_spaces_around_them_are_shown_in_quotes(value, told):
+def test_keys_with_spaces_around_them_are_shown_in_quotes(value, quoted):
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, row(value)) == (
         "bad",
         "missing key",
-        f"spaces around {told}. Remove them, in the header of a table or from the key.",
+        f"spaces around {quoted}. Remove them from the key, or from the header of the table.",
     )
 
 
@@ -471,7 +471,7 @@ def test_keys_with_spaces_around_them_are_shown_in_quotes(value, told):
 def test_a_label_that_may_prefer_the_rejected_completion_is_noted(more, is_noted):
     source = row({"prompt": "Hi", "chosen": "yes", "rejected": "no", **more})
     read = read_preference(source, DatasetFields(), "BinaryPreferenceDataset", Wording())
-    assert read.notes == ((AGAINST,) if is_noted else ())
+    assert read.notes == ((CONTRADICTED,) if is_noted else ())
 
 
 def test_a_label_is_not_noted_where_rows_rank_their_completions_themselves():
@@ -479,11 +479,11 @@ def test_a_label_is_not_noted_where_rows_rank_their_completions_themselves():
     assert read_preference(row(ranked), DatasetFields(), "HelpSteer3", Wording()).notes == ()
 
 
-def test_keys_in_other_letters_are_told_with_the_settings_that_read_them():
+def test_keys_with_other_capital_letters_are_reported_with_the_settings_to_use():
     source = row({"Prompt": "Hi", "Chosen": "yes", "REJECTED": "no"})
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
         "bad",
         "missing key",
-        "none of the keys prompt, chosen, rejected, but the same in other letters. Set data.train.prompt_key=Prompt "
+        "none of the keys prompt, chosen, rejected, only with other capital letters. Set data.train.prompt_key=Prompt "
         "data.train.chosen_key=Chosen data.train.rejected_key=REJECTED.",
     )

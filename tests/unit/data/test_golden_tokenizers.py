@@ -1,7 +1,7 @@
 """Twelve published tokenizers and one fixed preference: where the prompt ends, what is scored, how a completion ends.
 
 TANDEM_TOKENIZERS names a folder with their folders in it; those that are not there are skipped. Each brings a trap: two
-BOS, an end of turn that is not EOS, a header behind the answer, today's date, thoughts, a system turn that moves.
+BOS, an end of turn that is not EOS, a header after the answer, today's date, thoughts, a system turn that moves.
 """
 
 import os
@@ -37,7 +37,7 @@ ANSWERS = ("About 384,000 km.", "Very far.")
 # Prompt: tokens, the last one. Completions: tokens of each, the first one of each, the last one of both. ⏎ is a line break.
 #   deepseek_v3: its configuration asks for a BOS, but transformers 5 puts none before a raw text.
 #   llama3: its EOS is <|end_of_text|>; the template ends turns with <|eot_id|>.
-#   qwen2_5: its template writes a system turn of its own where there is none.
+#   qwen2_5: its template adds a system turn if there is none.
 #   qwen3: the model writes its thoughts itself, empty ones too: four tokens more in every completion.
 TABLE = """
 command_r_plus  chat       12  255007 <|CHATBOT_TOKEN|>  12 4  35855 About     74340 Very      255001 <|END_OF_TURN_TOKEN|>
@@ -91,7 +91,7 @@ HEADER = {
     "qwen2_5": "<|im_end|>\n<|im_start|>assistant\n",
     "qwen3": "<|im_end|>\n<|im_start|>assistant\n",
 }
-# What the template writes behind the answer's end of turn, where it writes something.
+# The text that the template writes after the answer's end of turn, if any.
 BEHIND = {
     "gemma3": "\n",
     "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -188,8 +188,8 @@ def test_a_completion_is_the_answer_and_one_end(golden):
 
 
 @each_golden
-def test_bos_stands_at_the_beginning_or_nowhere(golden):
-    # A template that wants a BOS writes it. Before raw text there is one where the tokenizer itself puts it.
+def test_bos_is_only_at_the_beginning(golden):
+    # A template that needs a BOS writes it. Raw text gets one if the tokenizer adds it.
     has_bos = golden.name in BEGINS_TEXTS if golden.text == "raw" else golden.name not in ("qwen2_5", "qwen3")
     bos = tokenizer_of(golden.name).bos_token_id
     prompt = tokenized(golden.name, golden.text).prompt.tolist()
@@ -204,7 +204,7 @@ def test_the_prompt_ends_with_the_header_of_the_answer(golden):
 
 
 @each_chat
-def test_parts_have_the_tokens_of_the_whole_conversation(golden):
+def test_parts_have_the_tokens_of_the_complete_conversation(golden):
     template, tokenizer = template_of(golden.name, "chat"), tokenizer_of(golden.name)
     found = tokenized(golden.name, golden.text)
     for answer, completion in zip(ANSWERS, found.completions, strict=True):
@@ -218,7 +218,7 @@ def test_parts_have_the_tokens_of_the_whole_conversation(golden):
         assert tokenizer.decode(ids[len(parts) :]) == BEHIND.get(golden.name, "")
 
 
-def test_a_token_of_the_whole_that_straddles_the_border_is_two_tokens_here():
+def test_a_token_that_crosses_the_boundary_is_split_in_two():
     # Behind the header's line break a generating model writes another: \n | \n Very, where the whole has \n\n Very.
     found = tokenized("qwen2_5", "chat", ("\nVery far.", "No."))
     whole = tokenizer_of("qwen2_5")("<|im_start|>assistant\n\nVery far.", add_special_tokens=False)["input_ids"]
@@ -243,7 +243,7 @@ def test_a_system_turn_that_moves_is_refused():
     template = template_of("mistral_nemo", "chat")
     (found,) = tokenize([preference("system")], template, pairing="all", max_length=1000)
     assert isinstance(found, RowError)
-    assert (found.kind, found.reason) == ("bad", "prompt is no prefix")
+    assert (found.kind, found.reason) == ("bad", "prompt is not a prefix")
     assert "'<s>[INST]Be brief.\\n\\nHow far i' becomes ...'<s>[INST]How far is the moon?'" in found.message
 
 
@@ -262,10 +262,10 @@ def test_thoughts_switched_off_belong_to_the_prompt():
     assert [[*empty, *c.tolist()] for c in off.completions] == [c.tolist() for c in on.completions]
 
 
-def test_thoughts_in_the_answer_and_beside_it_are_the_same():
+def test_reasoning_in_the_content_and_in_its_own_key_render_the_same():
     within = "<think>\nA light-second.\n</think>\n\nVery far."
-    beside = (Message("assistant", "Very far.", {"reasoning_content": "A light-second."}),)
-    one, other = tokenized("qwen3", "chat", (within, beside, "Far.")).completions[:2]
+    separate = (Message("assistant", "Very far.", {"reasoning_content": "A light-second."}),)
+    one, other = tokenized("qwen3", "chat", (within, separate, "Far.")).completions[:2]
     assert text_of("qwen3", one) == f"{within}<|im_end|>"
     assert one.tolist() == other.tolist()
 
@@ -278,14 +278,14 @@ def test_of_several_templates_the_default_one_is_taken():
 
 @pytest.mark.parametrize("golden", [golden for golden in CHATS if golden.text == "chat"], ids=case)
 def test_an_answer_of_few_letters_ends_once(golden):
-    # Each stands in some end of turn or header too: <|END_OF_TURN_TOKEN|>, </s>, <|start_header_id|>assistant.
+    # Each also occurs in some end of turn or header: <|END_OF_TURN_TOKEN|>, </s>, <|start_header_id|>assistant.
     letters = ("T", "s", "e", "d", "id", "end", "assistant")
     found = tokenized(golden.name, "chat", letters)
     expected = [golden.thoughts + answer + golden.end[1] for answer in letters]
     assert [text_of(golden.name, completion) for completion in found.completions] == expected
 
 
-# As gpt-oss has it: special tokens stand before the answer, which its thoughts may hold too.
+# As in gpt-oss: special tokens precede the answer, and its reasoning may contain the answer too.
 CHANNELS = """{%- for m in messages -%}
 {%- if m.role == "user" -%}<|reserved_special_token_0|>user<|reserved_special_token_1|>{{ m.content }}<|eot_id|>
 {%- else -%}<|reserved_special_token_0|>assistant
@@ -296,7 +296,7 @@ CHANNELS = """{%- for m in messages -%}
 
 
 @pytest.mark.parametrize(("thinking", "answer"), [("It is very far.", "very far."), ("", "n"), ("", "final")])
-def test_an_answer_that_stands_before_itself_too_is_whole(thinking, answer):
+def test_an_answer_whose_text_also_occurs_earlier_is_complete(thinking, answer):
     said = Message("assistant", answer, {"thinking": thinking} if thinking else {})
     template = Template(tokenizer_of("llama3_1"), CHANNELS, {})
     (part,) = template.render(preference("chat", ((said,), "No."))).completions[0]

@@ -50,8 +50,8 @@ def test_a_tokenizer_that_expands_texts_without_end_is_ended_at_its_memory(tmp_p
     monkeypatch.setattr(tokenizer, "BYTES_PER_BYTE", 0)
     folder = changed(tmp_path / "model", normalizer=growing("東", 5))
     assert refusal(folder) == (
-        f"{folder}: its tokenizer ends the process that loads it and tries it out, or needs more than 0.1 GiB of memory. Use "
-        "another tokenizer, by policy.tokenizer.name."
+        f"{folder}: loading and testing the tokenizer crashed, or took over 0.1 GiB of memory. Use another tokenizer "
+        "with policy.tokenizer.name."
     )
 
 
@@ -60,7 +60,7 @@ def test_a_tokenizer_that_does_not_come_to_an_end_is_killed(tmp_path, monkeypatc
     monkeypatch.setattr(tokenizer, "BYTES_PER_SECOND", 10**9)
     folder = changed(tmp_path / "model", normalizer=growing("o", 60))
     assert refusal(folder) == (
-        f"{folder}: its tokenizer is not loaded and tried out within 2 seconds. Use another tokenizer, by policy.tokenizer.name."
+        f"{folder}: loading and testing the tokenizer took over 2 seconds. Use another tokenizer with policy.tokenizer.name."
     )
 
 
@@ -86,7 +86,8 @@ def test_rows_that_a_tokenizer_expands_without_end_are_named(tmp_path, monkeypat
     with pytest.raises(DataError) as refused:
         opened(folder, tmp_path, "Ω")
     assert str(refused.value) == (
-        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer needs more than 2 GiB of memory for these rows, so it makes far more of a "
+        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer needs more than 2 GiB of memory for these rows, so it makes far "
+        "more of a "
         "text than there is. Give another by policy.tokenizer.name, or another model."
     )
     assert not multiprocessing.active_children()
@@ -112,7 +113,7 @@ def test_a_deeply_nested_file_is_one_message_or_has_no_effect(tmp_path, name, de
     try:
         load_tokenizer(folder)
     except ConfigError as error:
-        assert str(error).startswith(f"{folder}: no tokenizer could be loaded: ")
+        assert str(error).startswith(f"{folder}: the tokenizer cannot be loaded: ")
         assert "\n" not in str(error)
 
 
@@ -143,7 +144,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_refused(tmp_path, given, reason):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": given}))
     assert refusal(folder) == (
-        f"{folder}: its tokenizer cannot encode and decode a text ({reason}). Download it again, or use another, by "
+        f"{folder}: the tokenizer cannot encode and decode a text ({reason}). Download it again, or use another with "
         "policy.tokenizer.name."
     )
 
@@ -153,8 +154,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     (folder / "tokenizer_config.json").unlink()
     os.mkfifo(folder / "tokenizer_config.json")
     assert refusal(folder) == (
-        f"{folder}/tokenizer_config.json: not a file, but a pipe or a device, which a tokenizer is not read from. Download the "
-        "tokenizer again."
+        f"{folder}/tokenizer_config.json: a pipe or a device, not a file of a tokenizer. Download the tokenizer again."
     )
 
 

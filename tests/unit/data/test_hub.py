@@ -93,11 +93,11 @@ def test_org_and_name_name_a_dataset_of_the_hub(name):
         *["a/b--c", "a/b..c", "a/b-", "a-/b", "a/b.git", "a/bä", "a/b c", "a/b\n", f"a/{'b' * 97}", ""],
     ],
 )
-def test_files_patterns_and_illegal_names_are_no_datasets_of_the_hub(path):
+def test_files_patterns_and_illegal_names_are_not_hub_datasets(path):
     assert not is_hub_name(path)
 
 
-def test_what_exists_here_is_no_dataset_of_the_hub(tmp_path, monkeypatch):
+def test_an_existing_path_is_not_a_hub_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("acme/pairs")
     (tmp_path / "acme" / "pairs").mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_subset_and_split_are_those_of_the_readme(hub: StubHub):
             assert contents(found) == [files[file]]
             assert next(iter(found.files.values())).parts[-2:] == tuple(
                 file.split("/")
-            )  # the suffix tells how a file reads
+            )  # the suffix determines how a file is read
 
 
 def test_shards_come_in_order_and_nothing_else_is_fetched(hub: StubHub, tmp_path):
@@ -181,7 +181,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: StubHub):
 def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
     hub.add(NAME, ONE, token="hf_right")
     missing = (
-        f"{NAME}: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, or "
+        f"{NAME}: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, or "
         "set HF_TOKEN for a private dataset."
     )
     assert refusal() == missing
@@ -191,73 +191,74 @@ def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
     assert contents(fetch()) == [ONE["train.jsonl"]]
 
 
-def test_a_dataset_that_is_not_there_is_told_with_the_way_to_private_ones(hub: StubHub):
+def test_a_missing_dataset_is_refused_with_a_hint_for_private_ones(hub: StubHub):
     assert refusal("acme/pears") == (
-        f"acme/pears: nothing here has this name, and neither has a public dataset on {hub.url}. Check the spelling, "
+        f"acme/pears: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, "
         "or set HF_TOKEN for a private dataset."
     )
 
 
-def test_a_gated_dataset_is_told_with_the_page_of_its_terms(hub: StubHub):
+def test_a_gated_dataset_is_refused_with_the_page_of_its_terms(hub: StubHub):
     hub.add(NAME, ONE, gated=True)
     assert refusal() == (
-        f"{NAME}: its owners ask for consent to their terms. Accept them at {hub.url}/datasets/{NAME}, then set "
+        f"{NAME}: access requires accepting the owner's terms. Accept them at {hub.url}/datasets/{NAME}, then set "
         "HF_TOKEN to a token of that account."
     )
 
 
-def test_an_unknown_revision_is_told(hub: StubHub):
+def test_an_unknown_revision_is_refused(hub: StubHub):
     hub.add(NAME, ONE)
     assert refusal(revision="v2") == (
-        f"{NAME}: {hub.url} knows no revision 'v2' of it. Give a branch, a tag or a commit."
+        f"{NAME}: there is no revision 'v2' on {hub.url}. Give a branch, a tag or a commit."
     )
 
 
-def test_what_there_is_is_listed_nearest_first(hub: StubHub):
+def test_available_subsets_and_splits_are_listed_nearest_first(hub: StubHub):
     hub.add(NAME, {"README.md": HELPSTEER3, "preference/train.jsonl.gz": b"", "feedback/train.jsonl.gz": b""})
     assert refusal(subset="feedbacks") == (
-        f"{NAME}: it has no subset 'feedbacks'. Set subset to one of: feedback, preference."
+        f"{NAME}: there is no subset 'feedbacks'. Set subset to one of: feedback, preference."
     )
-    assert refusal(split="valid") == f"{NAME}: it has no split 'valid'. Set split to one of: validation, train."
+    assert refusal(split="valid") == f"{NAME}: there is no split 'valid'. Set split to one of: validation, train."
 
 
 def test_a_part_of_a_split_is_refused_before_the_hub_is_asked(hub: StubHub):
     hub.add(NAME, ONE)
     assert refusal(split="train[:10%]") == (
-        f"{NAME}: split=train[:10%] asks for a part of a split. Give a whole one, such as split=train."
+        f"{NAME}: split=train[:10%] is a slice of a split, which is not supported. Give the name of a split, such as "
+        "split=train."
     )
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_token_is_told_and_not_shown(hub: StubHub, monkeypatch, status):
+def test_a_refused_token_is_reported_but_not_printed(hub: StubHub, monkeypatch, status):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.add(NAME, ONE, status=status)
     assert refusal() == f"{NAME}: {hub.url} refused access (HTTP {status}). Check HF_TOKEN."
 
 
 @pytest.mark.parametrize("token", ["hf_secret\x0b1", "hf_secretä"])
-def test_a_token_that_no_header_can_hold_is_told_and_not_shown(hub: StubHub, monkeypatch, token):
+def test_a_token_with_invalid_characters_is_reported_but_not_printed(hub: StubHub, monkeypatch, token):
     hub.add(NAME, ONE)
     monkeypatch.setenv("HF_TOKEN", token)
-    assert refusal() == f"{NAME}: HF_TOKEN holds characters that no token has. Set it anew."
+    assert refusal() == f"{NAME}: HF_TOKEN contains characters that are not allowed in a token. Set it again."
 
 
-def test_any_other_answer_is_told_by_its_number(hub: StubHub):
+def test_any_other_answer_is_reported_by_its_http_status(hub: StubHub):
     hub.add(NAME, ONE, status=500)
     assert refusal() == f"{NAME}: {hub.url} answered HTTP 500. Try again later, or give local files as data_path."
 
 
-def test_an_answer_that_no_hub_gives_is_told(hub: StubHub, monkeypatch):
+def test_an_incomplete_answer_of_the_hub_is_refused(hub: StubHub, monkeypatch):
     info = huggingface_hub.DatasetInfo(id=NAME, sha=None, siblings=[], private=False, downloads=0, likes=0, tags=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
     assert refusal() == (
-        f"{NAME}: cannot be fetched from {hub.url} (the answer names no commit or no files). Check HF_ENDPOINT and "
+        f"{NAME}: cannot be fetched from {hub.url} (the answer has no commit or no files). Check HF_ENDPOINT and "
         "HF_HOME if they are set."
     )
 
 
-def test_a_hub_out_of_reach_is_told_even_if_a_copy_is_remembered(hub: StubHub, monkeypatch):
+def test_an_unreachable_hub_is_reported_even_if_files_were_fetched_earlier(hub: StubHub, monkeypatch):
     hub.add(NAME, ONE)
     fetch()
     with socket.socket() as free:
@@ -265,22 +266,20 @@ def test_a_hub_out_of_reach_is_told_even_if_a_copy_is_remembered(hub: StubHub, m
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         assert refusal() == (
-            f"{NAME}: no such file or folder here, and {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection "
-            "refused). Check the path, or the connection, or set "
-            "HF_HUB_OFFLINE=1 to use what an earlier run fetched."
+            f"{NAME}: no such file or folder, and {url} cannot be reached ([Errno {errno.ECONNREFUSED}] Connection "
+            "refused). Check the path, or the connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
         )
 
 
-def test_a_hub_lost_between_listing_and_file_is_told_as_out_of_reach(hub: StubHub, monkeypatch):
+def test_a_hub_that_fails_between_listing_and_download_is_reported_as_unreachable(hub: StubHub, monkeypatch):
     def lost(*_, **__):
         raise errors.LocalEntryNotFoundError("Please\ncheck") from errors.HTTPError("timed\nout")
 
     hub.add(NAME, ONE)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lost)
     assert refusal() == (
-        f"{NAME}: no such file or folder here, and {hub.url} cannot be reached (timed out). Check the path, or the connection, "
-        "or set HF_HUB_OFFLINE=1 to use what "
-        "an earlier run fetched."
+        f"{NAME}: no such file or folder, and {hub.url} cannot be reached (timed out). Check the path, or the "
+        "connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
     )
 
 
@@ -297,7 +296,7 @@ def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
 @pytest.mark.parametrize("file", ["../train.jsonl", "/train.jsonl", "data/../../train.jsonl"])
 def test_files_that_would_lie_elsewhere_are_not_fetched(hub: StubHub, file):
     hub.add(NAME, {**ONE, file: b""})
-    assert refusal() == f"{NAME}: the hub lists {file!r}, which would lie outside of its folder. Nothing was fetched."
+    assert refusal() == f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
     assert hub.requests == [f"GET /api/datasets/{NAME}"]
 
 
@@ -323,12 +322,12 @@ def test_offline_the_commit_is_the_one_fetched_last(hub: StubHub, monkeypatch, t
 
 
 NOT_FETCHED = (
-    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and revision. "
+    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and revision. "
     "Run once without HF_HUB_OFFLINE, or give local files as data_path."
 )
 
 
-def test_offline_what_was_not_fetched_is_refused(hub: StubHub, monkeypatch):
+def test_offline_a_dataset_that_was_not_fetched_is_refused(hub: StubHub, monkeypatch):
     hub.add(NAME, ONE)
     fetch()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -359,7 +358,7 @@ def test_half_a_download_is_not_remembered(hub: StubHub, monkeypatch, tmp_path):
         '{"commit": null, "files": ["train.jsonl"]}',
     ],
 )
-def test_a_damaged_memory_is_none(hub: StubHub, monkeypatch, tmp_path, text):
+def test_a_damaged_record_is_ignored(hub: StubHub, monkeypatch, tmp_path, text):
     hub.add(NAME, ONE)
     fetch()
     (memory,) = (tmp_path / "tandem" / "hub").iterdir()
@@ -368,7 +367,7 @@ def test_a_damaged_memory_is_none(hub: StubHub, monkeypatch, tmp_path, text):
     assert refusal() == NOT_FETCHED
 
 
-def test_offline_a_file_gone_from_the_cache_is_told(hub: StubHub, monkeypatch, tmp_path):
+def test_offline_a_file_missing_from_the_cache_is_reported(hub: StubHub, monkeypatch, tmp_path):
     hub.add(NAME, ONE)
     next(iter(fetch().files.values())).unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

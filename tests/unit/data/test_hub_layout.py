@@ -6,7 +6,7 @@ import yaml
 from tandem.data.read.hub import choose_files
 from tandem.errors import DataError
 
-GIVE_FILES = "Give the files you want as data_path, such as 'FOLDER/*.jsonl', once they are on this machine."
+GIVE_FILES_HINT = "Download the files you want and give them as data_path, such as 'FOLDER/*.jsonl'."
 
 
 def readme(*configs: object) -> str:
@@ -31,7 +31,7 @@ def refusal(listing: list[str], card: str = "", subset: str | None = None, split
         *[("test", f"{word}.v2.jsonl") for word in ["test", "testing", "eval", "evaluation"]],
     ],
 )
-def test_a_keyword_in_the_file_name_tells_the_split(split, file):
+def test_a_keyword_in_the_file_name_determines_the_split(split, file):
     other = {"train": "test.jsonl"}.get(split, "train.jsonl")
     assert choose([file, other, "more.jsonl"], split=split) == [file]
 
@@ -40,10 +40,10 @@ def test_a_keyword_in_the_file_name_tells_the_split(split, file):
     ("split", "file"),
     [("train", "train/0.csv"), ("validation", "en/dev_1/a/0.csv"), ("test", "eval data/train.csv")],
 )
-def test_a_keyword_in_a_folder_tells_the_split_before_any_file_name(split, file):
+def test_a_keyword_in_a_folder_takes_precedence_over_file_names(split, file):
     assert choose([file, "training/1.csv", "test.csv", "valid.csv"], split=split)[0] == file
     assert refusal([file, "train.csv"], split="none") == (
-        f"acme/pairs: it has no split 'none'. Set split to one of: {split}."
+        f"acme/pairs: there is no split 'none'. Set split to one of: {split}."
     )
 
 
@@ -54,7 +54,7 @@ def test_shards_in_data_tell_any_split():
 
 
 @pytest.mark.parametrize("file", ["trainer.csv", "contest.csv", "evals.csv", "Train.csv", "developers/a.csv"])
-def test_without_a_keyword_as_a_whole_word_everything_is_train(file):
+def test_without_a_keyword_as_a_full_word_all_files_are_train(file):
     assert choose([file, "b.csv"]) == [file, "b.csv"]
 
 
@@ -64,11 +64,11 @@ def test_only_data_files_count():
     assert choose([f"train/{file}" for file in [*around, *of_the_library, "a.arrow"]]) == ["train/a.arrow"]
 
 
-def test_the_split_not_given_is_train_and_no_other():
+def test_the_default_split_is_train():
     assert choose(["test.jsonl", "train.jsonl"]) == ["train.jsonl"]
-    assert refusal(["test.jsonl"]) == "acme/pairs: it has no split 'train'. Set split to one of: test."
+    assert refusal(["test.jsonl"]) == "acme/pairs: there is no split 'train'. Set split to one of: test."
     assert refusal(["test.jsonl", "dev.jsonl"]) == (
-        "acme/pairs: it has several splits. Set split to one of: validation, test."
+        "acme/pairs: there are several splits. Set split to one of: validation, test."
     )
 
 
@@ -98,7 +98,7 @@ def test_paths_of_the_readme_are_patterns_in_their_order(path, files):
 
 
 @pytest.mark.parametrize("data_dir", ["test_sets/a", "./test_sets/a/", "/test_sets/a"])
-def test_a_data_dir_stands_before_the_paths_and_hides_the_rest(data_dir):
+def test_a_data_dir_prefixes_the_paths_and_hides_other_files(data_dir):
     listing = ["test_sets/a/train.jsonl", "test_sets/a/dev.jsonl", "test_sets/train.jsonl", "train.jsonl"]
     by_name = readme({"config_name": "a", "data_dir": data_dir})
     assert choose(listing, by_name) == ["test_sets/a/train.jsonl"]
@@ -107,12 +107,12 @@ def test_a_data_dir_stands_before_the_paths_and_hides_the_rest(data_dir):
     assert choose(listing, by_path, split="train") == ["test_sets/a/dev.jsonl"]
 
 
-def test_the_subset_not_given_is_the_default_or_the_only_one():
+def test_the_default_subset_is_default_or_the_only_one():
     a, b = {"config_name": "a", "data_files": "a.jsonl"}, {"config_name": "b", "data_files": "b.jsonl"}
     assert choose(FILES, readme(a)) == ["a.jsonl"]
     assert choose(FILES, readme(a, b | {"default": True})) == ["b.jsonl"]
     assert choose(FILES, readme(a, b | {"config_name": "default"})) == ["b.jsonl"]
-    several = "acme/pairs: it has several subsets. Set subset to one of: a, b."
+    several = "acme/pairs: there are several subsets. Set subset to one of: a, b."
     assert refusal(FILES, readme(a, b)) == several
     assert refusal(FILES, readme(a | {"default": True}, b | {"default": True})) == several
 
@@ -134,51 +134,51 @@ def test_front_matter_with_the_line_ends_of_windows_is_read():
     assert choose(FILES, "\ufeff" + readme({"data_files": "b.jsonl"}).replace("\n", "\r\n")) == ["b.jsonl"]
 
 
-def test_a_path_of_the_readme_that_is_not_there_is_told():
+def test_a_path_in_the_readme_without_files_is_refused():
     card = readme({"data_files": [{"split": "train", "path": ["a.jsonl", "c/*.jsonl"]}]})
     assert refusal(FILES, card) == (
-        f"acme/pairs: its README.md gives c/*.jsonl as split 'train', but no data file is there. {GIVE_FILES}"
+        f"acme/pairs: README.md gives c/*.jsonl for split 'train', but there is no data file at that path. {GIVE_FILES_HINT}"
     )
     assert refusal(FILES, readme({"data_dir": "c"})) == (
-        f"acme/pairs: its README.md gives c as split 'train', but no data file is there. {GIVE_FILES}"
+        f"acme/pairs: README.md gives c for split 'train', but there is no data file at that path. {GIVE_FILES_HINT}"
     )
 
 
 def test_one_split_in_several_kinds_of_files_is_refused():
     assert refusal(["train.jsonl", "train.parquet", "test.csv"]) == (
-        f"acme/pairs: the split 'train' has files of several kinds (.jsonl, .parquet). {GIVE_FILES}"
+        f"acme/pairs: the split 'train' has files of several kinds (.jsonl, .parquet). {GIVE_FILES_HINT}"
     )
 
 
 def test_code_is_not_run_in_the_place_of_data():
     assert refusal(["README.md", "pairs.py", "dataset_infos.json"]) == (
-        "acme/pairs: it holds no data files, but code that would make them ('pairs.py'), and tandem runs no code from a "
-        "dataset repository. Make the files yourself and give them as data_path."
+        "acme/pairs: there are no data files, only a script that creates them ('pairs.py'), and tandem runs no code "
+        "from a dataset repository. Create the files yourself and give them as data_path."
     )
 
 
-def test_a_repository_without_data_is_told_what_is_read():
+def test_a_repository_without_data_files_is_refused():
     assert refusal(["README.md", "train.txt"]) == (
-        "acme/pairs: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or "
-        ".zst."
+        "acme/pairs: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst."
     )
 
 
 @pytest.mark.parametrize(
     ("card", "problem"),
     [
-        ("---\nconfigs: a\n---\n", "configs in its README.md is malformed."),
-        ("---\nconfigs: [a]\n---\n", "configs.0 in its README.md is malformed."),
-        (readme({}, {"data_files": {"train": "a.jsonl"}}), "configs.1.data_files in its README.md is malformed."),
-        (readme({"data_files": [{"split": "train"}]}), "configs.0.data_files in its README.md is malformed."),
+        ("---\nconfigs: a\n---\n", "configs in README.md is malformed."),
+        ("---\nconfigs: [a]\n---\n", "configs.0 in README.md is malformed."),
+        (readme({}, {"data_files": {"train": "a.jsonl"}}), "configs.1.data_files in README.md is malformed."),
+        (readme({"data_files": [{"split": "train"}]}), "configs.0.data_files in README.md is malformed."),
         (
             readme({"data_files": [{"split": "train", "path": []}]}),
-            "configs.0.data_files in its README.md is malformed.",
+            "configs.0.data_files in README.md is malformed.",
         ),
-        (readme({"config_name": "a\nb"}), "configs.0.config_name in its README.md is malformed."),
-        ("---\nupdated: 2024-13-01\n---\n", "the front matter of its README.md is not YAML."),
-        ("---\nconfigs: [\n---\n", "the front matter of its README.md is not YAML."),
+        (readme({"config_name": "a\nb"}), "configs.0.config_name in README.md is malformed."),
+        ("---\nupdated: 2024-13-01\n---\n", "the front matter of README.md is not YAML."),
+        ("---\nconfigs: [\n---\n", "the front matter of README.md is not YAML."),
     ],
 )
-def test_a_readme_that_is_not_understood_is_told_by_place(card, problem):
-    assert refusal(FILES, card) == f"acme/pairs: {problem} {GIVE_FILES}"
+def test_a_malformed_readme_is_refused_with_its_place(card, problem):
+    assert refusal(FILES, card) == f"acme/pairs: {problem} {GIVE_FILES_HINT}"

@@ -61,7 +61,7 @@ def test_elements_are_numbered_from_one_with_their_size(block):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("number", ["123456", "-1", "0", "true", "null", "NaN", "-Infinity"])
-def test_what_is_whole_at_the_end_of_a_block_may_go_on_behind_it(block, number):
+def test_a_value_at_the_end_of_a_block_may_continue_in_the_next(block, number):
     assert str(read(f"[{number},{number}]", block)) == str([json.loads(number)] * 2)
 
 
@@ -107,17 +107,17 @@ def test_a_byte_order_mark_before_the_array_is_left_out(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_bytes_that_are_no_utf8_are_told_by_their_place_in_the_file(block):
+def test_bytes_that_are_not_utf8_are_reported_with_their_offset(block):
     # "ä" takes two bytes: 0 is [, 1 the quotation mark, 2 and 3 the letter.
     assert refusal('["ä'.encode() + b'\xff"]', block) == "pairs.json: not UTF-8 at byte 4. Save the file as UTF-8."
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_character_that_was_cut_off_is_told_by_its_first_byte(block):
+def test_a_character_that_was_cut_off_is_reported_with_its_first_byte(block):
     assert refusal('["a€'.encode()[:-1], block) == "pairs.json: not UTF-8 at byte 3. Save the file as UTF-8."
 
 
-def test_bytes_that_are_no_utf8_are_told_by_their_place_behind_a_byte_order_mark():
+def test_offsets_of_bytes_that_are_not_utf8_include_the_byte_order_mark():
     for block in BLOCKS:
         said = refusal(b'\xef\xbb\xbf["a\xff"]', block)
         assert said == "pairs.json: not UTF-8 at byte 6. Save the file as UTF-8."
@@ -125,7 +125,7 @@ def test_bytes_that_are_no_utf8_are_told_by_their_place_behind_a_byte_order_mark
 
 # What is malformed
 
-CUT = " The file ends within it: was it cut off?"
+CUT = " The file ends here: was it cut off?"
 # Line 1 holds [{"a": 1}, from column 1 to 10; line 2 begins with two blanks.
 MALFORMED = {
     '[{"a": 1},\n  {"b" 2}]': "2: column 8: malformed JSON: Expecting ':' delimiter.",
@@ -144,7 +144,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("content", MALFORMED)
-def test_malformed_json_is_told_by_line_and_column_wherever_blocks_end(content, block):
+def test_malformed_json_is_reported_with_line_and_column_for_any_block_size(content, block):
     assert refusal(content, block) == f"pairs.json:{MALFORMED[content]}"
 
 
@@ -161,20 +161,23 @@ def test_elements_before_the_malformed_one_are_given():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_key_that_stands_twice_is_told_with_the_number_of_its_element(block):
+def test_a_duplicate_key_is_reported_with_the_number_of_its_element(block):
     assert refusal('[{"a": 1}, {"b": {"c": 1, "c": 2}}]', block) == (
-        "pairs.json: element 2: the key 'c' stands twice in one object. Remove one."
+        "pairs.json: element 2: the key 'c' appears twice in one object. Remove one."
     )
 
 
 def test_a_number_with_absurdly_many_digits_is_refused():
-    assert refusal(f"[{'1' * 5000}]", 10**6) == "pairs.json: a number with too many digits to be read."
+    assert (
+        refusal(f"[{'1' * 5000}]", 10**6)
+        == "pairs.json: element 1 has a number with too many digits. Shorten the number."
+    )
 
 
 def test_absurd_nesting_is_refused():
     assert (
         refusal("[" * 100_000, 10**6)
-        == "pairs.json: element 1: JSON nested over 100 levels deep, which no preference needs."
+        == "pairs.json: element 1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
     )
 
 
@@ -182,24 +185,24 @@ def test_absurd_nesting_is_refused():
 
 
 def test_an_element_over_the_limit_is_refused_without_reading_the_file_to_its_end(monkeypatch):
-    monkeypatch.setattr(json_array, "MAX_BYTES", 50)
+    monkeypatch.setattr(json_array, "MAX_RECORD_BYTES", 50)
     file = InBlocks(b'[{"a": 1}, {"b": "' + b"x" * 1000 + b'"}]', 10)
     stream = elements(file, FILE)  # type: ignore[arg-type]
     assert next(stream)[1] == {"a": 1}
     with pytest.raises(DataError) as caught:
         next(stream)
-    assert str(caught.value) == "pairs.json: element 2 is over 64 MB, or malformed."
+    assert str(caught.value) == "pairs.json: element 2 is over 64 MB, or malformed. Remove it or fix it."
     assert file.tell() == 120  # one block more than twice 50 characters from the element's start, at 11
 
 
 def test_many_elements_within_the_limit_are_read_though_together_they_pass_it(monkeypatch):
-    monkeypatch.setattr(json_array, "MAX_BYTES", 50)
+    monkeypatch.setattr(json_array, "MAX_RECORD_BYTES", 50)
     values = [{"a": "x" * 30}] * 20
     assert read(json.dumps(values), 10) == values
 
 
 def test_an_element_below_the_limit_is_read_whatever_follows_it(monkeypatch):
-    monkeypatch.setattr(json_array, "MAX_BYTES", 3 * 2**20)
+    monkeypatch.setattr(json_array, "MAX_RECORD_BYTES", 3 * 2**20)
     values = ["x" * (5 * 2**19), "y" * 2**21]  # 2.5 and 2 MB; reads are of 1, 1, then 2 MB
     file = io.BytesIO(json.dumps(values).encode())
     assert [value for _, value, _ in elements(file, FILE)] == values  # type: ignore[arg-type]

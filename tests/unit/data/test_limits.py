@@ -16,7 +16,7 @@ from letters import letter_tokenizer
 
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.read import limits, tables
-from tandem.data.read.limits import Expansion, in_words, is_nested_too_deep
+from tandem.data.read.limits import Expansion, format_bytes, is_nested_too_deep
 from tandem.data.read.sources import RowError, SourceRow, read_chunks, read_rows
 from tandem.data.store import opening
 from tandem.data.store.opening import open_store
@@ -25,10 +25,7 @@ from tandem.errors import DataError
 
 MB = 10**6
 PAIR = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
-TRUST = (
-    "Such a file can fill the memory or the disk. If you trust it, raise data.max_expansion=100, the number of times its "
-    "size."
-)
+TRUST = "Such a file can fill the memory or the disk. If you trust it, raise data.max_expansion (now 100 times the file's size)."
 RAW = Template(letter_tokenizer(), None, {})
 LENIENT = Data(on_bad_row="skip", max_bad_share=1.0, max_filtered_share=1.0, num_workers=0)
 
@@ -50,7 +47,7 @@ PACKED = {"gz": gzip.compress, "zst": zstd}
 @pytest.fixture
 def small_limit(monkeypatch):
     """What may always be unpacked is 20 kB in place of 256 MiB."""
-    monkeypatch.setattr(limits, "EXPANDED_BYTES", 20_000)
+    monkeypatch.setattr(limits, "ALLOWED_EXPANDED_BYTES", 20_000)
 
 
 # Archives
@@ -64,11 +61,11 @@ def test_an_archive_of_lines_that_expands_without_end_is_refused(tmp_path, small
     size = path.stat().st_size
     limit = max(20_000, 100 * size)
     assert limit < 3 * MB
-    assert refusal(path) == f"{path}: {in_words(size)} that expand to over {in_words(limit)}. {TRUST}"
+    assert refusal(path) == f"{path}: {format_bytes(size)} expand to over {format_bytes(limit)}. {TRUST}"
 
 
 @pytest.mark.parametrize("packed", PACKED)
-def test_what_is_unpacked_to_the_temporary_folder_is_limited(tmp_path, small_limit, monkeypatch, packed):
+def test_files_decompressed_to_the_temporary_folder_are_limited(tmp_path, small_limit, monkeypatch, packed):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     written = []
@@ -81,7 +78,7 @@ def test_what_is_unpacked_to_the_temporary_folder_is_limited(tmp_path, small_lim
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_the_ratio_is_not_applied_to_what_is_small(tmp_path):
+def test_the_ratio_is_not_applied_to_small_files(tmp_path):
     path = tmp_path / "pairs.jsonl.zst"
     path.write_bytes(zstd((json.dumps(PAIR) + "\n").encode() * 100_000))
     assert 5_000_000 / path.stat().st_size > 1_000
@@ -92,7 +89,7 @@ def test_the_key_raises_the_limit(tmp_path, small_limit, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "pairs.jsonl.zst"
     path.write_bytes(zstd((json.dumps(PAIR) + "\n").encode() * 1_000))
-    with pytest.raises(DataError, match=r"data\.max_expansion=100"):
+    with pytest.raises(DataError, match=r"data\.max_expansion \(now 100 times"):
         open_store(str(path), DatasetFields(), RAW, LENIENT, 100)
     allowed = LENIENT.model_copy(update={"max_expansion": 100_000.0})
     assert len(open_store(str(path), DatasetFields(), RAW, allowed, 100)) == 1_000
@@ -131,37 +128,37 @@ def repeated(text: str, times: int) -> pa.DictionaryArray:
 
 def test_a_table_that_repeats_one_text_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     """Two kilobytes that stand for 15 GB."""
-    monkeypatch.setattr(limits, "MEMORY_BYTES", 300 * MB)
+    monkeypatch.setattr(limits, "ALLOWED_MEMORY_BYTES", 300 * MB)
     path = tmp_path / "bomb.parquet"
     one = repeated("a" * 10 * MB, 512)
     table = pa.table(dict.fromkeys(PAIR, one))
     parquet.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 2_000
     message, memory = in_child(path)
-    assert message == f"{path}: {in_words(path.stat().st_size)} that take over 300 MB of memory to read. {TRUST}"
+    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 300 MB of memory to read. {TRUST}"
     assert memory < 600 * MB
 
 
 def test_a_list_of_nulls_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "MEMORY_BYTES", 100 * MB)
+    monkeypatch.setattr(limits, "ALLOWED_MEMORY_BYTES", 100 * MB)
     path = tmp_path / "bomb.parquet"
     nulls = pa.ListArray.from_arrays(pa.array([0, 30 * MB], pa.int32()), pa.nulls(30 * MB, pa.int8()))
     parquet.write_table(pa.table({"x": nulls}), path)
     assert path.stat().st_size < 2_000
     message, memory = in_child(path)
-    assert message == f"{path}: {in_words(path.stat().st_size)} that take over 100 MB of memory to read. {TRUST}"
+    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 100 MB of memory to read. {TRUST}"
     assert memory < 300 * MB
 
 
 def test_a_compressed_arrow_file_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "MEMORY_BYTES", 100 * MB)
+    monkeypatch.setattr(limits, "ALLOWED_MEMORY_BYTES", 100 * MB)
     path = tmp_path / "bomb.arrow"
     batch = pa.record_batch({"prompt": pa.array(["a" * 150 * MB])})
     with pa.ipc.new_file(path, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_batch(batch)
     assert path.stat().st_size < 10_000
     message, memory = in_child(path)
-    assert message == f"{path}: {in_words(path.stat().st_size)} that take over 100 MB of memory to read. {TRUST}"
+    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 100 MB of memory to read. {TRUST}"
     assert memory < 100 * MB
 
 
@@ -179,18 +176,18 @@ def test_an_arrow_file_that_repeats_one_text_is_refused(tmp_path, small_limit, m
     with pa.ipc.new_file(path, batch.schema) as writer:
         writer.write_batch(batch)
     size = path.stat().st_size
-    assert refusal(path) == f"{path}: {in_words(size)} that expand to over {in_words(100 * size)}. {TRUST}"
+    assert refusal(path) == f"{path}: {format_bytes(size)} expand to over {format_bytes(100 * size)}. {TRUST}"
 
 
 def test_a_row_of_a_table_over_the_limit_of_a_line_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RECORD_BYTES", 1_000)
+    monkeypatch.setattr(tables, "MAX_RECORD_BYTES", 1_000)
     path = tmp_path / "pairs.parquet"
     parquet.write_table(pa.table({"prompt": ["a", "b", "c" * 2_000]}), path)
-    assert refusal(path) == f"{path}: row 3 is over 64 MB."
+    assert refusal(path) == f"{path}: row 3 is over 64 MB. Remove it or shorten it."
 
 
 def test_large_rows_of_a_table_come_in_smaller_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RECORD_BYTES", 1_000)
+    monkeypatch.setattr(tables, "MAX_RECORD_BYTES", 1_000)
     path = tmp_path / "pairs.parquet"
     parquet.write_table(pa.table({"prompt": [letter * 400 for letter in "abcde"]}), path)
     chunks = list(read_chunks(path))
@@ -217,7 +214,7 @@ def test_types_that_repeat_values_without_end_are_not_read(tmp_path, array, name
     with pa.ipc.new_file(path, batch.schema) as writer:
         writer.write_batch(batch)
     assert refusal(path) == (
-        f"{path}: column 'x' has Arrow's type {name}, which is not read. Write it as a plain list or text."
+        f"{path}: column 'x' has the Arrow type {name}, which tandem cannot read. Convert it to a plain list or text."
     )
 
 
@@ -229,7 +226,7 @@ def test_a_csv_header_of_100_000_columns_is_refused_at_once(tmp_path):
     path.write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
     start = time.process_time()
     assert refusal(path) == (
-        f"{path}:1: 100000 columns, over the limit of 10000. Keep the columns that preferences are read from."
+        f"{path}:1: 100000 columns, over the limit of 10000. Keep only the columns of the preferences."
     )
     assert time.process_time() - start < 2
 
@@ -243,17 +240,17 @@ def test_short_rows_below_a_wide_header_cost_no_more_than_they_have(tmp_path):
     assert time.process_time() - start < 5
 
 
-def test_a_column_that_stands_twice_is_still_named(tmp_path):
+def test_a_duplicate_column_is_named(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,prompt,chosen\n")
-    assert refusal(path) == f"{path}:1: the column 'prompt' stands twice in the header. Remove one."
+    assert refusal(path) == f"{path}:1: the column 'prompt' appears twice in the header. Remove one."
 
 
 def test_a_table_of_too_many_columns_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "COLUMNS", 2)
+    monkeypatch.setattr(tables, "MAX_COLUMNS", 2)
     path = tmp_path / "wide.parquet"
     parquet.write_table(pa.table({name: ["a"] for name in PAIR}), path)
-    assert refusal(path) == f"{path}: 3 columns, over the limit of 2. Keep the columns that preferences are read from."
+    assert refusal(path) == f"{path}: 3 columns, over the limit of 2. Keep only the columns of the preferences."
 
 
 # Nesting
@@ -270,7 +267,7 @@ def test_json_is_read_to_a_depth_of_100(tmp_path, depth, is_read):
     (row,) = read_rows(path)
     assert isinstance(row, SourceRow) == is_read
     if not is_read:
-        assert str(row) == f"{path}:1: JSON nested over 100 levels deep, which no preference needs."
+        assert str(row) == f"{path}:1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(100, True), (101, False), (900, False)])
@@ -280,7 +277,10 @@ def test_elements_of_an_array_are_read_to_a_depth_of_100(tmp_path, depth, is_rea
     if is_read:
         assert len(list(read_rows(path))) == 2
     else:
-        assert refusal(path) == f"{path}: element 2: JSON nested over 100 levels deep, which no preference needs."
+        assert (
+            refusal(path)
+            == f"{path}: element 2: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
+        )
 
 
 def test_depth_is_counted_through_lists_and_objects():
@@ -326,13 +326,13 @@ def test_one_message_is_no_longer_than_a_thousand_characters(tmp_path, monkeypat
     ("num_bytes", "words"),
     [(0, "0 bytes"), (999, "999 bytes"), (1_900, "1.9 kB"), (328_000, "328 kB"), (2**28, "268 MB")],
 )
-def test_sizes_in_words(num_bytes, words):
-    assert in_words(num_bytes) == words
+def test_bytes_are_formatted_with_units(num_bytes, words):
+    assert format_bytes(num_bytes) == words
 
 
 def test_large_files_are_limited_by_the_ratio_and_small_ones_by_the_amount():
     small, large = (Expansion(Path("pairs.gz"), size, 100.0) for size in (1_000, 10**11))
     assert (small.memory, large.memory) == (2 * 1024**3, 10**13)
     large.add(10**13)  # 100 GB of text at a hundredth of its size
-    with pytest.raises(DataError, match=r"pairs.gz: 1 kB that expand to over 268 MB"):
+    with pytest.raises(DataError, match=r"pairs.gz: 1 kB expand to over 268 MB"):
         small.add(2**28 + 1)

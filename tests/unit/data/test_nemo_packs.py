@@ -17,7 +17,7 @@ from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, singl
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import DataError
 
-AGAIN = " Pack it again, or prepare from the JSONL that it was packed from."
+PACK_AGAIN_HINT = " Pack it again, or prepare from the JSONL file that it was packed from."
 NAN = float("nan")
 
 
@@ -200,9 +200,9 @@ BAD_PACKS = {
     "no dict": ("a pack", "pack 1: 'a pack', not a dict with input_ids, labels, reward, lengths, seq_boundaries."),
     "a key too few": (
         {key: value for key, value in pack().items() if key != "labels"},
-        "pack 1: lacks 'labels'.",
+        "pack 1: 'labels' is missing.",
     ),
-    "a key too many": (pack(media=[]), "pack 1: has an unknown 'media'."),
+    "a key too many": (pack(media=[]), "pack 1: 'media' is an unknown key."),
     "no list": (pack(input_ids="5 6 7"), "pack 1: input_ids is '5 6 7', not a list."),
     "labels": (pack(labels=[7] * 11), "pack 1: 11 labels for 12 tokens."),
     "lengths": (pack(lengths=[4, 3, 2]), "pack 1: 3 lengths for 4 sequences."),
@@ -211,55 +211,58 @@ BAD_PACKS = {
     "first boundary": (pack(seq_boundaries=[1, 4, 12]), "pack 1: seq_boundaries start with 1, not with 0."),
     "boundaries fall": (
         pack(seq_boundaries=[0, 7, 4, 9, 12]),
-        "pack 1, sequence 1: seq_boundaries do not rise: 4 follows 7.",
+        "pack 1, sequence 1: seq_boundaries do not increase: 4 follows 7.",
     ),
     "boundaries stay": (
         pack(seq_boundaries=[0, 4, 7, 7, 12]),
-        "pack 1, sequence 2: seq_boundaries do not rise: 7 follows 7.",
+        "pack 1, sequence 2: seq_boundaries do not increase: 7 follows 7.",
     ),
     "last boundary": (
         pack(seq_boundaries=[0, 4, 7, 9, 11]),
-        "pack 1: seq_boundaries end with 11, and there are 12 tokens.",
+        "pack 1: seq_boundaries end with 11, but there are 12 tokens.",
     ),
     "half a boundary": (
         pack(seq_boundaries=[0, 4.0, 12]),
-        "pack 1: boundary 1 is 4.0, not a whole number of 64 bits.",
+        "pack 1: boundary 1 is 4.0, not a 64-bit integer.",
     ),
-    "odd": (pack(seq_boundaries=[0, 4, 7, 12]), "pack 1: 3 sequences do not make pairs of chosen and rejected."),
+    "odd": (
+        pack(seq_boundaries=[0, 4, 7, 12]),
+        "pack 1: 3 sequences cannot be divided into pairs of chosen and rejected.",
+    ),
     "empty": (
         {key: [] for key in pack()} | {"seq_boundaries": [0]},
-        "pack 1: 0 sequences do not make pairs of chosen and rejected.",
+        "pack 1: 0 sequences cannot be divided into pairs of chosen and rejected.",
     ),
-    "too long": (pack(lengths=[4, 4, 2, 3]), "pack 1, sequence 1: its length is 4, of 3 tokens."),
-    "no length": (pack(lengths=[4, 3, 0, 3]), "pack 1, sequence 2: its length is 0, of 2 tokens."),
-    "length of text": (pack(lengths=[4, 3, "2", 3]), "pack 1, sequence 2: its length is '2', of 2 tokens."),
+    "too long": (pack(lengths=[4, 4, 2, 3]), "pack 1, sequence 1: its length is 4, but it has 3 tokens."),
+    "no length": (pack(lengths=[4, 3, 0, 3]), "pack 1, sequence 2: its length is 0, but it has 2 tokens."),
+    "length of text": (pack(lengths=[4, 3, "2", 3]), "pack 1, sequence 2: its length is '2', but it has 2 tokens."),
     "labels in the padding": (
         pack(lengths=[4, 3, 2, 2]),
-        "pack 1, sequence 3: its length is 2, and labels follow.",
+        "pack 1, sequence 3: its length is 2, but there are labels after it.",
     ),
     "half a token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6.5, 9, 4, 70000, 4, 3, 300]),
-        "pack 1, sequence 1: token 1 is 6.5, not a whole number of 64 bits.",
+        "pack 1, sequence 1: token 1 is 6.5, not a 64-bit integer.",
     ),
     "a true token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6, 9, True, 70000, 4, 3, 300]),
-        "pack 1, sequence 2: token 0 is True, not a whole number of 64 bits.",
+        "pack 1, sequence 2: token 0 is True, not a 64-bit integer.",
     ),
     "floats": (
         pack(input_ids=np.ones(12)),
-        "pack 1, sequence 0: token 0 is 1.0, not a whole number of 64 bits.",
+        "pack 1, sequence 0: token 0 is 1.0, not a 64-bit integer.",
     ),
     "an endless token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6, 9, 4, 2**63, 4, 3, 300]),
-        "pack 1, sequence 2: token 1 is 9223372036854775808, not a whole number of 64 bits.",
+        "pack 1, sequence 2: token 1 is 9223372036854775808, not a 64-bit integer.",
     ),
     "a negative token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6, 9, 4, 70000, -4, 3, 300]),
-        "pack 1, sequence 3: token 0 is -4, which is no token id.",
+        "pack 1, sequence 3: token 0 is -4, which is not a token id.",
     ),
     "a huge token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6, 9, 4, 70000, 2**31, 3, 300]),
-        "pack 1, sequence 3: token 0 is 2147483648, which is no token id.",
+        "pack 1, sequence 3: token 0 is 2147483648, which is not a token id.",
     ),
     "a negative label": (
         pack(labels=[-1, -100, 7, 8, -100, -100, 9, -100, 70000, -100, 3, 300]),
@@ -267,7 +270,7 @@ BAD_PACKS = {
     ),
     "no answer": (
         pack(labels=[-100, -100, 7, 8, -100, -100, -100, -100, 70000, -100, 3, 300]),
-        "pack 1, sequence 1: all labels are -100, so it has no answer.",
+        "pack 1, sequence 1: all labels are -100, so it has no completion.",
     ),
     "no reward": (
         pack(reward=[1.0, NAN, 1.0, 0.0]),
@@ -279,7 +282,7 @@ BAD_PACKS = {
     ),
     "a reward beyond float32": (
         pack(reward=[1.0, 0.0, 1.0, -1e39]),
-        "pack 1, sequence 3: its reward is -1e+39, too large: scores are stored as float32, up to 3.4e+38.",
+        "pack 1, sequence 3: its reward -1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ),
     "a reward of text": (
         pack(reward=[1.0, 0.0, "1", 0.0]),
@@ -287,20 +290,21 @@ BAD_PACKS = {
     ),
     "one wrong label": (
         pack(labels=[-100, -100, 7, 9, -100, -100, 9, -100, 70000, -100, 3, 300]),
-        "pack 1, sequence 0: label 3 is 9 and its token 8, label 2 is 7 and the next token 8: "
-        "labels are neither in place nor one ahead.",
+        "pack 1, sequence 0: label 3 is 9 and its token 8, label 2 is 7 and the next token 8, so labels are neither in "
+        "place nor one ahead.",
     ),
     "the other layout": (
         pack_ahead(),
-        "pack 1, sequence 0: its labels are one ahead, and those of pack 0, sequence 0 in place. A file has one layout.",
+        "pack 1, sequence 0: its labels are one ahead, but those of pack 0, sequence 0 are in place. A file must have "
+        "one layout.",
     ),
     "prompts": (
         pack(input_ids=[5, 6, 7, 8, 5, 1, 9, 4, 70000, 4, 3, 300]),
-        "pack 1, sequences 0 and 1: their prompts differ (token 1 is 6 and 1), and a pair shares one.",
+        "pack 1, sequences 0 and 1: their prompts differ (token 1 is 6 and 1), but a pair has one prompt.",
     ),
     "prompt lengths": (
         pack(labels=[-100, -100, 7, 8, -100, -100, 9, -100, 70000, -100, -100, 300]),
-        "pack 1, sequences 2 and 3: their prompts differ (1 and 2 tokens), and a pair shares one.",
+        "pack 1, sequences 2 and 3: their prompts differ (1 and 2 tokens), but a pair has one prompt.",
     ),
     "no prompt": (
         pack(labels=[-100, -100, 7, 8, -100, -100, 9, 4, 70000, 4, 3, 300]),
@@ -312,13 +316,13 @@ BAD_PACKS = {
 @pytest.mark.parametrize("name", BAD_PACKS)
 def test_a_bad_pack_is_refused_by_place_value_and_reason(tmp_path, name):
     entry, message = BAD_PACKS[name]
-    assert refusal(save(tmp_path / "x.npy", pack(), entry)) == message + AGAIN
+    assert refusal(save(tmp_path / "x.npy", pack(), entry)) == message + PACK_AGAIN_HINT
 
 
-def test_a_list_named_over_and_over_is_refused_before_it_is_spelled_out(tmp_path):
+def test_a_list_repeated_many_times_is_refused_before_it_is_expanded(tmp_path):
     file = save(tmp_path / "x.npy", *[pack()] * 200)
     size = file.stat().st_size
-    assert refusal(file) == f"{size} bytes that stand for {200 * 37} numbers: lists are repeated.{AGAIN}"
+    assert refusal(file) == f"{size} bytes expand to {200 * 37} numbers, because lists are repeated.{PACK_AGAIN_HINT}"
 
 
 # What is wrong with a file
@@ -329,10 +333,10 @@ def test_a_list_named_over_and_over_is_refused_before_it_is_spelled_out(tmp_path
     [b"", b"\x93NUMPY", b"PK\x03\x04", b"\x93NUMPY\x02\x00" + as_npy(b"")[8:], as_npy(b"N.").replace(b"|O", b"i8")],
     ids=["empty", "cut", "zip", "another version", "numbers"],
 )
-def test_what_is_no_array_of_objects_is_refused(tmp_path, data):
+def test_a_file_that_is_not_an_array_of_objects_is_refused(tmp_path, data):
     file = tmp_path / "x.npy"
     file.write_bytes(data)
-    assert refusal(file) == f"not an array of objects as numpy.save writes it.{AGAIN}"
+    assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -344,18 +348,18 @@ def test_a_header_that_lies_is_refused(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     data = file.read_bytes()
     file.write_bytes(data.replace(b"(1,), }" + b" " * 11, b"(999999999999,), }"))
-    assert refusal(file) == f"has 1 packs where its header says 999999999999.{AGAIN}"
+    assert refusal(file) == f"1 packs, but the header says 999999999999.{PACK_AGAIN_HINT}"
     file.write_bytes(data.replace(b"(1,)", b"(0,)"))
-    assert refusal(file) == f"has 1 packs where its header says 0.{AGAIN}"
+    assert refusal(file) == f"1 packs, but the header says 0.{PACK_AGAIN_HINT}"
     file.write_bytes(data.replace(b"(1,), ", b"(1, 1)"))
-    assert refusal(file) == f"not an array of objects as numpy.save writes it.{AGAIN}"
+    assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
 
 
-def test_a_cut_file_says_where_it_ends(tmp_path):
+def test_a_file_that_was_cut_off_is_reported_with_its_end(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     data = file.read_bytes()
     file.write_bytes(data[:-40])
-    assert refusal(file) == f"ends in the middle, at byte {len(data) - 40}.{AGAIN}"
+    assert refusal(file) == f"the file is cut off at byte {len(data) - 40}.{PACK_AGAIN_HINT}"
 
 
 def test_a_shape_beyond_the_data_is_refused(tmp_path):
@@ -365,7 +369,7 @@ def test_a_shape_beyond_the_data_is_refused(tmp_path):
     data = pickle.dumps(objects, 3)
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(data.replace(b"(K\x01K\x01\x85", b"(K\x01K\xff\x85"), num=255))
-    assert refusal(file).startswith("fills an array in a way that no pack needs, before byte ")
+    assert refusal(file).startswith("an array is filled in a way that packs do not use before byte ")
 
 
 def test_an_array_has_as_many_bytes_as_its_numbers_take(tmp_path):
@@ -373,7 +377,7 @@ def test_an_array_has_as_many_bytes_as_its_numbers_take(tmp_path):
     data = file.read_bytes()
     assert data.count(b"K\x04\x85") == 1
     file.write_bytes(data.replace(b"K\x04\x85", b"K\x03\x85"))
-    assert refusal(file) == f"has an array of 3 'i8' in 32 bytes.{AGAIN}"
+    assert refusal(file) == f"an array of 3 'i8' in 32 bytes.{PACK_AGAIN_HINT}"
 
 
 HOSTILE = {
@@ -454,7 +458,9 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
     data, named = attacks(trap)[name]
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(data))
-    assert refusal(file) == f"names '{named}', which no pack needs; nothing that it names was run.{AGAIN}"
+    assert (
+        refusal(file) == f"it names '{named}', which packs do not use; no code from the file was run.{PACK_AGAIN_HINT}"
+    )
     assert not trap.exists()
 
 
@@ -469,25 +475,25 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
         stack_global("numpy._core.multiarray", "_reconstruct", "a", "b", "c"),
     ],
 )
-def test_admitted_names_make_only_what_packs_need(tmp_path, pickled):
+def test_allowed_names_only_make_objects_that_packs_use(tmp_path, pickled):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(pickled))
-    assert refusal(file) == f"makes what no pack needs, before byte {len(as_npy(pickled)) - 1}.{AGAIN}"
+    assert refusal(file) == f"an object that packs do not use before byte {len(as_npy(pickled)) - 1}.{PACK_AGAIN_HINT}"
 
 
 @pytest.mark.parametrize("code", [b"i", b"o", b"\x81", b"\x92", b"P", b"Q", b"\x82", b"\x97", b"0", b"2", b"I", b"S"])
-def test_instructions_that_no_pack_needs_are_refused(tmp_path, code):
+def test_instructions_that_packs_do_not_use_are_refused(tmp_path, code):
     """Among them those that make objects (i, o, \\x81, \\x92), or ask for objects of elsewhere (P, Q, \\x82, \\x97)."""
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(b"\x80\x04" + code + b"os\nsystem\n."))
-    assert refusal(file) == f"has an instruction that no pack needs ({code!a} at byte 130).{AGAIN}"
+    assert refusal(file) == f"an instruction that packs do not use ({code!a} at byte 130).{PACK_AGAIN_HINT}"
 
 
 def test_reading_imports_nothing(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     file.write_bytes(file.read_bytes().replace(b"ndarray", b"ma.core"))
     before = set(sys.modules)
-    assert refusal(file).startswith("names 'numpy.ma.core'")
+    assert refusal(file).startswith("it names 'numpy.ma.core'")
     assert set(sys.modules) == before
 
 
@@ -531,7 +537,7 @@ def test_any_instructions_give_packs_or_one_line(tmp_path, pickled):
 # Writing
 
 
-def test_what_is_written_loads_with_numpy_as_documented(tmp_path):
+def test_written_files_load_with_numpy_as_documented(tmp_path):
     file = tmp_path / "deep" / "packed_64_seed3.npy"
     write_nemo(file, [[preference([5, 6], [7, 8], [9]), preference([4], [70000], [3], scores=(3.5, -2.0))], []])
     loaded = np.load(file, allow_pickle=True)
@@ -563,13 +569,13 @@ def test_rewards_default_to_one_and_zero(tmp_path):
     assert np.load(tmp_path / "x.npy", allow_pickle=True)[0]["reward"] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("scores", "shown"), [((NAN, 1.0), "nan of"), ((math.inf, 1.0), "inf of")])
+@pytest.mark.parametrize(("scores", "shown"), [((NAN, 1.0), "nan"), ((math.inf, 1.0), "inf")])
 def test_half_a_score_is_refused(tmp_path, scores, shown):
     with pytest.raises(DataError) as caught:
         write_nemo(tmp_path / "x.npy", [[preference([5], [1], [2], scores=scores)]])
     assert str(caught.value) == (
-        f"a.jsonl:1: scores {shown} the chosen and 1 of the rejected completion; a NeMo pack needs two finite numbers. "
-        "Give a score to both, or to neither."
+        f"a.jsonl:1: the scores are {shown} (chosen) and 1 (rejected), but a NeMo pack needs two finite numbers. Give both "
+        "completions a score, or neither."
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -578,11 +584,11 @@ def test_a_completion_without_scored_tokens_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         write_nemo(tmp_path / "x.npy", [[preference([5], [1], [2], unscored=[[0], []])]])
     assert str(caught.value) == (
-        "a.jsonl:1: a completion has no scored token, and a NeMo pack cannot say so. Remove it."
+        "a.jsonl:1: a completion has no scored token, which a NeMo pack cannot represent. Remove it."
     )
 
 
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_leaves_no_files(tmp_path):
     folder = tmp_path / "x.npy"
     folder.mkdir()
     with pytest.raises(OSError):
@@ -620,7 +626,7 @@ PREFERENCES = st.builds(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packs=st.lists(st.lists(PREFERENCES, min_size=1, max_size=4), min_size=1, max_size=4))
-def test_what_is_written_reads_back_the_same(tmp_path, packs):
+def test_written_files_read_back_the_same(tmp_path, packs):
     file = tmp_path / "x.npy"
     write_nemo(file, packs)
     assert [[plain(pair) for pair in one] for one in read_nemo(file)] == [

@@ -58,19 +58,20 @@ def test_control_characters_are_kept():
 # Malformed rows
 
 
-def test_a_missing_key_is_told_with_the_nearest_and_with_those_found():
+def test_a_missing_key_is_reported_with_the_nearest_and_with_those_found():
     source = row({"prompt": "Hi", "choosen": "yes", "rejected": "no"})
     assert refusal(binary, source) == (
         "bad",
         "missing key",
-        "no key chosen. Is choosen meant? Keys found: prompt, choosen, rejected. data.train.chosen_key names another.",
+        "no key chosen. Did you mean choosen? Keys found: prompt, choosen, rejected. Set data.train.chosen_key to "
+        "another key.",
     )
 
 
-def test_a_key_in_other_letters_is_told():
+def test_a_key_with_other_capital_letters_is_suggested():
     source = row({"prompt": "Hi", "Chosen": "yes", "rejected": "no"})
     assert refusal(binary, source)[2].startswith(
-        "no key chosen. Is Chosen meant? Keys found: prompt, Chosen, rejected."
+        "no key chosen. Did you mean Chosen? Keys found: prompt, Chosen, rejected."
     )
 
 
@@ -78,20 +79,20 @@ def test_an_empty_object_has_no_keys():
     assert refusal(binary, row({})) == (
         "bad",
         "missing key",
-        "no key prompt. Keys found: none. data.train.prompt_key names another.",
+        "no key prompt. Keys found: none. Set data.train.prompt_key to another key.",
     )
 
 
-def test_a_key_that_no_setting_renames_is_told_with_those_that_say_how_a_row_reads():
+def test_a_missing_key_without_a_setting_suggests_another_format():
     assert refusal(ranked, row({"a": 1})) == (
         "bad",
         "missing key",
-        "no key completions. Keys found: a. data.train.dataset_name names another format.",
+        "no key completions. Keys found: a. Set data.train.dataset_name to another format.",
     )
 
 
 BAD_PAIRS = {
-    "null": ({"chosen": None}, "null", "chosen is null; it must hold a value."),
+    "null": ({"chosen": None}, "null", "chosen is null. Give it a value."),
     "number as completion": (
         {"chosen": 3},
         "wrong type",
@@ -138,30 +139,30 @@ BAD_PAIRS = {
     "surrogate in a part": (
         {"prompt": [said("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b\udc00"}])]},
         "lone surrogate",
-        "prompt[0].content: half a character (a lone surrogate) at position 2.",
+        "prompt[0].content: an incomplete character (a lone surrogate) at position 2. Remove it.",
     ),
-    "null role": ({"prompt": [said(None, "Hi")]}, "null", "prompt[0].role is null; it must hold a value."),
+    "null role": ({"prompt": [said(None, "Hi")]}, "null", "prompt[0].role is null. Give it a value."),
     "list as role": (
         {"prompt": [said(["user"], "Hi")]},
         "unknown role",
-        "prompt[0].role: ['user'] is none of system, user, assistant, tool.",
+        "prompt[0].role: ['user'] is not one of system, user, assistant, tool.",
     ),
     "blank prompt": ({"prompt": " \n"}, "empty prompt", "prompt is empty."),
     "no messages": ({"prompt": []}, "no messages", "prompt is an empty list of messages."),
     "message without content": (
         {"prompt": [{"role": "user", "contents": "Hi"}]},
         "missing key",
-        "no key prompt[0].content. Is prompt[0].contents meant?",
+        "no key prompt[0].content. Did you mean prompt[0].contents?",
     ),
     "null content": (
         {"prompt": [said("user", None)]},
         "null",
-        "prompt[0].content is null; it must hold a value.",
+        "prompt[0].content is null. Give it a value.",
     ),
     "unknown role": (
         {"prompt": [said("human", "Hi")]},
         "unknown role",
-        "prompt[0].role: 'human' is none of system, user, assistant, tool.",
+        "prompt[0].role: 'human' is not one of system, user, assistant, tool.",
     ),
     "assistant first": (
         {"prompt": [said("system", "s"), said("assistant", "a"), said("user", "u")]},
@@ -186,13 +187,13 @@ BAD_PAIRS = {
     "assistant last": (
         {"prompt": [said("user", "u"), said("assistant", "a")]},
         "context ends in an assistant turn",
-        "prompt[1]: the prompt ends in an assistant turn; it must end before the answer.",
+        "prompt[1]: the prompt ends in an assistant turn. End it before the completion.",
     ),
     "two completion messages": (
         {"chosen": [said("assistant", "a"), said("user", "u")]},
         "wrong roles",
-        "chosen: roles assistant, user; a completion is one assistant message, or assistant and tool messages that end "
-        "in the assistant's.",
+        "chosen: roles assistant, user, but a completion is one assistant message, or assistant and tool messages that "
+        "end in an assistant message.",
     ),
     "completion by the user": (
         {"chosen": [said("user", "u")]},
@@ -202,12 +203,12 @@ BAD_PAIRS = {
     "surrogate in the prompt": (
         {"prompt": "a\ud800"},
         "lone surrogate",
-        "prompt: half a character (a lone surrogate) at position 1.",
+        "prompt: an incomplete character (a lone surrogate) at position 1. Remove it.",
     ),
     "surrogate in a message": (
         {"chosen": [said("assistant", "ab\udc00")]},
         "lone surrogate",
-        "chosen[0].content: half a character (a lone surrogate) at position 2.",
+        "chosen[0].content: an incomplete character (a lone surrogate) at position 2. Remove it.",
     ),
 }
 
@@ -229,7 +230,7 @@ def test_equal_completions_are_filtered():
     assert refusal(binary, pair(rejected="yes")) == (
         "filtered",
         "equal completions",
-        "chosen and rejected are identical, so the pair teaches nothing.",
+        "chosen and rejected are identical, so there is no preference to learn.",
     )
 
 
@@ -241,5 +242,5 @@ def test_a_tie_is_filtered():
     assert refusal(ranked, group(A, B | {"rank": 0})) == (
         "filtered",
         "equal ranks",
-        "all completions have the same rank: a tie.",
+        "all completions have the same rank.",
     )

@@ -40,7 +40,7 @@ def test_a_training_set_overlaps_with_nothing(store_of):
     assert (found.prompt_overlap, found.ngram_overlap) == (None, None)
 
 
-def test_prompts_that_stand_in_the_training_set_are_counted(store_of):
+def test_prompts_that_are_also_in_the_training_set_are_counted(store_of):
     train = store_of("t", ("hi", "yes", "no"), ("what", "y", "n"))
     validation = store_of("v", ("hi", "x", "z"), ("hi", "q", "r"), ("wha", "y", "n"))
     assert preflight("v", validation, train).prompt_overlap == 2
@@ -62,6 +62,6 @@ def test_the_same_tokens_in_another_order_do_not_overlap(store_of):
     assert preflight("v", validation, train).ngram_overlap == 0.0
 
 
-def test_of_completions_too_short_for_a_run_no_overlap_is_told(store_of):
+def test_completions_shorter_than_an_ngram_have_no_overlap(store_of):
     train = store_of("t", ("hi", "yes", "no"))
     assert preflight("v", train, train).ngram_overlap is None

@@ -41,7 +41,7 @@ def test_every_file_of_the_folder_has_an_expectation():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_published_file_is_told_and_counted_without_a_mapping(name, template):
+def test_a_published_file_is_detected_and_counted_without_settings(name, template):
     store = open_store(str(FOLDER / name), DatasetFields(), template, Data(), UNLIMITED)
     assert (store.format, store.counts) == EXPECTED[name]
     assert len(store) == store.counts.accepted

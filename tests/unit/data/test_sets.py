@@ -24,7 +24,7 @@ RAW = Template(letter_tokenizer(), None, {})
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder with a.jsonl (5 preferences), b.jsonl (3) and c.jsonl (40); prompts tell where they stand."""
+    """A folder with a.jsonl (5 preferences), b.jsonl (3) and c.jsonl (40); prompts name their file and row."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     for name, count in (("a", 5), ("b", 3), ("c", 40)):
@@ -63,7 +63,7 @@ def test_one_training_set_is_read_as_it_is(here):
     assert found.validation == {}
 
 
-def test_several_training_sets_stand_end_to_end(here):
+def test_several_training_sets_are_concatenated(here):
     found = opened("data.train=[a.jsonl,b.jsonl]")
     assert list(found.read) == ["train-0", "train-1"]
     assert found.spans == (Span(0, 5, 1.0), Span(5, 8, 1.0))
@@ -76,7 +76,7 @@ def test_each_training_set_has_its_weight(here):
     assert opened("data.train={data_path:a.jsonl,weight:1.5}").spans == (Span(0, 5, 1.5),)
 
 
-def test_preferences_of_a_training_set_that_stand_in_one_before_it_are_told(here):
+def test_preferences_that_are_in_an_earlier_training_set_are_noted(here):
     lines = [json.loads(line) for line in (here / "b.jsonl").read_text().splitlines()]
     opposite = {**lines[0], "chosen": "no", "rejected": "yes"}
     more = [lines[2], opposite, {**lines[0], "prompt": "zz"}]
@@ -85,7 +85,10 @@ def test_preferences_of_a_training_set_that_stand_in_one_before_it_are_told(here
     assert [one.notes for one in preflights(found)] == [
         {},
         {},
-        {"preferences that stand in train-1 already": 1, "preferences that train-1 states the other way round": 1},
+        {
+            "preferences that are already in train-1": 1,
+            "preferences that are in train-1 with chosen and rejected swapped": 1,
+        },
     ]
 
 
@@ -120,7 +123,7 @@ def test_a_default_score_must_fit_its_storage_type(key):
 def test_the_same_set_may_be_named_twice(here):
     found = opened("data.train=[b.jsonl,b.jsonl]")
     assert places(found.train) == [f"b.jsonl:{i}" for i in (1, 2, 3)] * 2
-    assert [one.notes for one in preflights(found)] == [{}, {"preferences that stand in train-0 already": 3}]
+    assert [one.notes for one in preflights(found)] == [{}, {"preferences that are already in train-0": 3}]
 
 
 def test_validation_sets_are_read_beside_them_by_name(here):
@@ -136,7 +139,7 @@ def test_a_list_of_datasets_is_read_from_a_file(here):
     assert [(one.data_path, one.weight) for one in given] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
 
 
-def test_what_a_dataset_of_a_list_leaves_out_is_filled_from_the_default():
+def test_settings_missing_from_a_dataset_in_a_list_come_from_the_default():
     data = config(
         "data.default.dataset_name=aligner",
         "data.default.prompt_key=ask",
@@ -154,7 +157,7 @@ def test_an_empty_list_of_training_sets_is_refused():
     assert refusal("data.train=[]") == ("command line: data.train = []: it has 0 items and needs at least 1.")
 
 
-def test_an_unknown_key_within_a_list_is_told():
+def test_an_unknown_key_within_a_list_is_refused():
     said = refusal("data.train=[{data_path:a.jsonl,wieght:2}]")
     assert said.startswith("command line: unknown key data.train.0.wieght. Did you mean data.")
 
@@ -200,7 +203,7 @@ def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
 
 
 @pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
-def test_a_share_beside_a_validation_set_is_refused(given):
+def test_a_validation_share_and_a_validation_set_are_refused_together(given):
     assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
         "command line: data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
         "validation set already. Leave out one of them."
@@ -311,19 +314,19 @@ def test_a_bar_is_opened_for_each_set_and_told_all_its_steps(here):
     assert list(bars) == ["Tokenising train-0", "Tokenising train-1", "Tokenising validation-default"]
 
 
-def test_what_is_said_of_a_sets_keys_names_its_own(here):
+def test_messages_about_a_set_name_the_keys_of_that_set(here):
     Path("odd.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejecte": "c"}\n')
     for given, key in (
         ("data.train=odd.jsonl", "data.train"),
         ("data.validation=odd.jsonl", "data.validation"),
         ("data.val_data_paths.w=odd.jsonl", "data.val_data_paths.w"),
     ):
-        with pytest.raises(DataError, match=rf"{key}\.rejected_key names another"):
+        with pytest.raises(DataError, match=rf"{key}\.rejected_key to another key"):
             opened("data.train=a.jsonl", given)
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,odd.jsonl]")
     assert str(caught.value).endswith(
-        "data.train[1].rejected_key names another.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
+        "data.train[1].rejected_key to another key.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
     )
 
 
@@ -331,7 +334,7 @@ def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
     with pytest.raises(ConfigError) as caught:
         opened("data.train.data_path=a.jsonl", "data.train.prompt_file=no.txt", "data.validation=gone.jsonl")
     prompt, gone = str(caught.value).split("\n\n")
-    assert prompt == "train: a.jsonl: prompt_file = no.txt: not readable: No such file or directory."
+    assert prompt == "train: a.jsonl: prompt_file = no.txt: cannot be read (No such file or directory). Check the path."
     assert gone.startswith("validation-default: gone.jsonl: no such file or folder")
 
 
@@ -346,16 +349,16 @@ def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
 )
 def test_a_key_that_is_named_is_the_sets_own(split, key):
     """In errors, and in rejects.jsonl."""
-    assert of_set("data.train.chosen_key names another.", split) == f"{key}.chosen_key names another."
+    assert of_set("Set data.train.chosen_key to another key.", split) == f"Set {key}.chosen_key to another key."
 
 
-def test_what_is_wrong_with_all_sets_is_told_together(here):
+def test_errors_of_all_sets_are_reported_together(here):
     Path("odd.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejecte": "c"}\n')
     Path("empty.jsonl").write_text("")
     with pytest.raises(DataError) as caught:
         opened("data.train=[odd.jsonl,a.jsonl]", "data.validation=empty.jsonl", "data.val_data_paths.w=gone.jsonl")
     odd, empty, gone = str(caught.value).split("\n\n")
-    assert "data.train[0].rejected_key names another." in odd
+    assert "data.train[0].rejected_key to another key." in odd
     assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
     assert empty == "validation-default: empty.jsonl: the file holds no rows. Was it written, or fetched, to its end?"
     assert gone.startswith("validation-w: gone.jsonl: ")
@@ -365,7 +368,7 @@ GOOD, BAD = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', '{"prompt": "a"
 LONG = '{"prompt": "a", "chosen": "b b b b b b b b b b b b b b b b", "rejected": "c"}\n'
 
 
-def test_a_setting_for_several_sets_is_told_once_with_the_value_that_serves_all(here):
+def test_a_setting_for_several_sets_is_suggested_once_with_a_value_for_all(here):
     Path("some.jsonl").write_text(GOOD * 8 + BAD * 2)
     Path("more.jsonl").write_text(GOOD * 6 + BAD * 4)
     sets = ["data.train=some.jsonl", "data.validation=more.jsonl"]
@@ -383,7 +386,7 @@ def test_a_setting_for_several_sets_is_told_once_with_the_value_that_serves_all(
     assert "To let all" not in str(caught.value)
 
 
-def test_lengths_counted_in_the_embedded_models_tokens_are_said_to_be(here):
+def test_lengths_in_tokens_of_the_embedded_model_are_reported_as_such(here):
     Path("long.jsonl").write_text(GOOD + LONG)
     with pytest.raises(DataError) as caught:
         opened("data.train=long.jsonl", "policy.max_total_sequence_length=20", "data.max_filtered_share=0.1")

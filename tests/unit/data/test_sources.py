@@ -36,29 +36,29 @@ def test_the_last_line_needs_no_line_end(file):
     assert len(read(file, b'{"a": 1}\n{"a": 2}')) == 2
 
 
-def test_malformed_json_is_told_by_line_and_column(file):
+def test_malformed_json_is_reported_with_line_and_column(file):
     good, bad, other = read(file, b'{"a": 1}\n{"a": 1,}\n{"a": 3}\n')
     assert isinstance(good, SourceRow) and isinstance(other, SourceRow)
     assert str(bad) == f"{file}:2: column 9: malformed JSON: Expecting property name enclosed in double quotes."
     assert (bad.reason, bad.kind) == ("malformed JSON", "bad")
 
 
-def test_a_last_line_that_was_cut_off_is_said_to_be(file):
+def test_a_last_line_that_was_cut_off_is_reported(file):
     assert str(only_error(file, b'{"prompt": "a", "chosen": ')) == (
-        f"{file}:1: column 27: malformed JSON: Expecting value. The line has no end: was the file cut off?"
+        f"{file}:1: column 27: malformed JSON: Expecting value. The line has no line end: was the file cut off?"
     )
 
 
-def test_a_key_that_stands_twice_is_refused_at_any_depth(file):
+def test_a_duplicate_key_is_refused_at_any_depth(file):
     assert str(only_error(file, b'{"a": 1, "b": 2, "a": 1}\n')) == (
-        f"{file}:1: the key 'a' stands twice in one object. Remove one."
+        f"{file}:1: the key 'a' appears twice in one object. Remove one."
     )
     assert only_error(file, b'{"x": [{"c": 1, "c": 2}]}\n').message == (
-        "the key 'c' stands twice in one object. Remove one."
+        "the key 'c' appears twice in one object. Remove one."
     )
 
 
-def test_bytes_that_are_no_utf8_are_told_by_their_offset_in_the_line(file):
+def test_bytes_that_are_not_utf8_are_reported_with_their_offset_in_the_line(file):
     rows = read(file, b'{"a": 1}\n{"a": "\xff"}\n')
     assert str(rows[1]) == f"{file}:2: not UTF-8 at byte 7 of the line. Save the file as UTF-8."
     assert rows[1].reason == "not UTF-8"
@@ -83,7 +83,7 @@ def test_blank_lines_are_left_out_and_counted(file):
 @pytest.mark.parametrize(
     ("line", "kind"), [(b"[1]", "a list"), (b'"x"', "a text"), (b"1.5", "a number"), (b"null", "null")]
 )
-def test_a_line_that_is_no_object_is_refused(file, line, kind):
+def test_a_line_that_is_not_an_object_is_refused(file, line, kind):
     error = only_error(file, line + b"\n")
     assert str(error) == f"{file}:1: {kind}, not a JSON object with a prompt and completions."
     assert error.reason == "not an object"
@@ -92,13 +92,13 @@ def test_a_line_that_is_no_object_is_refused(file, line, kind):
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_absurd_nesting_is_refused_and_the_next_line_read(file, opening):
     deep, after = read(file, opening * 100_000 + b'\n{"a": 1}\n')
-    assert str(deep) == f"{file}:1: JSON nested over 100 levels deep, which no preference needs."
+    assert str(deep) == f"{file}:1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
     assert isinstance(after, SourceRow)
 
 
 def test_a_number_with_absurdly_many_digits_is_refused_and_the_next_line_read(file):
     number, after = read(file, b'{"a": ' + b"1" * 5000 + b'}\n{"a": 1}\n')
-    assert str(number) == f"{file}:1: a number with too many digits to be read."
+    assert str(number) == f"{file}:1: a number with too many digits. Shorten it."
     assert isinstance(after, SourceRow)
 
 
@@ -107,11 +107,11 @@ def test_an_empty_file_has_no_rows(file):
 
 
 def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_BYTES", 20)
+    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 20)
     file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 40)
     with pytest.raises(DataError) as caught:
         list(read_rows(file))
-    assert str(caught.value) == f"{file}:2: a line over 64 MB. JSONL has one preference on a line."
+    assert str(caught.value) == f"{file}:2: a line over 64 MB. Write one preference per line."
 
 
 # Which files
@@ -157,21 +157,22 @@ def test_a_missing_file_is_named(tmp_path):
     )
 
 
-def test_an_empty_path_is_not_the_folder_one_stands_in():
+def test_an_empty_path_is_not_the_current_folder():
     with pytest.raises(DataError) as error:
         find_files("", DatasetFields())
     assert str(error.value) == "data_path is empty. Give a file, a folder, or the name of a hub dataset (org/name)."
 
 
-def test_a_folder_of_prepared_sets_is_told_from_a_hub_dataset(tmp_path):
+def test_a_folder_of_prepared_sets_is_not_read_as_a_hub_dataset(tmp_path):
     for name in ("train", "validation-default"):
         (tmp_path / "out" / name).mkdir(parents=True)
         (tmp_path / "out" / name / "manifest.json").touch()
     assert refused(tmp_path / "out") == (
-        f"{tmp_path}/out: holds prepared sets. Name one of them: {tmp_path}/out/train, {tmp_path}/out/validation-default."
+        f"{tmp_path}/out: the folder contains prepared sets. Give the path of one of them: {tmp_path}/out/train, "
+        f"{tmp_path}/out/validation-default."
     )
     assert refused(tmp_path / "out/train") == (
-        f"{tmp_path}/out/train: prepared data, but tokens.arrow is missing. Prepare it again, with tandem prepare."
+        f"{tmp_path}/out/train: tokens.arrow is missing from this prepared folder. Prepare it again with tandem prepare."
     )
 
 
@@ -186,8 +187,8 @@ def test_a_numpy_file_is_named_with_the_command_that_reads_packs(tmp_path):
     with pytest.raises(DataError) as caught:
         list(read_rows(file))
     assert str(caught.value) == (
-        f"{file}: a NumPy file, not rows of text. NeMo Aligner's packed files become a set by: tandem prepare --from-nemo "
-        f"'{file}' --output-dir DIR."
+        f"{file}: a NumPy file, not rows of text. To import packed files of NeMo Aligner, run: tandem prepare "
+        f"--from-nemo '{file}' --output-dir DIR."
     )
 
 
@@ -195,4 +196,4 @@ def test_a_numpy_file_is_named_with_the_command_that_reads_packs(tmp_path):
 def test_utf_16_is_named(file, mark, encoding):
     with pytest.raises(DataError) as caught:
         read(file, mark + '{"prompt": "a"}\n'.encode(encoding))
-    assert str(caught.value) == f"{file}: text in UTF-16, which is not read. Save it as UTF-8."
+    assert str(caught.value) == f"{file}: the text is UTF-16, which tandem cannot read. Save it as UTF-8."

@@ -50,7 +50,7 @@ def test_in_raw_text_special_tokens_are_meant(tokenizer):
     assert tokenizer.decode(row.completions[0]) == "Yes<|im_end|>"
 
 
-def test_a_template_that_opens_the_next_turn_behind_the_answer_is_cut_at_the_end_of_turn(tokenizer, tmp_path):
+def test_a_next_turn_opened_after_the_answer_is_cut_at_the_end_of_turn(tokenizer, tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{{ '<|im_start|>assistant\n' }}"
@@ -82,14 +82,14 @@ def whole(tokenizer):
     return row, prompt
 
 
-def test_truncate_prompt_keeps_the_end_of_the_prompt_and_whole_completions(tokenizer, whole):
+def test_truncate_prompt_keeps_the_end_of_the_prompt_and_complete_completions(tokenizer, whole):
     row, prompt = whole
     cut = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=prompt + 5, overlong="truncate_prompt")
     assert lengths(cut) == (prompt - 2, [7, 2])
     assert cut.prompt.tolist() == row.prompt.tolist()[2:]
 
 
-def test_truncate_completion_keeps_the_prompt_and_cuts_only_what_is_too_long(tokenizer, whole):
+def test_truncate_completion_keeps_the_prompt_and_cuts_only_long_completions(tokenizer, whole):
     row, prompt = whole
     cut = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=prompt + 5, overlong="truncate_completion")
     assert lengths(cut) == (prompt, [5, 2])
@@ -114,7 +114,9 @@ def test_truncate_completion_keeps_the_prompt_and_cuts_only_what_is_too_long(tok
         ),
     ],
 )
-def test_what_cannot_be_cut_to_the_limit_is_filtered(tokenizer, whole, overlong, limit, reason, message):
+def test_a_preference_that_cannot_be_truncated_to_the_limit_is_filtered(
+    tokenizer, whole, overlong, limit, reason, message
+):
     row, _ = whole
     error = tokenized(tokenizer, "Hi", "a b c d e f", "b", max_length=limit, overlong=overlong)
     assert (error.kind, error.reason) == ("filtered", reason)
@@ -124,7 +126,7 @@ def test_what_cannot_be_cut_to_the_limit_is_filtered(tokenizer, whole, overlong,
 def test_completions_that_are_equal_once_cut_are_filtered(tokenizer, whole):
     _, prompt = whole
     error = tokenized(tokenizer, "Hi", "a b c d", "a b c e", max_length=prompt + 2, overlong="truncate_completion")
-    assert (error.kind, error.reason) == ("filtered", "equal once cut")
+    assert (error.kind, error.reason) == ("filtered", "equal after truncation")
 
 
 def test_a_system_message_reaches_the_prompt(tokenizer):
@@ -137,4 +139,4 @@ def test_a_text_with_the_mark_itself_is_refused():
     row = SourceRow({"prompt": "hi", "chosen": "a\ufdd0</s>\ufdd0", "rejected": "b"}, "pairs.jsonl", 3)
     with pytest.raises(RowError) as caught:
         binary(row, DatasetFields())
-    assert str(caught.value) == "pairs.jsonl:3: chosen: U+FDD0, which is no character, at position 1. Remove it."
+    assert str(caught.value) == "pairs.jsonl:3: chosen: the noncharacter U+FDD0 at position 1. Remove it."

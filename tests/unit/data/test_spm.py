@@ -1,4 +1,4 @@
-"""SentencePiece models: the ids of the sentencepiece library, and completions that go on from their prompt."""
+"""SentencePiece models: the ids of the sentencepiece library, and completions that continue their prompt."""
 
 import json
 import random
@@ -91,7 +91,7 @@ def test_a_byte_pair_model_that_keeps_characters_is_converted_exactly(kind):
     assert [text for text in TEXTS if converted.encode(text).ids != theirs.encode(text)] == []
 
 
-def test_control_symbols_count_and_stand_between_texts_of_their_own():
+def test_control_symbols_are_encoded_and_separate_texts():
     t, theirs = tokenizer(), library(model())
     assert t("Yes</s>")["input_ids"] == [*theirs.encode("Yes"), EOS]
     assert t("<turn>Hi<turn> there")["input_ids"] == [TURN, *theirs.encode("Hi"), TURN, *theirs.encode(" there")]
@@ -121,7 +121,7 @@ def test_ids_decode_to_the_text_that_their_pieces_spell():
 @pytest.mark.parametrize(
     ("settings", "prompt", "completion", "pieces"),
     [
-        # No space comes before a completion that has none, whatever a text of its own would get.
+        # No space is added before a completion, although a separate text would get one.
         ({}, "Q:", "on", ["on"]),
         ({}, "Q:", " on", ["▁on"]),
         ({"strips": True}, "Q:", " on", ["▁on"]),
@@ -132,15 +132,15 @@ def test_ids_decode_to_the_text_that_their_pieces_spell():
         # nmt_nfkc makes a line break a space: the same.
         ({"normalizer": "nmt_nfkc", "strips": True}, "Q\n", "on", ["▁on"]),
         ({"normalizer": "nmt_nfkc", "strips": True}, "Q\n", "\n on", ["▁on"]),
-        # Behind a control symbol begins a text of its own.
+        # A new text begins after a control symbol.
         ({}, "Q:<turn>", "on", ["▁on"]),
         ({"dummy_prefix": False}, "Q:<turn>", "on", ["on"]),
-        # Behind a user-defined symbol the text goes on.
+        # The text continues after a user-defined symbol.
         ({}, "Q:<extra_id_1>", "on", ["on"]),
         ({"strips": True}, "Q:", " ", []),
     ],
 )
-def test_a_completion_goes_on_from_its_prompt(settings, prompt, completion, pieces):
+def test_a_completion_is_encoded_as_a_continuation_of_its_prompt(settings, prompt, completion, pieces):
     t = tokenizer(**settings)
     ids, after = t.encode(prompt, [completion])
     assert ids == t(prompt)["input_ids"]
@@ -155,7 +155,7 @@ def test_a_border_that_the_normaliser_would_join_over_stays_a_border():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_completion_has_the_ids_of_the_whole_text_less_the_prompt_unless_a_token_straddles(kind):
+def test_a_completion_has_the_ids_of_the_complete_text_without_the_prompt_unless_a_token_crosses(kind):
     ours, theirs = SentencePiece(model(*kind)), library(model(*kind))
     compared = 0
     for text in TEXTS:
@@ -224,13 +224,13 @@ def test_symbols_that_a_message_only_spells_are_plain_text(tmp_path):
     assert theirs.piece_to_id("<extra_id_1>") not in row.completions[1].tolist()
 
 
-def test_a_spelled_control_symbol_is_one_text_with_what_stands_around_it():
+def test_a_shielded_control_symbol_is_one_text_with_its_surroundings():
     # ж and < are unknown, and one <unk> where nothing parts them.
     t, theirs = tokenizer(byte_fallback=False), library(model(byte_fallback=False))
     assert t(f"ж{SHIELD}</s>{SHIELD}ж")["input_ids"] == theirs.encode("ж</s>ж")
 
 
-def test_two_models_that_differ_in_the_prefix_alone_are_told_apart(tmp_path):
+def test_two_models_that_differ_only_in_the_prefix_have_different_states(tmp_path):
     with_prefix, without = tokenizer(), _without_prefix(tmp_path)
     assert with_prefix._ids == without._ids
     assert state_of(with_prefix) != state_of(without)

@@ -84,7 +84,7 @@ def test_rows_that_fit_no_format_do_not_tell_it(source):
     write(source, {"comment": "made by hand"}, pair())
     store = opened(source)
     assert (store.format_reason, store.counts.bad) == (
-        f"told by the keys prompt, chosen, rejected of {source}:2",
+        f"detected from the keys prompt, chosen, rejected of {source}:2",
         {"missing key": 1},
     )
 
@@ -95,7 +95,8 @@ def test_rows_that_fit_no_format_do_not_tell_it(source):
         (
             {"instruction": "hi", "chosen": "yes", "rejected": "no"},
             {"prompt_key": "question"},
-            "read as alpaca (told by the keys instruction, chosen, rejected), which does not look at prompt_key = question",
+            "read as alpaca (detected from the keys instruction, chosen, rejected), which does not look at prompt_key "
+            "= question",
         ),
         (
             {"question": "hi", "response_j": "yes", "response_k": "no"},
@@ -130,7 +131,7 @@ def test_a_score_that_float32_cannot_hold_is_refused_at_its_row(source):
     assert str(caught.value).splitlines()[:3] == [
         f"{source}: 1 of 2 rows are malformed:",
         "  bad score: 1",
-        f"    {source}:2: chosen_reward: 1e+39 is too large: scores are stored as float32, up to 3.4e+38.",
+        f"    {source}:2: chosen_reward: 1e+39 is too large. Scores are stored as float32, up to 3.4e+38.",
     ]
 
 
@@ -139,13 +140,13 @@ def test_the_format_is_told_by_the_first_row_that_can_be_read(source):
     store = opened(source)
     assert (store.format, store.format_reason) == (
         "PreferenceDataset",
-        f"told by the keys context, completions of {source}:2",
+        f"detected from the keys context, completions of {source}:2",
     )
     write(source, pair())
     store = opened(source)
     assert (store.format, store.format_reason) == (
         "BinaryPreferenceDataset",
-        "told by the keys prompt, chosen, rejected",
+        "detected from the keys prompt, chosen, rejected",
     )
 
 
@@ -162,7 +163,8 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     assert "It is not JSON lines" not in message
     write(source, "once upon a time", "there was")
     assert refusal(source, Data()).endswith(
-        "\nIt is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and .arrow are "
+        "\nIt is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and "
+        ".arrow are "
         "read too, each also .gz or .zst."
     )
 
@@ -183,7 +185,7 @@ def test_an_object_around_rows_is_told(tmp_path):
     assert refusal(source, Data()) == (
         f"{source}: none of 1 rows can be read:\n"
         "  an object around rows: 1\n"
-        f"    {source}:1: no row, but an object around rows: train. Save the list as a .json file of its own."
+        f"    {source}:1: an object that contains rows, not a row: train. Save the list as a separate .json file."
     )
 
 
@@ -196,7 +198,7 @@ def test_an_object_around_rows_is_told(tmp_path):
     ],
 )
 def test_an_address_is_told_what_to_give_instead(address, instead):
-    assert refusal(address, Data()) == f"{address}: an address, from which nothing is fetched. {instead}"
+    assert refusal(address, Data()) == f"{address}: tandem does not download from URLs. {instead}"
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
@@ -206,8 +208,8 @@ def test_a_format_that_is_given_is_not_guessed(source):
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
         f"{source}: none of 1 rows can be read:\n"
         "  missing key: 1\n"
-        f"    {source}:1: none of the keys prompt, chosen, rejected. Keys found: context, completions. data.train.prompt_key, "
-        "chosen_key and rejected_key name others; data.train.dataset_name names another format."
+        f"    {source}:1: none of the keys prompt, chosen, rejected. Keys found: context, completions. Set "
+        "data.train.prompt_key, chosen_key and rejected_key to other keys, or data.train.dataset_name to another format."
     )
 
 
@@ -293,7 +295,7 @@ def test_every_row_left_out_is_written_with_place_and_reason(source):
             "place": f"{source}:3",
             "kind": "filtered",
             "reason": "equal completions",
-            "message": "chosen and rejected are identical, so the pair teaches nothing.",
+            "message": "chosen and rejected are identical, so there is no preference to learn.",
         },
     ]
 
@@ -354,7 +356,7 @@ def test_filtering_stops_beyond_its_share_and_not_at_it(source):
     assert refusal(source, Data()) == (
         f"{source}: 1 of 4 rows were filtered, over data.max_filtered_share=0.1:\n"
         "  equal completions: 1\n"
-        f"    {source}:4: chosen and rejected are identical, so the pair teaches nothing.\n"
+        f"    {source}:4: chosen and rejected are identical, so there is no preference to learn.\n"
         "Mend the file, or set data.max_filtered_share=0.25."
     )
 
@@ -362,7 +364,8 @@ def test_filtering_stops_beyond_its_share_and_not_at_it(source):
 def test_only_over_long_rows_are_answered_with_the_limit(source):
     write(source, pair(), pair("what a question this is, and how long"))
     assert refusal(source, Data(), max_length=20).endswith(
-        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt or truncate_completion, mend the file, or "
+        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt or truncate_completion, mend the "
+        "file, or "
         "set data.max_filtered_share=0.5."
     )
 
@@ -372,7 +375,7 @@ def test_a_file_without_any_usable_preference_is_refused(source):
     assert refusal(source, Data(max_filtered_share=1.0)) == (
         f"{source}: no usable preference among 1 rows:\n"
         "  equal completions: 1\n"
-        f"    {source}:1: chosen and rejected are identical, so the pair teaches nothing.\n"
+        f"    {source}:1: chosen and rejected are identical, so there is no preference to learn.\n"
         "Mend the file."
     )
 
@@ -386,7 +389,7 @@ def test_malformed_and_filtered_rows_are_told_at_once(source):
         "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.17.\n"
         f"{source}: 1 of 6 rows were filtered, over data.max_filtered_share=0.1:\n"
         "  equal completions: 1\n"
-        f"    {source}:5: chosen and rejected are identical, so the pair teaches nothing.\n"
+        f"    {source}:5: chosen and rejected are identical, so there is no preference to learn.\n"
         "Mend the file, or set data.max_filtered_share=0.17."
     )
 
@@ -395,7 +398,8 @@ def test_most_of_a_file_is_not_offered_to_be_left_out(source):
     """A JSON array in a file of lines: its last element is a row by itself."""
     source.write_text("[\n" + ",\n".join(map(json.dumps, [pair(), pair("so"), pair("why")])) + "\n]\n")
     assert refusal(source, Data()).endswith(
-        "Mend them. It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and "
+        "Mend them. It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, "
+        ".parquet and "
         ".arrow are read too, each also .gz or .zst."
     )
 
@@ -429,7 +433,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_nothing(sour
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(store_module, "write_store", changed_meanwhile)
         assert refusal(source, LENIENT) == (
-            f"{source}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start again "
+            f"{source}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start "
+            "again "
             "when it is complete."
         )
     write(source, pair(chosen="yes"))

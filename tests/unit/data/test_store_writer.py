@@ -30,7 +30,7 @@ from tandem.errors import ConfigError, DataError
 RAW = Template(letter_tokenizer(), None, {})
 CHATTING = Template(letter_tokenizer(), CHAT, {})
 KEYS = DatasetFields()
-ANOTHER_TEMPLATE = "Give another by policy.tokenizer.chat_template=FILE.jinja, or conversations that it takes."
+ANOTHER_TEMPLATE = "Set another with policy.tokenizer.chat_template=FILE.jinja, or use conversations that it accepts."
 FILES = ("tokens.arrow", "rejects.jsonl", "manifest.json")
 
 # Writes on for ever, or writes ever more, where the user says so.
@@ -213,8 +213,8 @@ def test_a_template_that_does_not_parse_is_refused_before_any_row(source):
     with pytest.raises(ConfigError) as caught:
         opened(source, template=Template(letter_tokenizer(), "{% for %}", {}))
     assert str(caught.value) == (
-        "the chat template is malformed, in line 1: Expected an expression, got 'end of statement block'. "
-        "Give another by policy.tokenizer.chat_template=FILE.jinja."
+        "the chat template is malformed in line 1: Expected an expression, got 'end of statement block'. "
+        "Set another with policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
@@ -236,7 +236,10 @@ def test_a_template_that_writes_without_measure_is_a_bad_row(source, monkeypatch
     write(source, pair("a"), pair("much"))
     store = opened(source, template=only_for("much", DOUBLING.replace("TIMES", "10")))
     assert [(e["place"], e["message"]) for e in store.examples] == [
-        (f"{source}:2", "the chat template writes 1,049 characters.")
+        (
+            f"{source}:2",
+            "the chat template writes 1,049 characters. Set another with policy.tokenizer.chat_template=FILE.jinja.",
+        )
     ]
 
 

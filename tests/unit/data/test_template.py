@@ -10,7 +10,7 @@ from tandem.data.text.template import Part, Rendered, Template, make_template
 from tandem.errors import ConfigError
 
 TOKENIZER = letter_tokenizer()
-ANOTHER = "Give another by policy.tokenizer.chat_template=FILE.jinja, or conversations that it takes."
+ANOTHER = "Set another with policy.tokenizer.chat_template=FILE.jinja, or use conversations that it accepts."
 PAIR = Preference("hi", (Completion("yes", 0), Completion("no", 1)), "pairs.jsonl:3")
 
 
@@ -42,7 +42,7 @@ def test_the_prompt_ends_where_the_answer_begins_and_the_answer_with_its_end_of_
     )
 
 
-def test_prompt_and_completion_joined_are_the_whole_conversation_but_for_what_follows_its_end():
+def test_prompt_and_completion_joined_are_the_conversation_up_to_its_end():
     messages = (Message("system", "be kind"), Message("user", "hi"), Message("assistant", "ho"), Message("user", "so?"))
     rendered = with_template(CHAT).render(Preference(messages, PAIR.completions, "x"))
     conversation = [{"role": m.role, "content": m.content} for m in (*messages, Message("assistant", "yes"))]
@@ -82,7 +82,7 @@ def test_values_for_a_template_are_refused_where_there_is_none():
     with pytest.raises(ConfigError) as caught:
         make_template(letter_tokenizer(), TokenizerConfig(chat_template=None, chat_template_kwargs={"date": "today"}))
     assert str(caught.value) == (
-        "policy.tokenizer.chat_template_kwargs: there is no chat template to read them. Leave them out."
+        "policy.tokenizer.chat_template_kwargs: they have no effect without a chat template. Leave them out."
     )
 
 
@@ -92,7 +92,7 @@ def test_a_value_that_the_template_does_not_read_is_refused():
     with pytest.raises(ConfigError) as caught:
         make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"thinkin": False}))
     assert str(caught.value) == (
-        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template reads no such value. It reads "
+        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template does not read this value. It reads "
         "add_generation_prompt, date, messages, thinking."
     )
 
@@ -102,7 +102,7 @@ def test_kwargs_reach_the_template():
     assert template.render(PAIR).prompt == "calmhi</s>"
 
 
-def test_a_template_that_raises_is_told_with_its_reason():
+def test_a_template_that_raises_is_reported_with_its_reason():
     error = refusal(with_template("{{ raise_exception('no\n  turns') }}"))
     assert (error.reason, str(error)) == (
         "template fails",
@@ -110,30 +110,29 @@ def test_a_template_that_raises_is_told_with_its_reason():
     )
 
 
-def test_a_template_that_does_not_parse_is_told_with_its_reason():
+def test_a_template_that_does_not_parse_is_reported_with_its_reason():
     assert str(refusal(with_template("{% for %}"))) == (
-        "pairs.jsonl:3: the chat template is malformed, in line 1: Expected an expression, got 'end of statement block'. "
-        "Give another by policy.tokenizer.chat_template=FILE.jinja."
+        "pairs.jsonl:3: the chat template is malformed in line 1: Expected an expression, got 'end of statement block'. "
+        "Set another with policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
-def test_a_template_that_changes_the_prompt_once_answered_is_told_with_the_first_difference():
+def test_a_template_that_changes_the_prompt_is_reported_with_the_first_difference():
     changing = "{{ messages|length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     error = refusal(with_template(changing))
     assert (error.reason, error.message) == (
-        "prompt is no prefix",
-        "the chat template writes the prompt differently once the answer follows: "
-        "...'1hi</s>' becomes ...'2hi</s>yes</s>'. "
-        "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja.",
+        "prompt is not a prefix",
+        "the chat template renders the prompt differently when the answer follows: ...'1hi</s>' becomes "
+        "...'2hi</s>yes</s>'. "
+        "Set a template that keeps it with policy.tokenizer.chat_template=FILE.jinja.",
     )
 
 
-def test_a_template_that_writes_less_once_answered_is_no_prefix():
+def test_a_template_that_writes_less_with_an_answer_is_refused():
     shrinking = "{{ messages[-1].content }}{% if add_generation_prompt %}</s>{% endif %}"
     assert refusal(with_template(shrinking), of_text("hi")).message == (
-        "the chat template writes the prompt differently once the answer follows: "
-        "...'hi</s>' becomes ...'hi'. "
-        "Give a template that keeps it, by policy.tokenizer.chat_template=FILE.jinja."
+        "the chat template renders the prompt differently when the answer follows: ...'hi</s>' becomes ...'hi'. "
+        "Set a template that keeps it with policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
@@ -162,8 +161,8 @@ def test_messages_without_a_template_are_refused_with_the_way_out():
     error = refusal(with_template(None), Preference((Message("user", "hi"),), PAIR.completions, PAIR.place))
     assert (error.reason, str(error)) == (
         "messages without a template",
-        "pairs.jsonl:3: the prompt is a list of messages, but there is no chat template to write it with. "
-        "Give policy.tokenizer.chat_template=FILE.jinja, or prompts as plain text.",
+        "pairs.jsonl:3: the prompt is a list of messages, but there is no chat template to render it. Set "
+        "policy.tokenizer.chat_template=FILE.jinja, or use prompts of plain text.",
     )
 
 
@@ -184,7 +183,9 @@ def test_a_template_file_that_is_missing_is_refused(tmp_path):
     file = f"{tmp_path}/no.jinja"
     with pytest.raises(ConfigError) as caught:
         make_template(TOKENIZER, TokenizerConfig(chat_template=file))
-    assert str(caught.value) == (f"policy.tokenizer.chat_template = {file}: not readable: No such file or directory.")
+    assert str(caught.value) == (
+        f"policy.tokenizer.chat_template = {file}: cannot be read (No such file or directory). Check the path."
+    )
 
 
 def test_a_template_that_is_neither_a_file_nor_a_known_word_is_refused():

@@ -59,8 +59,8 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     assert refusal(load_tokenizer, tmp_path / "no") == (
-        f"{tmp_path}/no: holds no tokenizer (no tokenizer.json, no tokenizer_config.json, no tokenizer.model, no vocab.json, "
-        "no vocab.txt). Give its folder as policy.tokenizer.name."
+        f"{tmp_path}/no: there is no tokenizer (no tokenizer.json, no tokenizer_config.json, no tokenizer.model, no "
+        "vocab.json, no vocab.txt). Set policy.tokenizer.name to its folder."
     )
 
 
@@ -72,8 +72,8 @@ def test_a_folder_with_only_a_sentencepiece_model_is_read_where_transformers_rea
 def test_a_folder_whose_sentencepiece_model_transformers_reads_wrongly_is_refused(tmp_path):
     # Without a class, transformers takes one that puts no space before a text.
     assert refusal(load_tokenizer, bare_folder(tmp_path, None)) == (
-        f"{tmp_path}: transformers gives other ids than the SentencePiece model in there (tokenizer.model). "
-        f"Use the model itself: policy.tokenizer.name={tmp_path}/tokenizer.model"
+        f"{tmp_path}: transformers gives other ids than the SentencePiece model in this folder (tokenizer.model). Use "
+        f"the model directly: policy.tokenizer.name={tmp_path}/tokenizer.model"
     )
     assert isinstance(load_tokenizer(tmp_path / "tokenizer.model"), SentencePiece)
 
@@ -99,7 +99,7 @@ def test_a_sentencepiece_file_is_a_tokenizer():
 
 def test_a_sentencepiece_file_that_does_not_exist_is_refused(tmp_path):
     assert refusal(load_tokenizer, tmp_path / "x.model") == (
-        f"policy.tokenizer.name = {tmp_path}/x.model: there is no such file. Give the path of a SentencePiece model."
+        f"policy.tokenizer.name = {tmp_path}/x.model: no such file. Give the path of a SentencePiece model."
     )
 
 
@@ -108,8 +108,8 @@ def test_a_damaged_sentencepiece_file_is_refused(tmp_path, damage):
     content = {"empty": b"", "cut": model().read_bytes()[:5000], "another format": b"IQ== 0\nIg== 1\n"}
     (tmp_path / "x.model").write_bytes(content[damage])
     assert refusal(load_tokenizer, tmp_path / "x.model") == (
-        f"policy.tokenizer.name = {tmp_path}/x.model: this is no SentencePiece model, or it is damaged. "
-        "Copy it again, or give a tokenizer's folder."
+        f"policy.tokenizer.name = {tmp_path}/x.model: not a SentencePiece model, or damaged. Copy it again, or give "
+        "the folder of a tokenizer."
     )
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_an_export_could_not_hold_is_refused():
     file = model(kind="unigram")
     config = AutoConfig.for_model("nemotron")
     assert refusal(check_export, load_tokenizer(file), file, config) == (
-        f"policy.tokenizer.name = {file}: transformers would read this SentencePiece model differently once it is "
+        f"policy.tokenizer.name = {file}: transformers would load this SentencePiece model differently after it is "
         "exported with a nemotron model. Give a folder with a tokenizer.json instead."
     )
 
@@ -188,7 +188,7 @@ def ctrl_folder(folder: Path, merges: list[str], **settings: object) -> Path:
     return folder
 
 
-def test_tokenizers_with_one_vocabulary_and_other_merges_or_settings_are_told_apart(tmp_path):
+def test_tokenizers_with_other_merges_or_settings_have_different_states(tmp_path):
     the, he = ["t h", "th e</w>"], ["h e</w>"]
     one = load_tokenizer(ctrl_folder(tmp_path / "one", the))
     other = load_tokenizer(ctrl_folder(tmp_path / "other", he))

@@ -70,7 +70,7 @@ def test_a_preference_is_its_prompt_and_each_completion_ended_by_eos():
     assert result.prompt.dtype == np.int32
 
 
-def test_no_token_straddles_the_border_of_prompt_and_completion():
+def test_no_token_crosses_the_boundary_of_prompt_and_completion():
     # "ab" is one token, 36; a prompt that ends in "a" before a completion that begins with "b" keeps both.
     result = one(preference("ta", "bc", "ab"))
     assert result.prompt.tolist() == ids("ta")
@@ -166,7 +166,7 @@ def test_a_prompt_without_tokens_is_refused():
     template = Template(letter_tokenizer(), "{% if messages|length > 1 %}{{ messages[-1].content }}{% endif %}", {})
     error = one(preference("hi"), template)
     assert (str(error), error.reason, error.kind) == (
-        "pairs.jsonl:3: the prompt has no tokens, so nothing predicts the first answer token.",
+        "pairs.jsonl:3: the prompt has no tokens, so nothing predicts the first completion token.",
         "empty prompt",
         "bad",
     )

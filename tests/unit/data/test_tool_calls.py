@@ -40,7 +40,7 @@ def test_arguments_are_written_as_json_once_whichever_way_the_data_has_them(sour
     assert written(source, arguments) == ' call add {"c": "d"}<end>'
 
 
-def test_a_template_that_wants_null_is_given_it_with_a_sentencepiece_model_too():
+def test_a_template_that_needs_null_contents_gets_them_with_a_sentencepiece_model():
     assert ' call add {"c": "d"}' in written(WHERE_NULL, {"c": "d"}, tokenizer=SentencePiece(model()))
 
 
@@ -49,12 +49,12 @@ def test_a_template_that_wants_null_is_given_it_with_a_sentencepiece_model_too()
     [
         ("foo", "chosen[0].tool_calls: a text, not a list of calls."),
         ([3], "chosen[0].tool_calls: a list, not a list of calls."),
-        ([{"function": {"arguments": {}}}], "chosen[0].tool_calls[0]: it names no function."),
-        ([{"function": "add"}], "chosen[0].tool_calls[0]: it names no function."),
-        ([{"name": "add", "arguments": "c, d"}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
-        ([{"name": "add", "arguments": '{"c": '}], "chosen[0].tool_calls[0]: its arguments are no JSON."),
-        ([{"name": "add", "arguments": "[3]"}], "chosen[0].tool_calls[0]: its arguments are a list, not an object."),
-        ([{"name": "add", "arguments": 3}], "chosen[0].tool_calls[0]: its arguments are 3, not an object."),
+        ([{"function": {"arguments": {}}}], "chosen[0].tool_calls[0]: the function has no name."),
+        ([{"function": "add"}], "chosen[0].tool_calls[0]: the function has no name."),
+        ([{"name": "add", "arguments": "c, d"}], "chosen[0].tool_calls[0]: the arguments are not JSON."),
+        ([{"name": "add", "arguments": '{"c": '}], "chosen[0].tool_calls[0]: the arguments are not JSON."),
+        ([{"name": "add", "arguments": "[3]"}], "chosen[0].tool_calls[0]: the arguments are a list, not an object."),
+        ([{"name": "add", "arguments": 3}], "chosen[0].tool_calls[0]: the arguments are 3, not an object."),
     ],
 )
 def test_a_malformed_call_is_refused_with_its_place(tool_calls, message):
@@ -77,18 +77,18 @@ def test_reasoning_is_a_text():
     assert caught.value.message == "chosen[0].reasoning_content: 3, not a text."
 
 
-def test_what_is_said_beside_a_call_is_kept():
+def test_the_content_of_a_turn_with_a_call_is_kept():
     assert written(AS_JSON, {}, content="well") == "well call add {}<end>"
 
 
 @pytest.mark.parametrize("said_elsewhere", ["hi", "add", "call add"])
-def test_a_call_that_the_template_leaves_out_is_refused_though_its_name_stands_elsewhere(said_elsewhere):
+def test_a_call_that_the_template_leaves_out_is_refused_even_if_its_name_occurs_elsewhere(said_elsewhere):
     silent = Template(TOKENIZER, WITHOUT, {})
     with pytest.raises(RowError) as caught:
         silent.render(read(prompt=said_elsewhere, chosen=[calls("well")]))
     assert (caught.value.reason, caught.value.message) == (
         "tool call not written",
-        "the chat template leaves out the call of 'add'. Give one that writes tool calls, by "
+        "the chat template leaves out the call of 'add'. Set one that renders tool calls with "
         "policy.tokenizer.chat_template=FILE.jinja.",
     )
 

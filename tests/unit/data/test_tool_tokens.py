@@ -87,7 +87,7 @@ def test_without_tool_turns_nothing_is_unscored():
         (7, []),  # within the call
     ],
 )
-def test_a_completion_that_is_cut_loses_the_positions_behind_the_cut(cut, unscored):
+def test_a_truncated_completion_loses_the_positions_after_the_cut(cut, unscored):
     prompt = [*ids("user:hi"), END, *ids("\nassistant:")]
     found = tokenized(
         read(prompt="hi", chosen=four(), rejected="no"), max_length=len(prompt) + cut, overlong="truncate_completion"
@@ -130,7 +130,7 @@ def test_unscored_tokens_are_read_back_from_the_disk_as_written(opened):
         assert [stored.scored(i).tolist() for i in (0, 1)] == [fresh.scored(i).tolist() for i in (0, 1)]
     assert [len(stored.unscored) for stored in store] == [2, 0, 2, 2]
     assert store.num_scored_tokens.tolist() == [sum(len(stored.scored(i)) for i in (0, 1)) for stored in store]
-    # With their ends "so call add c d" has 16, "four." 6 and "no" 3; 22 stand between.
+    # With their ends "so call add c d" has 16, "four." 6 and "no" 3; 22 are between them.
     assert store.num_scored_tokens[0] == 16 + 6 + 3
     assert store.num_completion_tokens[0] == 16 + 22 + 6 + 3
 
@@ -151,7 +151,7 @@ def test_tools_as_a_text_in_a_table_reach_the_template(opened):
     assert store[0].prompt.tolist() == [*ids("tools:add."), END, *ids("\nuser:hi"), END, *ids("\nassistant:")]
 
 
-def test_what_tools_would_need_is_told_for_each_row_without_a_template(opened):
+def test_rows_with_tools_are_refused_without_a_template(opened):
     with pytest.raises(DataError, match="messages without a template: 3"):
         opened("pairs.jsonl", ROWS, Template(TOKENIZER, None, {}))
     assert len(opened("plain.jsonl", ROWS[1:2], Template(TOKENIZER, CHAT, {}))) == 1

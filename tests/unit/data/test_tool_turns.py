@@ -18,14 +18,18 @@ def test_a_row_that_shows_more_than_texts_is_refused(key):
     error = refusal(
         lambda source, keys: read_preference(source, keys, "BinaryPreferenceDataset", Wording()), pair(**{key: ["a"]})
     )
-    assert error == ("bad", "not text", f"{key}: only texts can be trained on.")
+    assert error == (
+        "bad",
+        "not text",
+        f"{key}: only text can be trained on. Remove this column, or the rows that use it.",
+    )
     assert read(**{key: []}) == read()
 
 
 # Texts
 
 
-def test_what_the_assistant_says_is_scored_with_its_end_and_tool_turns_with_the_next_header_are_not():
+def test_assistant_turns_are_scored_with_their_end_and_tool_turns_are_not():
     assert CALLING.render(read(prompt="hi", chosen=four("well"), rejected="no")) == Rendered(
         "user:hi<end>\nassistant:",
         (
@@ -60,7 +64,7 @@ def test_a_tool_call_needs_no_content(without):
     assert CALLING.render(read(chosen=[turn], rejected="no")).completions[0] == (Part(" call add<end>"),)
 
 
-def test_a_message_that_says_and_calls_nothing_is_an_empty_completion():
+def test_a_message_without_content_or_calls_is_an_empty_completion():
     silent = [calls(""), said("tool", "four"), said("assistant", " ")]
     error = refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=silent))
     assert error == ("filtered", "empty completion", "a completion is empty.")
@@ -83,7 +87,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     forgetful = Template(TOKENIZER, TOOLS.replace("m.content }}", "(m.content if loop.last else '') }}", 1), {})
     with pytest.raises(RowError) as caught:
         forgetful.render(read(prompt=[said("user", "hi")], chosen=four("so"), rejected="no"))
-    assert caught.value.reason == "prompt is no prefix"
+    assert caught.value.reason == "prompt is not a prefix"
 
 
 def test_a_special_token_that_opens_a_tool_call_does_not_end_the_turn():
@@ -120,8 +124,8 @@ def test_no_tools_are_none(none):
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ("add", "tools: a text that is not JSON."),
-        ("{'type': 'function'}", "tools: a text that is not JSON."),
+        ("add", "tools: the text is not JSON."),
+        ("{'type': 'function'}", "tools: the text is not JSON."),
         ({"name": "add"}, "tools: an object, not a list of objects that describe tools."),
         ('{"name": "add"}', "tools: an object, not a list of objects that describe tools."),
         (["add"], "tools[0]: a text, not an object that describes a tool."),
@@ -141,11 +145,14 @@ def test_half_a_character_in_a_tool_or_a_call_is_refused():
         read(tools=[{"function": {"name": "\ud800"}}])
     assert (caught.value.reason, caught.value.message) == (
         "lone surrogate",
-        "tools: half a character (a lone surrogate) at position 0.",
+        "tools: an incomplete character (a lone surrogate) at position 0. Remove it.",
     )
     with pytest.raises(RowError) as caught:
         read(chosen=[calls("", **{"a\ud800": "b"})])
-    assert caught.value.message == "chosen[0].tool_calls: half a character (a lone surrogate) at position 1."
+    assert (
+        caught.value.message
+        == "chosen[0].tool_calls: an incomplete character (a lone surrogate) at position 1. Remove it."
+    )
 
 
 def test_tools_nested_too_deeply_in_a_text_are_refused():
@@ -159,8 +166,8 @@ def test_tools_calls_and_several_messages_need_a_template(changes):
         Template(TOKENIZER, None, {}).render(read(**changes))
     assert (caught.value.reason, str(caught.value)) == (
         "messages without a template",
-        "pairs.jsonl:3: tools, tool calls and completions of several messages need a chat template to write them with. "
-        "Give policy.tokenizer.chat_template=FILE.jinja.",
+        "pairs.jsonl:3: tools, tool calls and completions of several messages need a chat template. Set "
+        "policy.tokenizer.chat_template=FILE.jinja.",
     )
 
 
@@ -173,20 +180,20 @@ def test_tools_calls_and_several_messages_need_a_template(changes):
         (
             [calls(""), said("tool", "four")],
             "wrong roles",
-            "chosen: roles assistant, tool; a completion is one assistant message, or assistant and tool messages "
-            "that end in the assistant's.",
+            "chosen: roles assistant, tool, but a completion is one assistant message, or assistant and tool messages "
+            "that end in an assistant message.",
         ),
         (
             [said("assistant", "a"), said("user", "b"), said("assistant", "c")],
             "wrong roles",
-            "chosen: roles assistant, user, assistant; a completion is one assistant message, or assistant and tool "
-            "messages that end in the assistant's.",
+            "chosen: roles assistant, user, assistant, but a completion is one assistant message, or assistant and "
+            "tool messages that end in an assistant message.",
         ),
         (
             [said("system", "a"), said("assistant", "b")],
             "wrong roles",
-            "chosen: roles system, assistant; a completion is one assistant message, or assistant and tool messages "
-            "that end in the assistant's.",
+            "chosen: roles system, assistant, but a completion is one assistant message, or assistant and tool "
+            "messages that end in an assistant message.",
         ),
         ([said("tool", "a"), said("assistant", "b")], "roles out of order", "chosen[0]: role tool cannot come first."),
         (
@@ -194,7 +201,7 @@ def test_tools_calls_and_several_messages_need_a_template(changes):
             "roles out of order",
             "chosen[1]: role assistant cannot come after assistant.",
         ),
-        ([said("assistant", None)], "null", "chosen[0].content is null; it must hold a value."),
+        ([said("assistant", None)], "null", "chosen[0].content is null. Give it a value."),
         ([calls(7)], "wrong type", "chosen[0].content: a number, not a text."),
     ],
 )
@@ -202,12 +209,12 @@ def test_completions_of_other_roles_are_refused(chosen, reason, message):
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=chosen)) == ("bad", reason, message)
 
 
-def test_the_same_call_twice_is_no_preference():
+def test_two_identical_calls_are_filtered():
     error = refusal(FORMATS["BinaryPreferenceDataset"].read, pair(chosen=four(), rejected=four()))
     assert error == (
         "filtered",
         "equal completions",
-        "chosen and rejected are identical, so the pair teaches nothing.",
+        "chosen and rejected are identical, so there is no preference to learn.",
     )
 
 
@@ -272,7 +279,7 @@ def test_the_prompt_is_the_longest_common_beginning_that_an_assistant_turn_follo
         ([ASKED, *four(), ASKED, said("assistant", "yes")], [ASKED, *four()]),
     ],
 )
-def test_conversations_in_which_the_user_goes_on_differently_are_filtered(chosen, rejected):
+def test_conversations_with_different_later_user_turns_are_filtered(chosen, rejected):
     with pytest.raises(RowError) as caught:
         from_conversations(chosen, rejected)
     assert (caught.value.kind, caught.value.reason, caught.value.message) == (
@@ -286,4 +293,4 @@ def test_conversations_in_which_the_user_goes_on_differently_are_filtered(chosen
 def test_a_conversation_that_does_not_end_in_the_assistants_turn_is_refused(role):
     last = [said("assistant", "so"), ASKED] if role == "user" else four()[:2]
     error = refusal(FORMATS["implicit_prompt"].read, row({"chosen": [ASKED, *last], "rejected": [ASKED, *four()]}))
-    assert error == ("bad", "wrong roles", f"chosen ends in a {role} turn; it must end in an assistant's.")
+    assert error == ("bad", "wrong roles", f"chosen ends in a {role} turn; it must end in an assistant turn.")

@@ -51,16 +51,16 @@ def test_a_prompt_file_without_a_place_for_the_prompt_is_refused(files):
     with pytest.raises(ConfigError) as caught:
         wording_of(given, "a.jsonl")
     place = f"a.jsonl: prompt_file = {given.prompt_file}"
-    assert str(caught.value) == f"{place}: holds no {{}}, the place where the prompt goes."
+    assert str(caught.value) == f"{place}: it has no {{}}, which is replaced by the prompt. Add {{}} to it."
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\n"])
-def test_a_system_prompt_file_that_says_nothing_is_refused(files, text):
+def test_an_empty_system_prompt_file_is_refused(files, text):
     given = files(system_prompt_file=text)
     with pytest.raises(ConfigError) as caught:
         wording_of(given, "a.jsonl")
     place = f"a.jsonl: system_prompt_file = {given.system_prompt_file}"
-    assert str(caught.value) == f"{place}: is empty. Write a text into it, or leave it out."
+    assert str(caught.value) == f"{place}: the file is empty. Write the system prompt into it, or leave out the key."
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
@@ -68,17 +68,17 @@ def test_a_file_that_is_missing_is_refused_by_its_key(tmp_path, key):
     file = f"{tmp_path}/no.txt"
     with pytest.raises(ConfigError) as caught:
         wording_of(DatasetFields(**{key: file}), "a.jsonl")
-    assert str(caught.value) == f"a.jsonl: {key} = {file}: not readable: No such file or directory."
+    assert str(caught.value) == f"a.jsonl: {key} = {file}: cannot be read (No such file or directory). Check the path."
 
 
 @pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
-def test_a_file_that_is_no_utf8_is_refused_by_its_key(files, key):
+def test_a_file_that_is_not_utf8_is_refused_by_its_key(files, key):
     given = files(**{key: b"\xff {}"})
     with pytest.raises(ConfigError) as caught:
         wording_of(given, "a.jsonl")
     assert str(caught.value) == (
-        f"a.jsonl: {key} = {getattr(given, key)}: not readable: "
-        "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte."
+        f"a.jsonl: {key} = {getattr(given, key)}: cannot be read ('utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte). Check the path."
     )
 
 
@@ -174,12 +174,14 @@ def test_a_system_turn_needs_a_template(opened, files):
 
 
 def test_a_system_turn_that_the_template_leaves_out_is_refused(opened, files):
-    deaf = CHAT.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}")
+    without_system = CHAT.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
+    )
     with pytest.raises(DataError, match=r"system_prompt_file = \S+, but the chat template leaves system turns out"):
-        opened(files(system_prompt_file="be kind"), deaf)
+        opened(files(system_prompt_file="be kind"), without_system)
 
 
-def test_a_set_is_tokenised_anew_when_a_files_text_changes_and_only_then(opened, files):
+def test_a_set_is_tokenised_again_only_if_the_text_of_a_file_changes(opened, files):
     plain = opened(DatasetFields()).fingerprint
     first = opened(files(prompt_file="so {}")).fingerprint
     second = opened(files(prompt_file="why {}")).fingerprint

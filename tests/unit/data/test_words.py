@@ -183,7 +183,7 @@ def with_limit(set_limit: Any) -> Tokenizer:
         "padding": with_limit(lambda backend: backend.enable_padding()),
         "truncation": with_limit(lambda backend: backend.enable_truncation(10_000)),
         "token that takes spaces": with_token(lstrip=True),
-        "token that takes spaces behind it": with_token(rstrip=True),
+        "token that takes spaces after it": with_token(rstrip=True),
         "token that is a word": with_token(single_word=True),
         "token with a space": with_token("a b"),
     }.items(),
@@ -193,14 +193,14 @@ def test_another_pipeline_is_left_to_the_backend(backend):
     assert not WordEncoder(backend[1]).cuts
 
 
-def test_the_pipelines_above_are_left_for_what_they_name():
+def test_each_unsupported_pipeline_is_refused_for_its_named_reason():
     assert WordEncoder(untrained(None, [GPT2])).cuts
     assert WordEncoder(with_token()).cuts
     assert WordEncoder(with_token(normalized=True)).cuts
 
 
 def test_a_difference_in_the_probes_leaves_all_to_the_backend(monkeypatch):
-    monkeypatch.setattr(words, "HARMLESS", {r"\w+ \w+"})
+    monkeypatch.setattr(words, "WITHOUT_SPACES", {r"\w+ \w+"})
     backend = untrained(None, [split(r"\w+ \w+"), GPT2], trained())
     encoder = WordEncoder(backend)
     assert not encoder.cuts
@@ -218,7 +218,7 @@ def test_words_kept_are_bounded(monkeypatch):
     assert start in encoder._starts
 
 
-def test_a_word_is_kept_without_the_token_behind_it():
+def test_a_word_is_cached_without_the_token_after_it():
     encoder, text = WordEncoder(backend_of("qwen2")), "far is the moon?<|a|>\nNo"
     assert as_lists(encoder.encode([text])) == [own(backend_of("qwen2"), text)]
     assert {" moon?", "<|a|>", "\nNo"} <= encoder._starts.keys()

@@ -83,7 +83,7 @@ def test_prompts_that_only_mention_such_words_are_not(found, prompt):
     assert written(found(prompt)) == {}
 
 
-def test_the_template_tells_its_own_tokens():
+def test_the_template_finds_its_turn_tokens():
     assert CHATTING.turn_tokens.search("hi<end>")
     assert not CHATTING.turn_tokens.search("hi<unk>")  # special, but not written by it
 
@@ -91,16 +91,17 @@ def test_the_template_tells_its_own_tokens():
 def test_each_is_warned_about_once_with_count_place_and_what_to_do(found, capsys):
     several = found("hi", "[INST] a [/INST]", "[INST] b [/INST]", DIALOGUE)
     warnings = [
-        "train: tokens of a chat template in 2 prompts, the first at pairs.jsonl:2, which become plain text inside a user turn. "
+        "train: tokens of a chat template in 2 prompts, the first at pairs.jsonl:2, which become plain text inside a "
+        "user turn. "
         "Remove them; or, if prompts and completions are complete texts, set policy.tokenizer.chat_template=null.",
-        "train: Human: or Assistant: tags in 1 prompt, the first at pairs.jsonl:4, which become part of a single user turn. Give "
-        "messages, or whole dialogues as chosen and rejected (dataset_name=dialogue_text); for complete texts set "
-        "policy.tokenizer.chat_template=null.",
+        "train: Human: or Assistant: tags in 1 prompt, the first at pairs.jsonl:4, which become part of a single user "
+        "turn. Give messages, or complete dialogues as chosen and rejected (dataset_name=dialogue_text); for complete "
+        "texts set policy.tokenizer.chat_template=null.",
     ]
     assert list(warnings_of(several).values()) == warnings
     Reporter("quiet").preflight([several], {})
-    told = " ".join("".join(capsys.readouterr()).split())
-    assert re.findall(r"warning: (train: .*?null\.)", told) == warnings
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert re.findall(r"warning: (train: .*?null\.)", printed) == warnings
 
 
 def test_a_set_without_any_has_no_warning(found):
@@ -129,12 +130,12 @@ def test_messages_in_a_text_are_counted_though_it_is_one_message_alone(found):
 
 
 def test_texts_and_labels_that_were_hardly_meant_are_warned_about(found):
-    told = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
-    assert list(told.values()) == [
-        "train: messages written as a text in 2 preferences, the first at pairs.jsonl:1, which become part of a single turn, "
-        "brackets and quotes included. Give lists of messages; in csv files, as JSON.",
-        "train: a prompt or completion that only says nan, None or null in 2 preferences, the first at pairs.jsonl:1, which is "
-        "trained on as a text. If values are missing, remove these rows or leave the values empty.",
-        "train: a label of 0, -1, false or rejected in 2 preferences, the first at pairs.jsonl:1, which is not read: chosen is "
-        "preferred in every row. If it means that rejected is better, exchange the two.",
+    printed = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
+    assert list(printed.values()) == [
+        "train: messages written as text in 2 preferences, the first at pairs.jsonl:1, which become part of a single "
+        "turn, brackets and quotes included. Give lists of messages (in csv files, as JSON).",
+        "train: a prompt or completion that is only nan, None or null in 2 preferences, the first at pairs.jsonl:1, "
+        "which is trained on as text. If values are missing, remove these rows or leave the values empty.",
+        "train: a label of 0, -1, false or rejected in 2 preferences, the first at pairs.jsonl:1, which is ignored: "
+        "chosen is preferred in every row. If it means that rejected is better, swap the two.",
     ]

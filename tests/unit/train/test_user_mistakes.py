@@ -108,7 +108,8 @@ def test_bfloat16_weights_have_no_say_over_adapters():
     with pytest.raises(ConfigError) as refused:
         trainer.set_up(load_config(None, few).config, torch.device("cpu"))
     assert str(refused.value) == (
-        "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are trained "
+        "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are "
+        "trained "
         "are float32. Leave it out."
     )
 
@@ -217,4 +218,4 @@ def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(tmp_path, key, place):
     os.mkfifo(tmp_path / "pipe.jinja")
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", f"{key}={tmp_path}/pipe.jinja")
-    assert str(refused.value) == f"{place} = {tmp_path}/pipe.jinja: not readable: Not a file."
+    assert str(refused.value) == f"{place} = {tmp_path}/pipe.jinja: cannot be read (Not a file). Check the path."

@@ -1,4 +1,4 @@
-"""SourceRows in; Preferences out. One small function per format, a table of their names, detection by keys."""
+"""Reads SourceRows as Preferences: one small function per format, a table of formats, and detection from the keys."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.preference import (
-    AGAINST,
+    CONTRADICTED,
     Completion,
     Message,
     Preference,
@@ -26,36 +26,38 @@ from tandem.data.formats.preference import (
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording
-from tandem.data.formats.rated import has_scores, ranked, scored, whole
+from tandem.data.formats.rated import float_to_int, has_scores, ranked, scored
 from tandem.data.read.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.terminal.printable import listed
 
 Prompt = str | tuple[Message, ...]
 PARTS = ("prompt", "chosen", "rejected")
-NOT_READ = "a prompt beside whole conversations that says something else, and is not read"
+IGNORED_PROMPT = "a prompt that is ignored because it differs from the complete conversations in chosen and rejected"
 
-# Keys that may say which of two completions is better, where chosen and rejected say it already.
+# Keys that may contradict which completion is chosen and which is rejected.
 LABELS = ("label", "labels", "preference", "winner")
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`prompt`, `chosen`, `rejected` under configurable keys: texts, or messages."""
+    """`prompt`, `chosen` and `rejected` under configurable keys, as texts or messages."""
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
         if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
-            message = f"no row, but an object around rows: {listed(around)}. Save the list as a .json file of its own."
+            message = (
+                f"an object that contains rows, not a row: {listed(around)}. Save the list as a separate .json file."
+            )
             raise RowError(row.place, "an object around rows", message)
         refuse_spaces(row.value, names, row)
         lowered = {name.lower(): name for name in row.value}
         if all(name in lowered for name in names):
             settings = [f"data.train.{part}_key={lowered[n]}" for part, n in zip(PARTS, names, strict=True)]
-            message = f"none of the keys {', '.join(names)}, but the same in other letters. Set {' '.join(settings)}."
+            message = f"none of the keys {', '.join(names)}, only with other capital letters. Set {' '.join(settings)}."
             raise RowError(row.place, "missing key", message)
         raise RowError(
             row.place,
             "missing key",
-            f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. data.train.prompt_key, chosen_key and "
-            "rejected_key name others; data.train.dataset_name names another format.",
+            f"none of the keys {', '.join(names)}. Keys found: {listed(row.value)}. Set data.train.prompt_key, "
+            "chosen_key and rejected_key to other keys, or data.train.dataset_name to another format.",
         )
     return _pair(row, prompt_of(row, keys.prompt_key), keys.chosen_key, keys.rejected_key)
 
@@ -66,19 +68,23 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, maybe `chosen_reward` and `rejected_reward`."""
+    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`; optional `chosen_reward` and `rejected_reward`."""
     return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are whole conversations; the prompt is what both begin with, up to an answer."""
+    """`chosen` and `rejected` are complete conversations; the prompt is their common beginning, up to an answer."""
     found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
     assert not isinstance(found.prompt, str)
-    return found if _is_told(row.value.get(keys.prompt_key), found.prompt) else replace(found, notes=(NOT_READ,))
+    return (
+        found
+        if _repeats_prompt(row.value.get(keys.prompt_key), found.prompt)
+        else replace(found, notes=(IGNORED_PROMPT,))
+    )
 
 
-def _is_told(prompt: Any, messages: tuple[Message, ...]) -> bool:
-    """Whether a prompt beside whole conversations says nothing that does not stand in them."""
+def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
+    """Whether every text of a separate prompt is also in the conversations."""
     contents = {message.content.strip() for message in messages}
     turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
     texts = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
@@ -86,21 +92,25 @@ def _is_told(prompt: Any, messages: tuple[Message, ...]) -> bool:
 
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen_messages` and `rejected_messages`: whole conversations, contents maybe as typed parts."""
+    """`chosen_messages` and `rejected_messages`: complete conversations; a content may be a list of typed parts."""
     return _from_conversations(row, "chosen_messages", "rejected_messages")
 
 
 def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are whole dialogues as one text (Anthropic HH), split at the last assistant turn."""
+    """`chosen` and `rejected` are complete dialogues as one text (Anthropic HH), split at the last assistant turn."""
     (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
     if chosen != rejected:
         raise _prompts_differ(row)
     turns = messages_of(_turns(chosen), row, keys.chosen_key)
-    return checked(Preference(ended_before_answer(turns, row, keys.chosen_key), _two(row, [first, second]), row.place))
+    return checked(
+        Preference(
+            ended_before_answer(turns, row, keys.chosen_key), _chosen_and_rejected(row, [first, second]), row.place
+        )
+    )
 
 
 def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """LLaMA-Factory's sharegpt ranking: `conversations` of {from, value}; `chosen` and `rejected` of the same form."""
+    """ShareGPT ranking of LLaMA-Factory: `conversations` of {from, value}; `chosen` and `rejected` likewise."""
     turns = field_of(row.value, "conversations", row)
     if not isinstance(turns, list):
         raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
@@ -110,19 +120,21 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
         completion_of(row, _from_sharegpt(field_of(row.value, key, row), row, key), key)
         for key in (keys.chosen_key, keys.rejected_key)
     ]
-    return checked(Preference(prompt, _two(row, texts), row.place))
+    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`instruction` and `input` make the prompt; `chosen`/`rejected`, or `output` as a pair, the completions."""
+    """The prompt is `instruction` and `input`; the completions are `chosen` and `rejected`, or a pair in `output`."""
     prompt = _alpaca_prompt(row)
     if keys.chosen_key in row.value:
         return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
     output = field_of(row.value, "output", row)
     if not isinstance(output, list) or len(output) != 2:
-        raise RowError(row.place, "one completion", "output: without chosen and rejected it must be a pair of texts.")
+        raise RowError(
+            row.place, "one completion", "output: a row without chosen and rejected needs a pair of texts here."
+        )
     texts = [completion_of(row, text, f"output[{i}]") for i, text in enumerate(output)]
-    return checked(Preference(prompt, _two(row, texts), row.place))
+    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
 
 
 def _alpaca_prompt(row: SourceRow) -> Prompt:
@@ -130,13 +142,13 @@ def _alpaca_prompt(row: SourceRow) -> Prompt:
     instruction = prompt_of(row, "instruction")
     extra = "" if row.value.get("input") is None else row.value["input"]
     if not isinstance(instruction, str) or not isinstance(extra, str):
-        raise RowError(row.place, "wrong type", "instruction and input must be texts.")
+        raise RowError(row.place, "wrong type", "instruction and input must be strings.")
     text = f"{instruction}\n\n{text_of(row, extra, 'input')}" if extra.strip() else instruction
     history = row.value.get("history") or []
     if not history:
         return text
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise RowError(row.place, "wrong type", "history: not a list of pairs, each a question and its answer.")
+        raise RowError(row.place, "wrong type", "history: not a list of [question, answer] pairs.")
     earlier = [(role, said) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)]
     turns = [*earlier, ("user", text)]
     return messages_of([{"role": role, "content": said} for role, said in turns], row, "history")
@@ -149,9 +161,9 @@ def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
 
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
     """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
-    preferred = whole(field_of(row.value, "overall_preference", row))
+    preferred = float_to_int(field_of(row.value, "overall_preference", row))
     if not isinstance(preferred, int) or isinstance(preferred, bool):
-        raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not a whole number.")
+        raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not an integer.")
     ranks = (0, 1) if preferred < 0 else (1, 0) if preferred > 0 else (0, 0)
     texts = [completion_of(row, field_of(row.value, key, row), key) for key in ("response1", "response2")]
     completions = tuple(Completion(text, rank) for text, rank in zip(texts, ranks, strict=True))
@@ -160,13 +172,13 @@ def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to read rows, and the fields that tell it; a field may be asked to hold a kind of value."""
+    """How to read the rows of a format, and the keys it is detected from."""
 
     read: Callable[[SourceRow, DatasetFields], Preference]
-    told_by: tuple[str, ...]
-    holds: Callable[[Any], bool] = lambda value: True  # what the last of those fields must hold
-    # Other fields that tell it once no format is told by its own, if the last of them holds completions with scores.
-    or_by: tuple[tuple[str, ...], ...] = ()
+    required_keys: tuple[str, ...]
+    holds: Callable[[Any], bool] = lambda value: True  # a check on the value of the last key
+    # Tried after the keys of all formats; the last key must hold completions with scores.
+    fallback_keys: tuple[tuple[str, ...], ...] = ()
 
 
 def _is_dialogue(value: Any) -> bool:
@@ -174,12 +186,12 @@ def _is_dialogue(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Not a whole conversation, as some sets have it beside a prompt that repeats its first turn."""
+    """Whether a value is a completion, not a complete conversation: some datasets repeat the prompt in it."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 
 
-# In the order they are tried; {prompt}, {chosen} and {rejected} stand for the configured keys.
+# In the order they are tried; {prompt}, {chosen} and {rejected} are replaced by the configured keys.
 FORMATS: dict[str, Format] = {
     "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
     "PreferenceDataset": Format(ranked, ("context", "completions")),
@@ -188,7 +200,7 @@ FORMATS: dict[str, Format] = {
     "scored": Format(
         scored,
         ("{prompt}", "completions"),
-        or_by=(("{prompt}", "responses"), ("instruction", "completions"), ("instruction", "responses")),
+        fallback_keys=(("{prompt}", "responses"), ("instruction", "completions"), ("instruction", "responses")),
     ),
     "sharegpt": Format(sharegpt, ("conversations", "{chosen}", "{rejected}")),
     "alpaca": Format(alpaca, ("instruction", "{chosen}", "{rejected}")),
@@ -201,30 +213,30 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# Those whose rows say themselves which completion is better.
+# Formats whose rows contain the order of the completions.
 RANKED = ("PreferenceDataset", "HelpSteer3", "scored")
-NOTHING_FITS = ("BinaryPreferenceDataset", "no other format fits its keys")
-# Whichever name rows like these go by, their completions may stand under the configured keys.
-ALPACA_KEYS = FORMATS["alpaca"].told_by
+NOTHING_FITS = ("BinaryPreferenceDataset", "no other format matches its keys")
+# Both alpaca formats may have their completions under the configured keys.
+ALPACA_KEYS = FORMATS["alpaca"].required_keys
 
 
 def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
-    """The name of the format, told by the keys of a row, and the reason in words."""
+    """The name of the format detected from the keys of a row, and the reason in words."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
     for name, known in FORMATS.items():
-        fields = [names.get(field, field) for field in known.told_by]
+        fields = [names.get(field, field) for field in known.required_keys]
         if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
-            return name, f"told by the keys {', '.join(fields)}"
-    for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.or_by):
+            return name, f"detected from the keys {', '.join(fields)}"
+    for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.fallback_keys):
         fields = [names.get(field, field) for field in fields]
         if all(field in row.value for field in fields) and has_scores(row.value, fields[-1]):
-            return name, f"told by the keys {', '.join(fields)}"
+            return name, f"detected from the keys {', '.join(fields)}"
     return NOTHING_FITS
 
 
 def unused_key(name: str, keys: DatasetFields) -> str | None:
-    """A key of one's own that a format does not look at, though it was given: prompt_key, say, of alpaca's rows."""
-    used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].told_by
+    """The first configured key that a format ignores, such as prompt_key for alpaca; None if it uses all."""
+    used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].required_keys
     for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
             return f"{part}_key"
@@ -232,48 +244,48 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
-    """A row in the named format, with its system turn and tools, its prompt worded as the dataset's prompt files say."""
+    """Read a row in the named format, with its system turn and tools, and apply the prompt files of the dataset."""
     refuse_other_media(row)
     try:
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
-        raise _of_another_format(_with_its_setting(error, keys), row, keys, name) from None
-    if name not in RANKED and _is_against(row):
-        preference = replace(preference, notes=(*preference.notes, AGAINST))
+        raise _naming_the_format(_naming_the_setting(error, keys), row, keys, name) from None
+    if name not in RANKED and _label_may_contradict(row):
+        preference = replace(preference, notes=(*preference.notes, CONTRADICTED))
     prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
     return replace(preference, prompt=prompt, tools=tools)
 
 
-def _is_against(row: SourceRow) -> bool:
-    """Whether a label beside a chosen and a rejected completion may say that the rejected one is better."""
+def _label_may_contradict(row: SourceRow) -> bool:
+    """Whether a label in the row may mean that the rejected completion is better."""
     labels = [row.value[key] for key in LABELS if row.value.get(key) is not None]
     return any(str(label).strip().lower() in ("0", "0.0", "-1", "-1.0", "false", "rejected") for label in labels)
 
 
-def _with_its_setting(error: RowError, keys: DatasetFields) -> RowError:
-    """Of a key that is missing and was named by a setting: by which."""
+def _naming_the_setting(error: RowError, keys: DatasetFields) -> RowError:
+    """The error with the setting that names the missing key, if one does."""
     for part in PARTS:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
-            told = f"{error.message} It is asked for by data.train.{part}_key."
-            return RowError(error.place, error.reason, told)
+            message = f"{error.message} The key was set by data.train.{part}_key."
+            return RowError(error.place, error.reason, message)
     return error
 
 
-def _of_another_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
-    """Of a row that lacks a key of the format the first rows told, and has all those of another: of which."""
+def _naming_the_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
+    """The error with the other format that matches the row, if a key of the detected format is missing."""
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
     if other[0] in (name, NOTHING_FITS[0]):
         return error
-    told = (
-        f"no row of {name}, as those before it are, but one of {other[0]}, {other[1]}. Rows of two formats are two sets: "
-        "data.train=[A.jsonl,B.jsonl]."
+    message = (
+        f"the row has the format {other[0]} ({other[1]}), but earlier rows have the format {name}. Put the rows of each "
+        "format into a separate file: data.train=[A.jsonl,B.jsonl]."
     )
-    return RowError(error.place, "another format", told)
+    return RowError(error.place, "another format", message)
 
 
 ASSISTANT = "\n\nAssistant:"
@@ -283,19 +295,19 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Preference:
     texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
-    return checked(Preference(prompt, _two(row, texts), row.place))
+    return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
 
 
-def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
-    """The chosen and the rejected answer, with the scores that stand beside them in the row, if any."""
+def _chosen_and_rejected(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
+    """The chosen and the rejected completion, with their scores if the row has them."""
     given = None
     if not row.value.keys().isdisjoint(ANY_SCORE):
-        # A table has every column in every row: null where the row has none.
+        # A table has every column in every row, with null for missing values.
         several = [keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
         given = several[0] if several else None
         for one, two in ((a, b) for other in several[1:] for a, b in zip(several[0], other, strict=True)):
             if row.value.get(one) != row.value.get(two):
-                raise RowError(row.place, "bad score", f"{one} and {two} differ, and only one can count.")
+                raise RowError(row.place, "bad score", f"{one} and {two} differ, and only one can be used. Remove one.")
     if given is None:
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]
@@ -303,19 +315,19 @@ def _two(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Co
 
 
 def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
-    """What comes before the last assistant turn, and what that turn says."""
+    """The text before the last assistant turn, and the text of that turn."""
     text = text_of(row, field_of(row.value, key, row), key)
     before, found, answer = text.rpartition(ASSISTANT)
     before = f"\n\n{before.lstrip()}"
     if not found or not TURN.match(before):
-        raise RowError(row.place, "no dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
+        raise RowError(row.place, "not a dialogue", f"{key}: no 'Human:' turn followed by an 'Assistant:' turn.")
     if TURN.search(answer):
         raise RowError(row.place, "wrong roles", f"{key} ends in a 'Human:' turn; it must end in an 'Assistant:' turn.")
     return before, answer.strip()
 
 
 def _turns(dialogue: str) -> list[dict[str, str]]:
-    """A dialogue as messages; turns of one side in a row are one message."""
+    """A dialogue as messages; consecutive turns of one role are merged."""
     turns: list[dict[str, str]] = []
     _, *parts = TURN.split(dialogue)
     for who, said in zip(parts[::2], parts[1::2], strict=True):
@@ -333,21 +345,21 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """The prompt is the longest common beginning that an assistant turn follows in both.
+    """A preference whose prompt is the longest common beginning that is followed by an assistant turn in both.
 
-    user assistant user [assistant] and user assistant user [assistant tool assistant]: the answers are in brackets
+    user assistant user [assistant] and user assistant user [assistant tool assistant]: the completions are in brackets
     """
     keys = (chosen_key, rejected_key)
     both = [messages_of(field_of(row.value, key, row), row, key, allowed="a list of messages") for key in keys]
     for key, messages in zip(keys, both, strict=True):
         if messages[-1].role != "assistant":
-            message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant's."
+            message = f"{key} ends in a {messages[-1].role} turn; it must end in an assistant turn."
             raise RowError(row.place, "wrong roles", message)
     split = _length_of_prompt(*both)
     if split == 0 or any(message.role == "user" for messages in both for message in messages[split:]):
         raise _prompts_differ(row)
     answers = [as_answer(messages[split:], row, key) for key, messages in zip(keys, both, strict=True)]
-    return checked(Preference(both[0][:split], _two(row, answers), row.place))
+    return checked(Preference(both[0][:split], _chosen_and_rejected(row, answers), row.place))
 
 
 def _length_of_prompt(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
@@ -363,5 +375,5 @@ def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:
         raise RowError(row.place, "wrong type", f"{where}: {kind_of(turn)}, not a turn with from and value.")
     who, said = (field_of(turn, key, row, f"{where}.") for key in ("from", "value"))
     if not isinstance(who, str) or who not in ROLES:
-        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is none of {', '.join(ROLES)}.")
+        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is not one of {', '.join(ROLES)}.")
     return {"role": ROLES[who], "content": said}

@@ -1,7 +1,7 @@
-"""NeMo Aligner's `packed_{size}_seed{seed}.npy` in, preferences out, pack by pack; and the reverse.
+"""Reads and writes the packed files of NeMo Aligner, `packed_{size}_seed{seed}.npy`, as preferences pack by pack.
 
-Such a file is a pickle, which in the usual reader may run anything. Here it is read as data: what it names is compared
-with a short table, and nothing is imported or called for it.
+Such a file is a pickle, and unpickling can run arbitrary code. Here it is read as data: names are compared with a short
+table, and nothing is imported or called.
 
 Each pack is a dict: `input_ids` and `labels` of all its sequences end to end (chosen, rejected, chosen, ...),
 `seq_boundaries` (0, then where each sequence ends), and per sequence `lengths` and `reward`. Labels come in two layouts:
@@ -24,31 +24,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.config.sections.section import MAX_SCORE
-from tandem.data.formats.plain_pickle import Array, Refused, load_objects, shown
+from tandem.data.formats.plain_pickle import Array, Refused, describe, load_objects
 from tandem.data.text.tokens import IntArray, TokenizedPreference
 from tandem.errors import DataError
 from tandem.storage.cache import replacing
 
-NOT_SCORED = -100  # the label of a token that is not learned: of the prompt, a tool turn, padding
-DEFAULT_REWARDS = (1.0, 0.0)  # of chosen and rejected where the data gives none
+NOT_SCORED = -100  # the label of tokens without a loss: prompt, tool turns, padding
+DEFAULT_REWARDS = (1.0, 0.0)  # of chosen and rejected if the data has none
 MAX_ID = np.iinfo(np.int32).max
 KEYS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
-AGAIN = "Pack it again, or prepare from the JSONL that it was packed from."
+PACK_AGAIN_HINT = "Pack it again, or prepare from the JSONL file that it was packed from."
 
 
 def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
-    """The preferences of each pack, one for each pair; each has two completions, and the rewards as scores.
+    """The preferences of each pack, one per pair, each with two completions and the rewards as scores.
 
-    Which layout the labels have is told from the labels: those of a whole file have one. A pair of equal completions,
-    and one of any length, is returned like the others.
+    The layout is detected from the labels: a file has one layout. Pairs are not filtered: equal completions and long
+    ones are returned too.
     """
     if file.exists() and not file.is_file() and not file.is_dir():
         raise DataError(f"{file}: a pipe or a device. Give the path of a packed_*.npy file.")
-    entries, num_bytes = _load(file)
+    entries, num_bytes = _load_packs(file)
     _check_amount(entries, num_bytes, file)
     entries.reverse()
     packs: list[list[_Sequence]] = []
-    while entries:  # each is let go once it is read: as Python's numbers, tokens take nine times the memory
+    while entries:  # each is freed once it is read: as Python integers, tokens take nine times the memory
         packs.append(_sequences(entries.pop(), f"{file}: pack {len(packs)}"))
     ahead = _labels_are_ahead([sequence for pack in packs for sequence in pack])
     return [
@@ -61,16 +61,16 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
 
 
 def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> None:
-    """Write packs as NeMo Aligner reads them, with labels in place; the file is complete, or absent.
+    """Write packs in the format of NeMo Aligner, with labels in place. The file is written completely or not at all.
 
-    A preference gives a chosen and a rejected sequence, prompt included, for each of its pairs. Packs without a pair
-    are left out.
+    Each pair of a preference becomes a chosen and a rejected sequence, prompt included. Packs without a pair are left
+    out.
     """
     entries = [entry for pack in packs if (entry := _entry(pack))["lengths"]]
     array = np.empty(len(entries), object)
     array[:] = entries
     data = pickle.dumps(array, protocol=3)
-    # numpy 2 writes its new module's name, which the numpy of Aligner's containers does not know; all know the old one.
+    # numpy 2 writes its new module name, which the numpy in Aligner's containers does not know. All versions know the old one.
     head, rest = data[:64].replace(b"numpy._core.", b"numpy.core."), memoryview(data)[64:]
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file, binary=True) as sink:
@@ -80,24 +80,24 @@ def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> No
 
 
 def pack_sizes_for_nemo(preference: TokenizedPreference) -> int:
-    """What a preference takes of a pack's size there: two sequences a pair, each without one token.
+    """The number of tokens that a preference takes in a NeMo pack: two sequences per pair, each less one token.
 
-    A sequence of n tokens is n - 1 inputs and n - 1 labels, and inputs are what a pack's size counts.
+    A sequence of n tokens is n - 1 inputs and n - 1 labels, and the size of a pack counts inputs.
     """
     lengths = [len(preference.prompt) + len(completion) - 1 for completion in preference.completions]
     return sum(lengths[winner] + lengths[loser] for winner, loser in preference.pairs)
 
 
 def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreference]:
-    """Each pair as a preference of two completions: what may go to different packs there."""
+    """Each pair as a preference with two completions. The pairs of a preference may go into different NeMo packs."""
     for pair in preference.pairs:
         yield TokenizedPreference(
-            preference.prompt,
-            tuple(preference.completions[i] for i in pair),
-            ((0, 1),),
-            tuple(preference.scores[i] for i in pair),
-            preference.place,
-            tuple(preference.unscored[i] for i in pair) if preference.unscored else (),
+            prompt=preference.prompt,
+            completions=tuple(preference.completions[i] for i in pair),
+            pairs=((0, 1),),
+            scores=tuple(preference.scores[i] for i in pair),
+            place=preference.place,
+            unscored=tuple(preference.unscored[i] for i in pair) if preference.unscored else (),
         )
 
 
@@ -105,7 +105,7 @@ def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreferenc
 
 
 def _entry(pack: Sequence[TokenizedPreference]) -> dict[str, list[Any]]:
-    """The dict of a pack."""
+    """The dict of a pack, as in the file."""
     entry: dict[str, list[Any]] = {key: [] for key in KEYS}
     entry["seq_boundaries"].append(0)
     for pair in (pair for preference in pack for pair in single_pairs(preference)):
@@ -115,7 +115,7 @@ def _entry(pack: Sequence[TokenizedPreference]) -> dict[str, list[Any]]:
             scored = pair.scored(i)
             if not len(scored):
                 raise DataError(
-                    f"{pair.place}: a completion has no scored token, and a NeMo pack cannot say so. Remove it."
+                    f"{pair.place}: a completion has no scored token, which a NeMo pack cannot represent. Remove it."
                 )
             labels[scored] = pair.completions[i][scored]
             entry["input_ids"] += pair.prompt.tolist() + pair.completions[i].tolist()
@@ -131,8 +131,8 @@ def _rewards(pair: TokenizedPreference) -> tuple[float, ...]:
     if not all(isfinite(score) for score in pair.scores):
         chosen, rejected = pair.scores
         raise DataError(
-            f"{pair.place}: scores {chosen:g} of the chosen and {rejected:g} of the rejected completion; a NeMo pack "
-            "needs two finite numbers. Give a score to both, or to neither."
+            f"{pair.place}: the scores are {chosen:g} (chosen) and {rejected:g} (rejected), but a NeMo pack needs two "
+            "finite numbers. Give both completions a score, or neither."
         )
     return tuple(float(score) for score in pair.scores)
 
@@ -142,7 +142,7 @@ def _rewards(pair: TokenizedPreference) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A prompt with one answer, without padding."""
+    """A prompt with one completion, without padding."""
 
     ids: IntArray
     labels: IntArray
@@ -151,17 +151,17 @@ class _Sequence:
 
     @property
     def not_in_place(self) -> NDArray[np.intp]:
-        """Positions of labels that are not the token there."""
+        """Positions of labels that differ from the token at the same position."""
         return np.flatnonzero((self.labels != self.ids) & (self.labels != NOT_SCORED))
 
     @property
     def not_ahead(self) -> NDArray[np.intp]:
-        """Positions of labels that are not the next token. The last may be any: one ahead, no other place has it."""
+        """Positions of labels that differ from the next token. The last label is not checked: no token follows."""
         labels = self.labels[:-1]
         return np.flatnonzero((labels != self.ids[1:]) & (labels != NOT_SCORED))
 
     def in_place(self, ahead: bool) -> "_Sequence":
-        """The same with labels in place.
+        """The same sequence with labels in place.
 
         ids 5 6 7, labels -100 7 8, one ahead -> ids 5 6 7 8, labels -100 -100 7 8
         """
@@ -173,8 +173,8 @@ class _Sequence:
         return _Sequence(ids[:known], labels[:known], self.reward, self.place)
 
 
-def _load(file: Path) -> tuple[list[Any], int]:
-    """The packs of a file, and how many bytes it has."""
+def _load_packs(file: Path) -> tuple[list[Any], int]:
+    """The packs of a file, and its size in bytes."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -182,26 +182,30 @@ def _load(file: Path) -> tuple[list[Any], int]:
     try:
         return load_objects(data), len(data)
     except Refused as refused:
-        raise DataError(f"{file}: {refused}. {AGAIN}") from None
+        raise DataError(f"{file}: {refused}. {PACK_AGAIN_HINT}") from None
 
 
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
-    """Refuse a file that, by naming one list many times, stands for more numbers than it has bytes."""
+    """Refuse a file that expands to more numbers than it has bytes, by repeating a list."""
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     num_numbers = sum(len(items) for value in values if (items := _items(value)) is not None)
     if num_numbers > num_bytes:
-        raise DataError(f"{file}: {num_bytes} bytes that stand for {num_numbers} numbers: lists are repeated. {AGAIN}")
+        raise DataError(
+            f"{file}: {num_bytes} bytes expand to {num_numbers} numbers, because lists are repeated. {PACK_AGAIN_HINT}"
+        )
 
 
 def _sequences(entry: Any, place: str) -> list[_Sequence]:
-    """The sequences of a pack, each checked by itself, but for the layout of its labels."""
+    """The sequences of a pack, each checked except for the layout of its labels."""
     if not isinstance(entry, dict):
-        raise DataError(f"{place}: {shown(entry)}, not a dict with {', '.join(KEYS)}. {AGAIN}")
+        raise DataError(f"{place}: {describe(entry)}, not a dict with {', '.join(KEYS)}. {PACK_AGAIN_HINT}")
     if entry.keys() != set(KEYS):
         odd = min(entry.keys() ^ set(KEYS))
-        raise DataError(f"{place}: {'lacks' if odd in KEYS else 'has an unknown'} {shown(odd)}. {AGAIN}")
+        raise DataError(
+            f"{place}: {describe(odd)} is {'missing' if odd in KEYS else 'an unknown key'}. {PACK_AGAIN_HINT}"
+        )
     ids, labels, rewards, lengths, bounds = (_listed(entry[key], key, place) for key in KEYS)
-    bounds = _whole(bounds, "boundary", place).tolist()
+    bounds = _as_integers(bounds, "boundary", place).tolist()
     _check_bounds(bounds, len(ids), place)
     for key, values, what, num in (
         ("labels", labels, "tokens", len(ids)),
@@ -209,7 +213,7 @@ def _sequences(entry: Any, place: str) -> list[_Sequence]:
         ("reward", rewards, "sequences", len(bounds) - 1),
     ):
         if len(values) != num:
-            raise DataError(f"{place}: {len(values)} {key} for {num} {what}. {AGAIN}")
+            raise DataError(f"{place}: {len(values)} {key} for {num} {what}. {PACK_AGAIN_HINT}")
     return [
         _sequence(ids[start:end], labels[start:end], length, reward, f"{place}, sequence {i}")
         for i, ((start, end), length, reward) in enumerate(zip(pairwise(bounds), lengths, rewards, strict=True))
@@ -218,45 +222,56 @@ def _sequences(entry: Any, place: str) -> list[_Sequence]:
 
 def _check_bounds(bounds: list[int], num_tokens: int, place: str) -> None:
     if not bounds or bounds[0] != 0:
-        raise DataError(f"{place}: seq_boundaries start with {bounds[0] if bounds else 'nothing'}, not with 0. {AGAIN}")
+        raise DataError(
+            f"{place}: seq_boundaries start with {bounds[0] if bounds else 'nothing'}, not with 0. {PACK_AGAIN_HINT}"
+        )
     for i, (start, end) in enumerate(pairwise(bounds)):
         if start >= end:
-            raise DataError(f"{place}, sequence {i}: seq_boundaries do not rise: {end} follows {start}. {AGAIN}")
+            raise DataError(
+                f"{place}, sequence {i}: seq_boundaries do not increase: {end} follows {start}. {PACK_AGAIN_HINT}"
+            )
     if bounds[-1] != num_tokens:
-        raise DataError(f"{place}: seq_boundaries end with {bounds[-1]}, and there are {num_tokens} tokens. {AGAIN}")
+        raise DataError(
+            f"{place}: seq_boundaries end with {bounds[-1]}, but there are {num_tokens} tokens. {PACK_AGAIN_HINT}"
+        )
     if len(bounds) % 2 == 0 or len(bounds) == 1:
-        raise DataError(f"{place}: {len(bounds) - 1} sequences do not make pairs of chosen and rejected. {AGAIN}")
+        raise DataError(
+            f"{place}: {len(bounds) - 1} sequences cannot be divided into pairs of chosen and rejected. {PACK_AGAIN_HINT}"
+        )
 
 
 def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, place: str) -> _Sequence:
-    """A sequence without its padding, which is what follows its `length` tokens."""
+    """A sequence without its padding: the first `length` tokens."""
     if type(length) is not int or not 0 < length <= len(tokens):
-        raise DataError(f"{place}: its length is {shown(length)}, of {len(tokens)} tokens. {AGAIN}")
-    ids, labels = _whole(tokens, "token", place), _whole(marks, "label", place)
+        raise DataError(
+            f"{place}: its length is {describe(length)}, but it has {len(tokens)} tokens. {PACK_AGAIN_HINT}"
+        )
+    ids, labels = _as_integers(tokens, "token", place), _as_integers(marks, "label", place)
     if (wrong := np.flatnonzero((ids < 0) | (ids > MAX_ID))).size:
-        raise DataError(f"{place}: token {wrong[0]} is {ids[wrong[0]]}, which is no token id. {AGAIN}")
+        raise DataError(f"{place}: token {wrong[0]} is {ids[wrong[0]]}, which is not a token id. {PACK_AGAIN_HINT}")
     is_id = (labels >= 0) & (labels <= MAX_ID)
     if (wrong := np.flatnonzero(~is_id & (labels != NOT_SCORED))).size:
         raise DataError(
-            f"{place}: label {wrong[0]} is {labels[wrong[0]]}, neither a token id nor {NOT_SCORED}. {AGAIN}"
+            f"{place}: label {wrong[0]} is {labels[wrong[0]]}, neither a token id nor {NOT_SCORED}. {PACK_AGAIN_HINT}"
         )
     if is_id[length:].any():
-        raise DataError(f"{place}: its length is {length}, and labels follow. {AGAIN}")
+        raise DataError(f"{place}: its length is {length}, but there are labels after it. {PACK_AGAIN_HINT}")
     if not is_id.any():
-        raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no answer. {AGAIN}")
+        raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no completion. {PACK_AGAIN_HINT}")
     if not _is_finite(reward):
-        raise DataError(f"{place}: its reward is {shown(reward)}, not a finite number. {AGAIN}")
+        raise DataError(f"{place}: its reward is {describe(reward)}, not a finite number. {PACK_AGAIN_HINT}")
     if abs(reward) > MAX_SCORE:
         raise DataError(
-            f"{place}: its reward is {shown(reward)}, too large: scores are stored as float32, up to {MAX_SCORE:.1e}. {AGAIN}"
+            f"{place}: its reward {describe(reward)} is too large. Scores are stored as float32, up to "
+            f"{MAX_SCORE:.1e}. {PACK_AGAIN_HINT}"
         )
     return _Sequence(ids[:length].astype(np.int32), labels[:length].astype(np.int32), float(reward), place)
 
 
 def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
-    """Whether labels are the next tokens, as opposed to the tokens in their place; in doubt, in place.
+    """Whether labels are one ahead, not in place; False if both fit.
 
-    An answer of one token fits both: nothing follows it. So one layout must fit every sequence of a file.
+    A completion of one token fits both, since no token follows it. So one layout must fit every sequence of a file.
     """
     not_in_place = next((sequence for sequence in sequences if sequence.not_in_place.size), None)
     not_ahead = next((sequence for sequence in sequences if sequence.not_ahead.size), None)
@@ -267,64 +282,66 @@ def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
             i, j, ids, labels = sequence.not_in_place[0], sequence.not_ahead[0], sequence.ids, sequence.labels
             raise DataError(
                 f"{sequence.place}: label {i} is {labels[i]} and its token {ids[i]}, label {j} is {labels[j]} and the next "
-                f"token {ids[j + 1]}: labels are neither in place nor one ahead. {AGAIN}"
+                f"token {ids[j + 1]}, so labels are neither in place nor one ahead. {PACK_AGAIN_HINT}"
             )
     raise DataError(
-        f"{not_in_place.place}: its labels are one ahead, and those of {not_ahead.place.rpartition(': ')[2]} in place. "
-        f"A file has one layout. {AGAIN}"
+        f"{not_in_place.place}: its labels are one ahead, but those of {not_ahead.place.rpartition(': ')[2]} are in "
+        f"place. A file must have one layout. {PACK_AGAIN_HINT}"
     )
 
 
 def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int) -> TokenizedPreference:
-    """A pair with labels in place: the prompt is what precedes the first label."""
+    """A pair with labels in place, as a preference: the prompt is everything before the first label."""
     starts = [int(np.flatnonzero(sequence.labels != NOT_SCORED)[0]) for sequence in (chosen, rejected)]
     prompt, other = chosen.ids[: starts[0]], rejected.ids[: starts[1]]
     if not np.array_equal(prompt, other):
         pair = f"{chosen.place.rpartition(', ')[0]}, sequences {number} and {number + 1}"
-        raise DataError(f"{pair}: their prompts differ ({_difference(prompt, other)}), and a pair shares one. {AGAIN}")
+        raise DataError(
+            f"{pair}: their prompts differ ({_difference(prompt, other)}), but a pair has one prompt. {PACK_AGAIN_HINT}"
+        )
     if not len(prompt):
-        raise DataError(f"{chosen.place}: its first token has a label, so it has no prompt. {AGAIN}")
+        raise DataError(f"{chosen.place}: its first token has a label, so it has no prompt. {PACK_AGAIN_HINT}")
     answers = [sequence.labels[start:] for sequence, start in zip((chosen, rejected), starts, strict=True)]
     unscored = tuple(np.flatnonzero(labels == NOT_SCORED).astype(np.int32) for labels in answers)
     return TokenizedPreference(
-        prompt,
-        (chosen.ids[starts[0] :], rejected.ids[starts[1] :]),
-        ((0, 1),),
-        (chosen.reward, rejected.reward),
-        place,
-        unscored if any(len(positions) for positions in unscored) else (),
+        prompt=prompt,
+        completions=(chosen.ids[starts[0] :], rejected.ids[starts[1] :]),
+        pairs=((0, 1),),
+        scores=(chosen.reward, rejected.reward),
+        place=place,
+        unscored=unscored if any(len(positions) for positions in unscored) else (),
     )
 
 
 def _difference(prompt: IntArray, other: IntArray) -> str:
-    """Where two prompts part."""
+    """The first difference of two prompts, in words."""
     num = min(len(prompt), len(other))
-    if (apart := np.flatnonzero(prompt[:num] != other[:num])).size:
-        return f"token {apart[0]} is {prompt[apart[0]]} and {other[apart[0]]}"
+    if (differing := np.flatnonzero(prompt[:num] != other[:num])).size:
+        return f"token {differing[0]} is {prompt[differing[0]]} and {other[differing[0]]}"
     return f"{len(prompt)} and {len(other)} tokens"
 
 
 def _items(value: Any) -> list[Any] | NDArray[Any] | None:
-    """What is in a list or an array; None for anything else."""
+    """The items of a list or an array; None for anything else."""
     return value if isinstance(value, list) else value.values if isinstance(value, Array) else None
 
 
 def _listed(value: Any, key: str, place: str) -> list[Any]:
     if (items := _items(value)) is None:
-        raise DataError(f"{place}: {key} is {shown(value)}, not a list. {AGAIN}")
+        raise DataError(f"{place}: {key} is {describe(value)}, not a list. {PACK_AGAIN_HINT}")
     return items if isinstance(items, list) else items.tolist()
 
 
-def _whole(values: list[Any], what: str, place: str) -> NDArray[np.int64]:
-    """Whole numbers as an array."""
+def _as_integers(values: list[Any], what: str, place: str) -> NDArray[np.int64]:
+    """Integers as an array; a DataError names the first other value."""
     with suppress(OverflowError):
         if set(map(type, values)) <= {int}:
             return np.array(values, np.int64)
     i = next(i for i, value in enumerate(values) if type(value) is not int or not -(2**63) <= value < 2**63)
-    raise DataError(f"{place}: {what} {i} is {shown(values[i])}, not a whole number of 64 bits. {AGAIN}")
+    raise DataError(f"{place}: {what} {i} is {describe(values[i])}, not a 64-bit integer. {PACK_AGAIN_HINT}")
 
 
 def _is_finite(value: Any) -> bool:
-    with suppress(OverflowError):  # a whole number that no float can hold
+    with suppress(OverflowError):  # an integer too large for a float
         return type(value) in (int, float) and isfinite(value)
     return False

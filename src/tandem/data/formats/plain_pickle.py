@@ -1,4 +1,4 @@
-"""An .npy file of foreign objects in; numbers, strings, lists, dicts and arrays out. Nothing that it names is ever run."""
+"""Reads an untrusted .npy file of pickled objects as numbers, strings, lists, dicts and arrays, without running anything."""
 
 import pickle
 import re
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SHOWN = 80  # characters of a value in a message
+MAX_SHOWN_CHARACTERS = 80  # characters of a value in a message
 
 
 class Refused(Exception):
-    """Why a pickle is not read; the message is the rest of a sentence that starts with the file."""
+    """A pickle that is refused; the message follows the file name and a colon."""
 
 
 class _Name(Enum):
-    """What a pickle may name. A name stands for itself: nothing is imported."""
+    """The names that a pickle may contain. They are only compared: nothing is imported."""
 
     NDARRAY = "numpy.ndarray"
     DTYPE = "numpy.dtype"
@@ -27,7 +27,7 @@ class _Name(Enum):
     ENCODE = "_codecs.encode"  # how older pickles write bytes
 
 
-_NAMES = {
+_KNOWN_NAMES = {
     ("numpy", "ndarray"): _Name.NDARRAY,
     ("numpy", "dtype"): _Name.DTYPE,
     ("numpy.core.multiarray", "_reconstruct"): _Name.RECONSTRUCT,
@@ -40,70 +40,70 @@ _NAMES = {
 
 @dataclass(slots=True, eq=False)
 class _Dtype:
-    """The type of an array's numbers: `i8` and the like, or `O8` of objects; then, as the pickle adds it, the byte order."""
+    """The type of an array's items: a number such as `i8`, or `O8` for objects. The pickle sets the byte order later."""
 
     code: str
     order: str = "="
 
     def numbers(self, raw: bytes, num: int) -> NDArray[Any]:
         if self.code not in _CODES or len(raw) != num * int(self.code[1]):
-            raise Refused(f"has an array of {num} {shown(self.code)} in {len(raw)} bytes")
+            raise Refused(f"an array of {num} {describe(self.code)} in {len(raw)} bytes")
         return np.frombuffer(raw, np.dtype(self.order + self.code))
 
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """An array of one dimension: made empty, then filled."""
+    """A one-dimensional array: created empty, then filled."""
 
     values: list[Any] | NDArray[Any] | None = None
 
 
-def shown(value: Any) -> str:
-    """A value of a file for a message: one short line, whatever it is."""
+def describe(value: Any) -> str:
+    """A value of the file as one short line for a message."""
     if isinstance(value, int | float | str) or value is None:
         text = ascii(value)
-        return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
     return "an array" if isinstance(value, Array) else f"a {type(value).__name__.strip('_').lower()}"
 
 
 _CODES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
 _HEADER = re.compile(rb"\{'descr': '\|O', 'fortran_order': False, 'shape': \(([0-9]{1,18}),\), \} *\n")
-# Instructions for one number each: of 1, 2 and 4 bytes, and a float. A list of tokens is a run of them.
+# Opcodes of one number each: integers of 1, 2 and 4 bytes, and floats. A list of tokens is a run of them.
 _NUMBERS = re.compile(rb"(?:K.|M..|J.{4}|G.{8})++", re.DOTALL)
-_SKIPPED = {b"\x80": 1, b"\x95": 8}  # protocol and frame: bytes that follow
-_MADE: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict, b")": tuple, b"N": lambda: None}
-_MADE |= {b"\x88": lambda: True, b"\x89": lambda: False}
-_COUNTED: dict[bytes, tuple[int, Callable[[bytes], Any]]] = {  # bytes of the length, and what is made of so many bytes
+_SKIPPED = {b"\x80": 1, b"\x95": 8}  # protocol and frame: number of bytes that follow
+_CONSTANTS: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict, b")": tuple, b"N": lambda: None}
+_CONSTANTS |= {b"\x88": lambda: True, b"\x89": lambda: False}
+_SIZED: dict[bytes, tuple[int, Callable[[bytes], Any]]] = {  # size of the length field, and how to decode the bytes
     b"X": (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
     b"\x8c": (1, lambda raw: raw.decode("utf-8", "surrogatepass")),
     b"B": (4, bytes),
     b"C": (1, bytes),
     b"\x8a": (1, lambda raw: int.from_bytes(raw, "little", signed=True)),
 }
-_KEPT, _RECALLED = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}  # bytes of the index into the memo
+_MEMO_PUT, _MEMO_GET = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}  # bytes of the index into the memo
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
 
 def load_objects(data: bytes) -> list[Any]:
-    """The objects of an .npy file of one dimension."""
-    # Version 1.0, which has a header of at most 65,535 bytes, is what numpy.save writes for a list of dicts.
+    """The objects of a one-dimensional .npy file."""
+    # numpy.save writes a list of dicts in version 1.0, whose header has at most 65,535 bytes.
     header = data[10 : 10 + int.from_bytes(data[8:10], "little")]
     described = _HEADER.fullmatch(header) if data[:8] == b"\x93NUMPY\x01\x00" else None
     if described is None:
         raise Refused("not an array of objects as numpy.save writes it")
     loaded = _PlainPickle(data, 10 + len(header)).load()
     if not isinstance(loaded, Array) or not isinstance(loaded.values, list):
-        raise Refused("holds no array of objects")
+        raise Refused("does not contain an array of objects")
     if not 0 < len(loaded.values) == int(described[1]):
-        raise Refused(f"has {len(loaded.values)} packs where its header says {int(described[1])}")
+        raise Refused(f"{len(loaded.values)} packs, but the header says {int(described[1])}")
     return loaded.values
 
 
 class _PlainPickle:
-    """A pickle of numbers, strings, lists, tuples, dicts and numpy arrays, read without importing or calling anything.
+    """A reader for pickles of numbers, strings, lists, tuples, dicts and numpy arrays that imports and calls nothing.
 
-    pickle.Unpickler, however few names it is given, is no match for a foreign file: one changed byte makes it reserve
-    gigabytes for its memo, and numpy's arrays then take their shape from the file and read past the end of their data.
+    pickle.Unpickler is not safe for untrusted files even if it allows few names: one changed byte makes it reserve
+    gigabytes for its memo, and numpy takes the shape of an array from the file and reads past the end of its data.
     """
 
     def __init__(self, data: bytes, start: int):
@@ -115,16 +115,16 @@ class _PlainPickle:
 
     def load(self) -> Any:
         try:
-            while (code := self._code()) != b".":
-                self._follow(code)
+            while (code := self._next_opcode()) != b".":
+                self._execute(code)
             return self.stack.pop()
         except (LookupError, TypeError, ValueError):
-            raise Refused(f"is damaged before byte {self.position}") from None
+            raise Refused(f"damaged before byte {self.position}") from None
 
-    def _code(self) -> bytes:
-        """The next instruction that is not a number's."""
+    def _next_opcode(self) -> bytes:
+        """Push a run of numbers, and return the next opcode after it."""
         if run := _NUMBERS.match(self.data, self.position):
-            # Numbers alone are safe with the usual reader, which is far faster. "(" ... "t": all as a tuple.
+            # For numbers alone pickle.loads is safe, and far faster. "(" ... "t" makes a tuple of them.
             self.stack += pickle.loads(b"(" + run[0] + b"t.")
             self.position = run.end()
         return self._take(1)
@@ -132,33 +132,33 @@ class _PlainPickle:
     def _take(self, num: int) -> bytes:
         taken = self.data[self.position : self.position + num]
         if len(taken) < num:
-            raise Refused(f"ends in the middle, at byte {len(self.data)}")
+            raise Refused(f"the file is cut off at byte {len(self.data)}")
         self.position += num
         return taken
 
     def _number(self, num_bytes: int) -> int:
         return int.from_bytes(self._take(num_bytes), "little")
 
-    def _follow(self, code: bytes) -> None:
-        if code in _MADE:
-            self.stack.append(_MADE[code]())
-        elif code in _COUNTED:
-            num_bytes, made_of = _COUNTED[code]
+    def _execute(self, code: bytes) -> None:
+        if code in _CONSTANTS:
+            self.stack.append(_CONSTANTS[code]())
+        elif code in _SIZED:
+            num_bytes, made_of = _SIZED[code]
             self.stack.append(made_of(self._take(self._number(num_bytes))))
-        elif code in _KEPT:
-            self.memo[self._number(_KEPT[code])] = self.stack[-1]
-        elif code in _RECALLED:
-            self.stack.append(self.memo[self._number(_RECALLED[code])])
+        elif code in _MEMO_PUT:
+            self.memo[self._number(_MEMO_PUT[code])] = self.stack[-1]
+        elif code in _MEMO_GET:
+            self.stack.append(self.memo[self._number(_MEMO_GET[code])])
         elif code in _TUPLES:
-            self.stack.append(tuple(self._popped(_TUPLES[code])))
+            self.stack.append(tuple(self._pop(_TUPLES[code])))
         elif code in _SKIPPED:
             self._take(_SKIPPED[code])
-        elif code in _JOINS:
-            _JOINS[code](self)
+        elif code in _OTHERS:
+            _OTHERS[code](self)
         else:
-            raise Refused(f"has an instruction that no pack needs ({code!a} at byte {self.position - 1})")
+            raise Refused(f"an instruction that packs do not use ({code!a} at byte {self.position - 1})")
 
-    def _popped(self, num: int) -> list[Any]:
+    def _pop(self, num: int) -> list[Any]:
         if num > len(self.stack):
             raise IndexError
         start = len(self.stack) - num
@@ -167,7 +167,7 @@ class _PlainPickle:
         return popped
 
     def _since_mark(self) -> list[Any]:
-        return self._popped(max(0, len(self.stack) - self.marks.pop()))
+        return self._pop(max(0, len(self.stack) - self.marks.pop()))
 
     def _mark(self) -> None:
         self.marks.append(len(self.stack))
@@ -188,21 +188,23 @@ class _PlainPickle:
             raise TypeError
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
-    def _named(self, module: Any, name: Any) -> None:
+    def _push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise TypeError
-        if (module, name) not in _NAMES:
-            raise Refused(f"names {shown(f'{module}.{name}')}, which no pack needs; nothing that it names was run")
-        self.stack.append(_NAMES[module, name])
+        if (module, name) not in _KNOWN_NAMES:
+            raise Refused(
+                f"it names {describe(f'{module}.{name}')}, which packs do not use; no code from the file was run"
+            )
+        self.stack.append(_KNOWN_NAMES[module, name])
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         end = self.data.index(b"\n", self.position)
         line = self.data[self.position : end].decode("utf-8")
         self.position = end + 1
         return line
 
     def _reduce(self) -> None:
-        match self._popped(2):
+        match self._pop(2):
             case [_Name.RECONSTRUCT, (_Name.NDARRAY, (0,), b"b")]:
                 self.stack.append(Array())
             case [_Name.DTYPE, (str(code), _, _)]:
@@ -211,14 +213,14 @@ class _PlainPickle:
                 self.stack.append(dtype.numbers(raw, 1)[0].item())
             case [_Name.ENCODE, (str(text), "latin1")]:
                 self.num_encoded += len(text)
-                if self.num_encoded > len(self.data):  # each time it is encoded, a text takes memory
-                    raise Refused(f"encodes one text many times, before byte {self.position}")
+                if self.num_encoded > len(self.data):  # each encoding takes memory
+                    raise Refused(f"a text is encoded many times before byte {self.position}")
                 self.stack.append(text.encode("latin1"))
             case _:
-                raise Refused(f"makes what no pack needs, before byte {self.position}")
+                raise Refused(f"an object that packs do not use before byte {self.position}")
 
     def _build(self) -> None:
-        made, state = self._popped(2)
+        made, state = self._pop(2)
         match made, state:
             case _Dtype(), (int(), "<" | ">" | "|" | "=" as order, None, None, None, *_):
                 made.order = order
@@ -229,20 +231,20 @@ class _PlainPickle:
             case Array(values=None), (int(), (int(num),), _Dtype() as dtype, bool(), bytes(raw)):
                 made.values = dtype.numbers(raw, num)
             case _:
-                raise Refused(f"fills an array in a way that no pack needs, before byte {self.position}")
+                raise Refused(f"an array is filled in a way that packs do not use before byte {self.position}")
         self.stack.append(made)
 
 
-_JOINS: dict[bytes, Callable[[_PlainPickle], None]] = {
+_OTHERS: dict[bytes, Callable[[_PlainPickle], None]] = {
     b"(": _PlainPickle._mark,
     b"\x94": _PlainPickle._memoize,
     b"t": _PlainPickle._tuple,
-    b"a": lambda self: self._extend(self._popped(1)),
+    b"a": lambda self: self._extend(self._pop(1)),
     b"e": lambda self: self._extend(self._since_mark()),
-    b"s": lambda self: self._update(self._popped(2)),
+    b"s": lambda self: self._update(self._pop(2)),
     b"u": lambda self: self._update(self._since_mark()),
-    b"c": lambda self: self._named(self._line(), self._line()),
-    b"\x93": lambda self: self._named(*self._popped(2)),
+    b"c": lambda self: self._push_name(self._read_line(), self._read_line()),
+    b"\x93": lambda self: self._push_name(*self._pop(2)),
     b"R": _PlainPickle._reduce,
     b"b": _PlainPickle._build,
 }

@@ -1,4 +1,4 @@
-"""What a preference is, and how its parts are read out of a row: texts, messages, scores, each with its place."""
+"""The record of a preference, and functions that read its parts from a row: texts, messages and scores."""
 
 import difflib
 import json
@@ -15,19 +15,19 @@ from tandem.data.text.chat import SHIELD
 from tandem.terminal.printable import listed
 
 ROLES = ("system", "user", "assistant", "tool")
-# Beside role and content: what chat templates read.
+# Keys of a message besides role and content that chat templates read.
 REASONING = ("reasoning_content", "thinking")
-MORE = ("tool_calls", "tool_call_id", "name", *REASONING)
-# Columns of sets that show more than texts.
+OPTIONAL_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING)
+# Columns of datasets that are not text only.
 OTHER_MEDIA = frozenset(["images", "image", "videos", "video", "audios", "audio"])
-# The note on rows whose chosen completion may be the worse one.
-AGAINST = "labels that may prefer the rejected completion, which are not read"
+# The note on rows whose label may contradict their chosen completion.
+CONTRADICTED = "labels that are ignored and may prefer the rejected completion"
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `more` holds tool calls and what else a chat template may read."""
+    """One turn of a conversation; `more` holds tool calls and other fields that a chat template may read."""
 
     role: str
     content: str
@@ -36,9 +36,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer, its rank (lower is better) and its score where the data gives one.
+    """One completion: its answer, its rank (lower is better), and its score if the data has one.
 
-    The answer is a plain text, or messages: assistant turns, which are scored, and tool turns, which are not.
+    The answer is plain text, or messages: assistant turns, which are scored, and tool turns, which are not.
     """
 
     answer: str | tuple[Message, ...]
@@ -48,28 +48,28 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt (a plain text, or messages), two or more ranked completions, and the tools that could be called."""
+    """A prompt (plain text or messages), two or more ranked completions, and the tools that are available."""
 
     prompt: str | tuple[Message, ...]
     completions: tuple[Completion, ...]
     place: str
     tools: tuple[Any, ...] = ()
-    notes: tuple[str, ...] = ()  # what is worth a count though the row is used
+    notes: tuple[str, ...] = ()  # counted and reported; the row is used
 
 
 def checked(preference: Preference) -> Preference:
     answers = [completion.answer for completion in preference.completions]
-    if len(answers) == 2 and any(map(says_nothing, answers)):  # of more, it may be in no pair
+    if len(answers) == 2 and any(map(is_empty, answers)):  # of more than two, an empty one may be in no pair
         raise empty_completion(preference.place)
     if all(answer == answers[0] for answer in answers):
         raise RowError(
             preference.place,
             "equal completions",
-            "chosen and rejected are identical, so the pair teaches nothing.",
+            "chosen and rejected are identical, so there is no preference to learn.",
             kind="filtered",
         )
     if len({completion.rank for completion in preference.completions}) == 1:
-        raise RowError(preference.place, "equal ranks", "all completions have the same rank: a tie.", kind="filtered")
+        raise RowError(preference.place, "equal ranks", "all completions have the same rank.", kind="filtered")
     return preference
 
 
@@ -77,7 +77,7 @@ def empty_completion(place: str) -> RowError:
     return RowError(place, "empty completion", "a completion is empty.", kind="filtered")
 
 
-def says_nothing(answer: str | tuple[Message, ...]) -> bool:
+def is_empty(answer: str | tuple[Message, ...]) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
@@ -88,28 +88,28 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
         refuse_spaces(holder, (key,), row)
         lowered = {name.lower(): name for name in holder}
         near = difflib.get_close_matches(key.lower(), list(lowered), n=1, cutoff=0.7)
-        hint = f" Is {above}{lowered[near[0]]} meant?" if near else ""
+        hint = f" Did you mean {above}{lowered[near[0]]}?" if near else ""
         found = listed(holder) or "none"
-        way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_way_out(key)}"
+        way_out = ("" if near else f" Keys found: {found}.") if above else f" Keys found: {found}. {_remedy(key)}"
         raise RowError(row.place, "missing key", f"no key {above}{key}.{hint}{way_out}")
     if holder[key] is None:
-        raise RowError(row.place, "null", f"{above}{key} is null; it must hold a value.")
+        raise RowError(row.place, "null", f"{above}{key} is null. Give it a value.")
     return holder[key]
 
 
 def refuse_spaces(holder: Mapping[str, Any], keys: tuple[str, ...], row: SourceRow) -> None:
-    """Stop where keys are there but for the spaces around them, as in the header of many a table."""
+    """Raise a RowError if a key is only missing because of spaces around its name, as in the headers of some tables."""
     if spaced := [name for name in holder if name not in keys and name.strip() in keys]:
         message = (
-            f"spaces around {', '.join(map(repr, spaced))}. Remove them, in the header of a table or from the key."
+            f"spaces around {', '.join(map(repr, spaced))}. Remove them from the key, or from the header of the table."
         )
         raise RowError(row.place, "missing key", message)
 
 
-def _way_out(key: str) -> str:
+def _remedy(key: str) -> str:
     if key in ("prompt", "chosen", "rejected"):
-        return f"data.train.{key}_key names another."
-    return "data.train.dataset_name names another format."
+        return f"Set data.train.{key}_key to another key."
+    return "Set data.train.dataset_name to another format."
 
 
 def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
@@ -122,27 +122,31 @@ def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
 
 
 def with_system(row: SourceRow, prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
-    """The prompt behind the system turn that stands beside it in the row, if one does."""
+    """The prompt, preceded by the system turn under the row's key `system`, if it has one."""
     given = row.value.get("system")
     if not given:
         return prompt
     system = Message("system", text_of(row, given, "system"))
     turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     if turns[0].role == "system":
-        raise RowError(row.place, "late system turn", "a system turn in the prompt, beside the key system. Remove one.")
+        raise RowError(
+            row.place, "late system turn", "a system turn in the prompt and another under the key system. Remove one."
+        )
     return (system, *turns)
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
     if messages[-1].role == "user" and not messages[-1].content.strip():
-        raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user's turn is empty.")
+        raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":
-        raise RowError(row.place, "no user turn", f"{key}: a system turn alone; there is nothing to answer.")
+        raise RowError(
+            row.place, "no user turn", f"{key}: only a system turn, with nothing to answer. Add a user turn."
+        )
     if messages[-1].role == "assistant":
         raise RowError(
             row.place,
             "context ends in an assistant turn",
-            f"{key}[{len(messages) - 1}]: the prompt ends in an assistant turn; it must end before the answer.",
+            f"{key}[{len(messages) - 1}]: the prompt ends in an assistant turn. End it before the completion.",
         )
     return messages
 
@@ -150,12 +154,16 @@ def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str)
 def refuse_other_media(row: SourceRow) -> None:
     for key in () if OTHER_MEDIA.isdisjoint(row.value) else row.value:
         if key in OTHER_MEDIA and row.value[key]:
-            raise RowError(row.place, "not text", f"{key}: only texts can be trained on.")
+            raise RowError(
+                row.place,
+                "not text",
+                f"{key}: only text can be trained on. Remove this column, or the rows that use it.",
+            )
 
 
 def text_of(row: SourceRow, value: Any, key: str) -> str:
     if not isinstance(value, str):
-        raise RowError(row.place, "wrong type", f"{key}: {shown(value)}, not a text.")
+        raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not a text.")
     return _clean(value, row, key)
 
 
@@ -168,7 +176,7 @@ def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, 
 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:
-    """What an assistant (and the tools it calls) says: messages, or the text of a single plain one."""
+    """The answer of an assistant and its tools: messages, or the text of a single plain message."""
     if len(messages) == 1 and messages[0].role == "assistant":
         return messages if messages[0].more else messages[0].content
     roles = [message.role for message in messages]
@@ -176,31 +184,31 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | 
         raise RowError(
             row.place,
             "wrong roles",
-            f"{key}: roles {listed(roles)}; a completion is one assistant message, or assistant and tool messages "
-            "that end in the assistant's.",
+            f"{key}: roles {listed(roles)}, but a completion is one assistant message, or assistant and tool messages "
+            "that end in an assistant message.",
         )
     return messages
 
 
 def tools_of(row: SourceRow) -> tuple[Any, ...]:
-    """The tools of a row (JSON schemas), from a list or from a text that holds one."""
+    """The tools of a row (JSON schemas), from a list or from its JSON text."""
     value = row.value.get("tools")
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise RowError(row.place, "bad tools", "tools: a text that is not JSON.") from None
+            raise RowError(row.place, "bad tools", "tools: the text is not JSON.") from None
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         each = value if isinstance(value, list) else []
-        odd = next((f"tools[{i}]: {shown(one)}" for i, one in enumerate(each) if not isinstance(one, Mapping)), None)
-        told = (
+        odd = next((f"tools[{i}]: {describe(one)}" for i, one in enumerate(each) if not isinstance(one, Mapping)), None)
+        message = (
             f"{odd}, not an object that describes a tool."
             if odd
-            else f"tools: {shown(value)}, not a list of objects that describe tools."
+            else f"tools: {describe(value)}, not a list of objects that describe tools."
         )
-        raise RowError(row.place, "bad tools", told)
+        raise RowError(row.place, "bad tools", message)
     return tuple(_clean_within(value, row, "tools"))
 
 
@@ -208,7 +216,7 @@ def messages_of(
     value: Any, row: SourceRow, key: str, first: str = "user", allowed: str = "a text or a list of messages"
 ) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise RowError(row.place, "wrong type", f"{key}: {shown(value)}, not {allowed}.")
+        raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not {allowed}.")
     if not value:
         raise RowError(row.place, "no messages", f"{key} is an empty list of messages.")
     messages = tuple(_message(item, row, f"{key}[{i}]") for i, item in enumerate(value))
@@ -220,14 +228,14 @@ def messages_of(
         raise RowError(row.place, "late system turn", f"{key}[{late}]: a system turn may only come first.")
     for before, i in zip([None, *turns], turns, strict=False):
         role = messages[i].role
-        wanted = {first} if before is None else _may_follow(messages[before].role)
+        wanted = {first} if before is None else _roles_after(messages[before].role)
         if role not in wanted:
             after = "first" if before is None else f"after {messages[before].role}"
             raise RowError(row.place, "roles out of order", f"{key}[{i}]: role {role} cannot come {after}.")
     return messages
 
 
-def _may_follow(role: str) -> set[str]:
+def _roles_after(role: str) -> set[str]:
     return {"user": {"assistant"}, "assistant": {"user", "tool"}, "tool": {"tool", "assistant"}}[role]
 
 
@@ -236,14 +244,18 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
         raise RowError(row.place, "wrong type", f"{where}: {kind_of(item)}, not a message with role and content.")
     role = field_of(item, "role", row, f"{where}.")
     if role not in ROLES:
-        raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is none of {', '.join(ROLES)}.")
+        raise RowError(row.place, "unknown role", f"{where}.role: {role!r} is not one of {', '.join(ROLES)}.")
     is_plain = len(item) == 2 and "content" in item
-    more = {} if is_plain else {key: _clean_within(item[key], row, f"{where}.{key}") for key in MORE if item.get(key)}
+    more = (
+        {}
+        if is_plain
+        else {key: _clean_within(item[key], row, f"{where}.{key}") for key in OPTIONAL_KEYS if item.get(key)}
+    )
     if "tool_calls" in more:
         check_calls(more["tool_calls"], row, f"{where}.tool_calls")
     for key in REASONING:
         if not isinstance(more.get(key, ""), str):
-            raise RowError(row.place, "wrong type", f"{where}.{key}: {shown(more[key])}, not a text.")
+            raise RowError(row.place, "wrong type", f"{where}.{key}: {describe(more[key])}, not a text.")
     if "tool_calls" in more and item.get("content") is None:
         return Message(role, "", more)
     content = field_of(item, "content", row, f"{where}.")
@@ -251,27 +263,27 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
 
 
 def check_calls(calls: Any, row: SourceRow, where: str) -> None:
-    """Each has a name, and arguments that are an object, the JSON text of one, or none."""
+    """Check that each call has a name, and arguments that are an object, its JSON text, or missing."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise RowError(row.place, "bad tool call", f"{where}: {shown(calls)}, not a list of calls.")
+        raise RowError(row.place, "bad tool call", f"{where}: {describe(calls)}, not a list of calls.")
     for i, call in enumerate(calls):
         function = call.get("function", call)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise RowError(row.place, "bad tool call", f"{where}[{i}]: it names no function.")
+            raise RowError(row.place, "bad tool call", f"{where}[{i}]: the function has no name.")
         arguments = function.get("arguments")
         if isinstance(arguments, str) and arguments.strip():
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
-                raise RowError(row.place, "bad tool call", f"{where}[{i}]: its arguments are no JSON.") from None
+                raise RowError(row.place, "bad tool call", f"{where}[{i}]: the arguments are not JSON.") from None
         if arguments and not isinstance(arguments, Mapping):
-            message = f"{where}[{i}]: its arguments are {shown(arguments)}, not an object."
+            message = f"{where}[{i}]: the arguments are {describe(arguments)}, not an object."
             raise RowError(row.place, "bad tool call", message)
 
 
 def _text(content: Any, row: SourceRow, where: str) -> str:
-    """A text, or the texts of typed parts ({"type": "text", "text" or "value": ...}) put together."""
+    """The text, or the joined texts of typed parts ({"type": "text", "text" or "value": ...})."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -286,8 +298,8 @@ def _text(content: Any, row: SourceRow, where: str) -> str:
     return "".join(texts)
 
 
-def shown(value: Any) -> str:
-    """A value in a message: a number itself, anything longer by its kind."""
+def describe(value: Any) -> str:
+    """A value for an error message: a number as it is, anything else by its kind."""
     return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else kind_of(value)
 
 
@@ -298,16 +310,18 @@ def _clean(text: str, row: SourceRow, key: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RowError(
-            row.place, "lone surrogate", f"{key}: half a character (a lone surrogate) at position {error.start}."
+            row.place,
+            "lone surrogate",
+            f"{key}: an incomplete character (a lone surrogate) at position {error.start}. Remove it.",
         ) from None
     if SHIELD in text:
         at = text.index(SHIELD)
-        raise RowError(row.place, "noncharacter", f"{key}: U+FDD0, which is no character, at position {at}. Remove it.")
+        raise RowError(row.place, "noncharacter", f"{key}: the noncharacter U+FDD0 at position {at}. Remove it.")
     return text
 
 
 def _clean_within(value: Any, row: SourceRow, key: str) -> Any:
-    """The same for every text inside a value."""
+    """Check every text inside a value as `_clean` does."""
     if isinstance(value, str):
         _clean(value, row, key)
     elif isinstance(value, Mapping):
@@ -326,10 +340,10 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
         comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None
-        hint = f" Write it with a point: {comma[0].replace(',', '.')}." if comma else ""
+        hint = f" Write it with a decimal point: {comma[0].replace(',', '.')}." if comma else ""
         raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.{hint}")
     if abs(value) > MAX_SCORE:
         number = f"{value:.3g}" if abs(value) < 10**300 else f"a number of {len(str(abs(value)))} digits"
-        message = f"{where}: {number} is too large: scores are stored as float32, up to {MAX_SCORE:.1e}."
+        message = f"{where}: {number} is too large. Scores are stored as float32, up to {MAX_SCORE:.1e}."
         raise RowError(row.place, "bad score", message)
     return float(value)

@@ -1,4 +1,4 @@
-"""A dataset's prompt files in; a Wording out, which puts their texts around every prompt."""
+"""Reads the prompt files of a dataset into a Wording, which applies their texts to every prompt."""
 
 import errno
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ Prompt = str | tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The texts of `prompt_file` (its {} stands for the prompt) and of `system_prompt_file`."""
+    """The texts of `prompt_file`, where {} is replaced by the prompt, and of `system_prompt_file`."""
 
     prompt: str | None = None
     system: str | None = None
 
     def of(self, prompt: Prompt) -> Prompt:
-        """A prompt, its last user turn put into the prompt text; a system turn before it if it has none."""
+        """The prompt with its last user turn inserted into the prompt text, and a system turn first if it has none."""
         if self.prompt is not None:
             if isinstance(prompt, str):
                 prompt = self.prompt.replace("{}", prompt)
@@ -34,16 +34,17 @@ class Wording:
 
 
 def wording_of(keys: DatasetFields, source: str) -> Wording:
-    """What the prompt files of the set at `source` say; ConfigError if one cannot be used."""
+    """Read the prompt files of the dataset at `source`; ConfigError if one cannot be used."""
     prompt = _read(keys.prompt_file, f"{source}: prompt_file = {keys.prompt_file}")
     system = _read(keys.system_prompt_file, f"{source}: system_prompt_file = {keys.system_prompt_file}")
     if prompt is not None and "{}" not in prompt:
         raise ConfigError(
-            f"{source}: prompt_file = {keys.prompt_file}: holds no {{}}, the place where the prompt goes."
+            f"{source}: prompt_file = {keys.prompt_file}: it has no {{}}, which is replaced by the prompt. Add {{}} to it."
         )
     if system is not None and not system.strip():
         raise ConfigError(
-            f"{source}: system_prompt_file = {keys.system_prompt_file}: is empty. Write a text into it, or leave it out."
+            f"{source}: system_prompt_file = {keys.system_prompt_file}: the file is empty. Write the system prompt "
+            "into it, or leave out the key."
         )
     return Wording(prompt, system)
 
@@ -54,7 +55,7 @@ def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 
 def text_of(file: Path) -> str:
-    """The text of a file that a configuration names. A pipe is no file: its reader would wait for whoever writes to it."""
+    """The text of a file named in the configuration. A pipe is refused: reading it could wait forever."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "Not a file")
     return file.read_text(encoding="utf-8")
@@ -64,6 +65,6 @@ def _read(file: str | None, place: str) -> str | None:
     if file is None:
         return None
     try:
-        return text_of(Path(file)).removesuffix("\n")  # an editor's last newline is not meant
+        return text_of(Path(file)).removesuffix("\n")  # editors add a final newline
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: not readable: {why_unreadable(error)}.") from None
+        raise ConfigError(f"{place}: cannot be read ({why_unreadable(error)}). Check the path.") from None

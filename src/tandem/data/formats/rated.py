@@ -1,4 +1,4 @@
-"""Rows with two or more completions in, each with a rank or a score of its own; Preferences out."""
+"""Reads rows with two or more completions, each with a rank or a score, as Preferences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,57 +9,59 @@ from tandem.data.formats.preference import (
     Preference,
     checked,
     completion_of,
+    describe,
     field_of,
     prompt_of,
     score_of,
-    shown,
 )
 from tandem.data.read.sources import RowError, SourceRow
 
-SCORED_BY = ("score", "reward", "overall_score")
+SCORE_KEYS = ("score", "reward", "overall_score")
 TEXT_KEYS = ("completion", "response", "text", "content")
-LISTS = ("completions", "responses")
+LIST_KEYS = ("completions", "responses")
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo RL's PreferenceDataset: `context` (messages), `completions` of {rank, completion}; lower rank is better."""
-    given = _several(row, "completions", '{"rank": 0, "completion": "Yes."}')
+    """PreferenceDataset of NeMo RL: `context` (messages), `completions` of {rank, completion}; a lower rank is better."""
+    given = _completion_list(row, "completions", '{"rank": 0, "completion": "Yes."}')
     completions = []
     for i, item in enumerate(given):
         where = f"completions[{i}]"
-        rank = whole(field_of(item, "rank", row, f"{where}."))
+        rank = float_to_int(field_of(item, "rank", row, f"{where}."))
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is no rank; ranks are integers from 0.")
+            raise RowError(row.place, "bad rank", f"{where}.rank: {rank!r} is not a rank. Ranks are integers from 0.")
         text = completion_of(row, field_of(item, "completion", row, f"{where}."), f"{where}.completion")
         completions.append(Completion(text, rank, _score(item, row, where)))
     return checked(Preference(prompt_of(row, "context"), tuple(completions), row.place))
 
 
-def whole(number: Any) -> Any:
-    """2.0 is 2: tables write whole numbers so where a row has none."""
+def float_to_int(number: Any) -> Any:
+    """Convert 2.0 to 2: tables store integers as floats if a row has none."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def scored(row: SourceRow, keys: DatasetFields) -> Preference:
-    """A prompt and completions with a score each, which also gives the ranks: higher is better.
+    """A prompt and completions with a score each. The scores give the ranks: higher is better.
 
-    A score is in the object of its completion, or in the list `scores` beside the completions, as UltraFeedback has it.
+    A score is in the object of its completion, or in a separate list `scores`, as in UltraFeedback.
     """
-    there = [name for name in LISTS if name in row.value] or LISTS
+    there = [name for name in LIST_KEYS if name in row.value] or LIST_KEYS
     key = next((name for name in there if has_scores(row.value, name)), there[0])
     like = '{"completion": "Yes.", "score": 1}'
-    given = _several(row, key, like, texts=row.value.get("scores") is not None)
-    beside = _scores_beside(row, key, len(given))
+    given = _completion_list(row, key, like, texts=row.value.get("scores") is not None)
+    separate = _separate_scores(row, key, len(given))
     answers = []
     for i, item in enumerate(given):
         where = f"{key}[{i}]"
-        own = _score(item, row, where, SCORED_BY) if isinstance(item, Mapping) else None
-        if own is None and beside is None:
-            raise RowError(row.place, "missing key", f"{where} has no score (or reward).")
-        if own is not None and beside is not None and own != beside[i]:
-            message = f"{where}: its own score {own:g} and scores[{i}] {beside[i]:g} differ, and only one can count."
+        own = _score(item, row, where, SCORE_KEYS) if isinstance(item, Mapping) else None
+        if own is None and separate is None:
+            raise RowError(
+                row.place, "missing key", f"{where} has no score (or reward). Add one, or remove the completion."
+            )
+        if own is not None and separate is not None and own != separate[i]:
+            message = f"{where}: its score {own:g} and scores[{i}] {separate[i]:g} differ, and only one can be used. Remove one."
             raise RowError(row.place, "bad score", message)
-        score = own if beside is None else beside[i]
+        score = own if separate is None else separate[i]
         text, name = item, where
         if isinstance(item, Mapping):
             found = next((name for name in TEXT_KEYS if name in item), TEXT_KEYS[0])
@@ -71,59 +73,61 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def has_scores(row: Mapping[str, Any], key: str) -> bool:
-    """Whether a list of completions has a score for each, of its own or in `scores` beside them."""
+    """Whether each completion of a list has a score, in its object or in `scores`."""
     items = row.get(key)
     if not isinstance(items, list) or not items:
         return False
     if isinstance(row.get("scores"), list):
         return all(isinstance(item, str | list | Mapping) for item in items)
-    return all(isinstance(item, Mapping) and any(name in item for name in SCORED_BY) for item in items)
+    return all(isinstance(item, Mapping) and any(name in item for name in SCORE_KEYS) for item in items)
 
 
 def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
-    """UltraFeedback calls the prompt `instruction`; a key that a setting names is never passed over."""
+    """The key of the prompt: `instruction` in UltraFeedback, unless prompt_key is configured."""
     is_default = keys.prompt_key == DatasetFields.model_fields["prompt_key"].default
     return "instruction" if is_default and "prompt" not in row.value and "instruction" in row.value else keys.prompt_key
 
 
-def _scores_beside(row: SourceRow, key: str, count: int) -> list[float] | None:
-    """The list `scores`: one for each completion."""
+def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
+    """The list `scores`, with one score per completion; None if the row has none."""
     given = row.value.get("scores")
     if given is None:
         return None
     if not isinstance(given, list):
-        raise RowError(row.place, "wrong type", f"scores: {shown(given)}, not a list with a score for each of {key}.")
+        raise RowError(
+            row.place, "wrong type", f"scores: {describe(given)}, not a list with a score for each of {key}."
+        )
     if len(given) != count:
-        raise RowError(row.place, "bad score", f"scores: a list of {len(given)} for {count} {key}; each needs one.")
+        raise RowError(row.place, "bad score", f"scores: {len(given)} scores for {count} {key}. Give each one score.")
     scores = [score_of(value, row, f"scores[{i}]") for i, value in enumerate(given)]
     missing = next((i for i, score in enumerate(scores) if score is None), None)
     if missing is not None:
-        raise RowError(row.place, "null", f"scores[{missing}] is null; it must hold a value.")
+        raise RowError(row.place, "null", f"scores[{missing}] is null. Give it a value.")
     return [score for score in scores if score is not None]
 
 
-def _several(row: SourceRow, key: str, like: str, *, texts: bool = False) -> list[Any]:
-    """Two or more completions, each an object like the one shown; with `texts` also texts or messages."""
+def _completion_list(row: SourceRow, key: str, like: str, *, texts: bool = False) -> list[Any]:
+    """The two or more completions under `key`, each an object such as `like`; with `texts` also texts or messages."""
     given = field_of(row.value, key, row)
     if not isinstance(given, list):
-        raise RowError(row.place, "wrong type", f"{key}: {shown(given)}, not a list of completions such as {like}.")
+        raise RowError(row.place, "wrong type", f"{key}: {describe(given)}, not a list of completions such as {like}.")
     if len(given) < 2:
-        message = f"{key}: a list of {len(given)}; a preference needs two or more completions."
+        message = f"{key}: a list of {len(given)}, but a preference needs two or more completions."
         raise RowError(row.place, "one completion", message)
     for i, item in enumerate(given):
         if not isinstance(item, Mapping) and not (texts and isinstance(item, str | list)):
-            raise RowError(row.place, "wrong type", f"{key}[{i}]: {shown(item)}, not an object such as {like}.")
+            raise RowError(row.place, "wrong type", f"{key}[{i}]: {describe(item)}, not an object such as {like}.")
     return given
 
 
 def _score(
     item: Mapping[str, Any], row: SourceRow, where: str, names: tuple[str, ...] = ("score", "reward")
 ) -> float | None:
-    # A table has every column in every row: null where the row has none.
+    # A table has every column in every row, with null for missing values.
     given = {name: score_of(item.get(name), row, f"{where}.{name}") for name in names}
     (first, score), *others = [(name, score) for name, score in given.items() if score is not None] or [("", None)]
     for other, value in others:
         if value != score:
-            message = f"{where}: {first} {score:g} and {other} {value:g} differ, and only one can count."
+            message = f"{where}: {first} {score:g} and {other} {value:g} differ, and only one can be used. Remove one."
             raise RowError(row.place, "bad score", message)
     return score

@@ -1,4 +1,4 @@
-"""What csv files hold besides plain texts between commas: JSON in cells, other separators, other files of that name."""
+"""Special cases of csv files: JSON in cells, separators other than commas, and spreadsheets named .csv."""
 
 import csv
 import io
@@ -11,51 +11,53 @@ from typing import Any
 from tandem.data.read.json_array import DuplicateKey, decode
 from tandem.errors import DataError
 
-# Columns that are lists in every format that has them.
-LISTS = ("completions", "responses", "scores", "conversations", "output")
+# Columns that hold a list in every format that has them.
+LIST_COLUMNS = ("completions", "responses", "scores", "conversations", "output")
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 PYTHON_LIST = re.compile(r"\s*(array\()?\[\s*\{\s*'")
-OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # how .xls begins
-# Names of parts, which stand near the beginning of the zip archives that spreadsheets are.
-WORKBOOK_PARTS = (b"[Content_Types].xml", b"xl/", b"_rels/.rels", b"opendocument.spreadsheet")
+XLS_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the first bytes of an .xls file
+# Names of members near the beginning of the zip archives that .xlsx and .ods files are.
+WORKBOOK_MEMBERS = (b"[Content_Types].xml", b"xl/", b"_rels/.rels", b"opendocument.spreadsheet")
 
 
 def refuse_spreadsheet(raw: io.BufferedReader) -> None:
+    """Raise a DataError if the file is an Excel or OpenDocument file, whatever its name."""
     opening = raw.peek(4096)[:4096]
-    is_workbook = opening.startswith(b"PK\x03\x04") and any(part in opening for part in WORKBOOK_PARTS)
-    if is_workbook or opening.startswith(OLE):
+    is_workbook = opening.startswith(b"PK\x03\x04") and any(part in opening for part in WORKBOOK_MEMBERS)
+    if is_workbook or opening.startswith(XLS_MAGIC):
         raise DataError(
-            f"{raw.name}: a spreadsheet (Excel or OpenDocument), which is not read, whatever its name. Save the sheet as "
-            "CSV in UTF-8, with commas."
+            f"{raw.name}: the file is a spreadsheet (Excel or OpenDocument), which tandem cannot read. Save the sheet "
+            "as CSV "
+            "in UTF-8, with commas."
         )
 
 
-def refuse_first_line(line: str, path: Path) -> None:
-    """Stop where the first line of a csv file shows that its lines or columns are separated in another way."""
+def check_first_line(line: str, path: Path) -> None:
+    """Raise a DataError if the first line of a csv file shows other line ends or separators than expected."""
     if "\r" in line.rstrip("\r\n"):
         raise DataError(
-            f"{path}:1: lines end in a carriage return alone, as on old Macs. Save the file with line feeds as line ends."
+            f"{path}:1: lines end in a carriage return only (old Mac style). Save the file with line feeds (LF or CRLF)."
         )
     if len(next(csv.reader([line]), [])) > 1:
         return
     for sign, word in OTHER_SEPARATORS.items():
         if len(next(csv.reader([line], delimiter=sign), [])) > 1:
-            raise DataError(f"{path}:1: the names of columns are separated by {word}. Write the file with commas.")
+            raise DataError(f"{path}:1: the column names are separated by {word}. Save the file with commas.")
 
 
 def is_python_list(text: str) -> bool:
-    """Whether a list of messages was written by str() or, as pandas does, by to_csv: [{'role': ...}]."""
+    """Whether the text is a list of messages written by str(), or by to_csv of pandas: [{'role': ...}]."""
     return bool(PYTHON_LIST.match(text)) and ("'role'" in text or "'from'" in text)
 
 
-def json_cell(name: str, text: str) -> Any:
-    """The messages, or the list, that a cell holds as JSON; None where it is a text."""
+def parse_json_cell(name: str, text: str) -> Any:
+    """The messages or the list that a cell holds as JSON; None if the cell is plain text."""
     start = text.lstrip()[:1]
-    if start not in ("[", "{") or not (name in LISTS or '"role"' in text or '"from"' in text):
+    if start not in ("[", "{") or not (name in LIST_COLUMNS or '"role"' in text or '"from"' in text):
         return None
-    with suppress(ValueError, RecursionError, DuplicateKey):  # else it stays the text it is
+    with suppress(ValueError, RecursionError, DuplicateKey):  # then it is plain text
         value = decode(text.strip())
-        if isinstance(value, list) and (name in LISTS or (value and all(map(_is_message, value)))):
+        if isinstance(value, list) and (name in LIST_COLUMNS or (value and all(map(_is_message, value)))):
             return value
         return value if _is_message(value) else None
     return None

@@ -1,4 +1,4 @@
-"""The name of a dataset on the Hugging Face hub in; its commit and local copies of one split's files out."""
+"""Fetches the files of one split of a dataset on the Hugging Face hub, and returns their local paths and the commit."""
 
 import errno
 import json
@@ -20,68 +20,71 @@ from tandem.errors import DataError
 from tandem.storage.cache import cache_dir, fingerprint, replacing
 from tandem.terminal.printable import listed
 
-# The hub's own rule for the names of repositories.
+# The hub's rule for repository names.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 COMMIT = re.compile(r"\w{1,64}", re.ASCII)
 LISTING_TIMEOUT_SECONDS = 30
-# What is said of a header that cannot be sent. The second quotes it, token and all.
+# Errors about a header that cannot be sent. The second one quotes the header with the token in it.
 BAD_HEADER = re.compile("codec can't encode|Bearer ")
-ONLINE = "Run once without HF_HUB_OFFLINE, or give local files as data_path."
+OFFLINE_HINT = "Run once without HF_HUB_OFFLINE, or give local files as data_path."
 
 
 @dataclass(frozen=True, slots=True)
 class HubFiles:
-    """One split of a dataset, as it stood at one commit."""
+    """The files of one split at one commit."""
 
     commit: str
-    files: dict[str, Path]  # by their names there, in the order in which they are read
+    files: dict[str, Path]  # by name in the repository, in reading order
 
 
 def is_hub_name(data_path: str) -> bool:
-    """Whether a data path means a dataset on the hub: org/name, not the name of a data file, and nothing here."""
+    """Whether a data path is the name of a hub dataset: org/name, not a data file, and not an existing path."""
     named = HUB_NAME.fullmatch(data_path) is not None
     return named and DATA_FILE.search(data_path) is None and not Path(data_path).exists()
 
 
 def hub_files(name: str, *, subset: str | None, split: str | None, revision: str | None) -> HubFiles:
-    """Fetch the files of one split into the hub's cache; with HF_HUB_OFFLINE set, find those fetched earlier."""
+    """Fetch the files of one split into the hub's cache; with HF_HUB_OFFLINE set, use those fetched earlier."""
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # drawn with escape sequences, which no text may bring to the terminal; models have none either
+    disable_progress_bars()  # they write escape sequences to the terminal
     if split is not None and "[" in split:
-        raise DataError(f"{name}: split={split} asks for a part of a split. Give a whole one, such as split=train.")
-    memory = cache_dir() / "hub" / f"{fingerprint(name, subset, split, revision)}.json"
+        raise DataError(
+            f"{name}: split={split} is a slice of a split, which is not supported. Give the name of a split, such as "
+            "split=train."
+        )
+    record = cache_dir() / "hub" / f"{fingerprint(name, subset, split, revision)}.json"
     if constants.HF_HUB_OFFLINE:
-        return _recalled(name, memory)
-    commit, listing = _list(name, revision)
+        return _recorded_files(name, record)
+    commit, listing = _list_repository(name, revision)
     readme = _fetch(name, "README.md", commit).read_text("utf-8", "replace") if "README.md" in listing else ""
     chosen = choose_files(name, listing, readme, subset=subset, split=split)
     files = {file: _fetch(name, file, commit) for file in chosen}
-    # Only now, so that what is remembered is there.
-    _remember(memory, dataset=name, subset=subset, split=split, revision=revision, commit=commit, files=chosen)
+    # Last, so that the record only names files that were fetched.
+    _write_record(record, dataset=name, subset=subset, split=split, revision=revision, commit=commit, files=chosen)
     return HubFiles(commit, files)
 
 
-def _list(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """The commit that a revision stands for now, and the names of its files."""
+def _list_repository(name: str, revision: str | None) -> tuple[str, list[str]]:
+    """The commit that a revision points to now, and the names of its files."""
     from huggingface_hub import HfApi
 
     with _one_line_errors(name, revision):
         info = HfApi().dataset_info(name, revision=revision, timeout=LISTING_TIMEOUT_SECONDS)
         if info.sha is None or info.siblings is None:
-            raise ValueError("the answer names no commit or no files")
+            raise ValueError("the answer has no commit or no files")
     listing = sorted(sibling.rfilename for sibling in info.siblings)
     for file in listing:
         if not _is_inside(file):
             raise DataError(
-                f"{name}: the hub lists {file!r}, which would lie outside of its folder. Nothing was fetched."
+                f"{name}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
             )
     return info.sha, listing
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a name is one of a file in the repository: relative, without steps upwards."""
+    """Whether a file name stays inside the repository: relative, and without `..`."""
     return not file.startswith("/") and ".." not in file.split("/")
 
 
@@ -92,28 +95,28 @@ def _fetch(name: str, file: str, commit: str) -> Path:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=commit))
 
 
-def _remember(memory: Path, **facts: Any) -> None:
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(memory) as file:
+def _write_record(record: Path, **facts: Any) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(record) as file:
         file.write(json.dumps(facts, indent=1) + "\n")
 
 
-def _recalled(name: str, memory: Path) -> HubFiles:
+def _recorded_files(name: str, record: Path) -> HubFiles:
     try:
-        facts = json.loads(memory.read_text(encoding="utf-8"))
+        facts = json.loads(record.read_text(encoding="utf-8"))
         commit, chosen = facts["commit"], facts["files"]
         if not (COMMIT.fullmatch(commit) and isinstance(chosen, list) and all(map(_is_inside, chosen))):
             raise ValueError
-    # Not there, or damaged: either way nothing is remembered.
+    # Missing or damaged: either way there is no record.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(
-            f"{name}: HF_HUB_OFFLINE is set, and no earlier run here fetched it with the same subset, split and "
-            f"revision. {ONLINE}"
+            f"{name}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and "
+            f"revision. {OFFLINE_HINT}"
         ) from None
-    return HubFiles(commit, {file: _kept(name, file, commit) for file in chosen})
+    return HubFiles(commit, {file: _cached_file(name, file, commit) for file in chosen})
 
 
-def _kept(name: str, file: str, commit: str) -> Path:
+def _cached_file(name: str, file: str, commit: str) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -121,7 +124,8 @@ def _kept(name: str, file: str, commit: str) -> Path:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=commit, local_files_only=True))
     except LocalEntryNotFoundError:
         raise DataError(
-            f"{name}: HF_HUB_OFFLINE is set, and {file!r} is no longer in the hub's cache {constants.HF_HUB_CACHE}. {ONLINE}"
+            f"{name}: HF_HUB_OFFLINE is set, and {file!r} is no longer in the hub's cache {constants.HF_HUB_CACHE}. "
+            f"{OFFLINE_HINT}"
         ) from None
 
 
@@ -132,29 +136,29 @@ def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise  # a full disk has its own exit code
-        raise DataError(f"{name}: {_why(name, revision, error)}") from None
+        raise DataError(f"{name}: {_explain(name, revision, error)}") from None
 
 
-def _why(name: str, revision: str | None, error: Exception) -> str:
-    """What went wrong between here and the hub, in one line without the hub's own text, which runs over many."""
+def _explain(name: str, revision: str | None, error: Exception) -> str:
+    """The cause of a failed request, in one line: the messages of huggingface_hub span many."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # a failed download is reported as a copy that is not there
+        error = error.__cause__  # a failed download is reported as a missing local copy
     match error:
         case errors.GatedRepoError():
             return (
-                f"its owners ask for consent to their terms. Accept them at {hub}/datasets/{name}, "
+                f"access requires accepting the owner's terms. Accept them at {hub}/datasets/{name}, "
                 "then set HF_TOKEN to a token of that account."
             )
         case errors.RepositoryNotFoundError():
             return (
-                f"nothing here has this name, and neither has a public dataset on {hub}. "
+                f"no such file or folder, and no public dataset of this name on {hub}. "
                 "Check the spelling, or set HF_TOKEN for a private dataset."
             )
         case errors.RevisionNotFoundError():
-            return f"{hub} knows no revision {revision!r} of it. Give a branch, a tag or a commit."
+            return f"there is no revision {revision!r} on {hub}. Give a branch, a tag or a commit."
         case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
             return f"{hub} refused access (HTTP {error.response.status_code}). Check HF_TOKEN."
         case errors.HfHubHTTPError():
@@ -162,21 +166,21 @@ def _why(name: str, revision: str | None, error: Exception) -> str:
                 f"{hub} answered HTTP {error.response.status_code}. Try again later, or give local files as data_path."
             )
         case UnicodeEncodeError() | errors.HTTPError() if BAD_HEADER.search(str(error)):
-            return "HF_TOKEN holds characters that no token has. Set it anew."
+            return "HF_TOKEN contains characters that are not allowed in a token. Set it again."
         case errors.HTTPError():  # no answer at all
             return (
-                f"no such file or folder here, and {hub} cannot be reached ({_reason(error)}). Check the path, or the "
-                "connection, or set HF_HUB_OFFLINE=1 to use what an earlier run fetched."
+                f"no such file or folder, and {hub} cannot be reached ({_one_line(error)}). Check the path, or the "
+                "connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
             )
-    return f"cannot be fetched from {hub} ({_reason(error)}). Check HF_ENDPOINT and HF_HOME if they are set."
+    return f"cannot be fetched from {hub} ({_one_line(error)}). Check HF_ENDPOINT and HF_HOME if they are set."
 
 
-def _reason(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
-# What the `datasets` library writes beside the data.
+# Metadata files of the `datasets` library.
 NOT_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
 SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*")
@@ -185,10 +189,10 @@ KEYWORDS = {
     "validation": "validation|valid|val|dev",
     "test": "test|testing|eval|evaluation",
 }
-GIVE_FILES = "Give the files you want as data_path, such as 'FOLDER/*.jsonl', once they are on this machine."
+GIVE_FILES_HINT = "Download the files you want and give them as data_path, such as 'FOLDER/*.jsonl'."
 
 
-# Names and paths are shown in messages of one line.
+# Names and paths appear in one-line messages.
 _Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]+$")]
 _Texts = Annotated[list[_Text], Field(min_length=1)]
 
@@ -201,7 +205,7 @@ class _SplitFiles(BaseModel):
 
 
 class _Subset(BaseModel):
-    """One entry of `configs`, as far as it says which files there are."""
+    """One entry of `configs`: only the fields that name files."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -212,7 +216,7 @@ class _Subset(BaseModel):
 
 
 def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
-    """The data files of a split, in order; a DataError that says what there is where the choice is not clear."""
+    """The data files of a split, in order; a DataError lists what is available if the choice is ambiguous."""
     files = [file for file in listing if _is_data(file)]
     if not files:
         _refuse_without_data(name, listing)
@@ -221,12 +225,13 @@ def choose_files(name: str, listing: list[str], readme: str, *, subset: str | No
     for path, found in splits[split].items():
         if not found:
             raise DataError(
-                f"{name}: its README.md gives {path} as split {split!r}, but no data file is there. {GIVE_FILES}"
+                f"{name}: README.md gives {path} for split {split!r}, but there is no data file at that path. "
+                f"{GIVE_FILES_HINT}"
             )
     chosen = list(dict.fromkeys(file for found in splits[split].values() for file in found))
     kinds = sorted({found[0].lower() for file in chosen if (found := DATA_FILE.search(file))})
-    if len(kinds) > 1:  # often one table in several forms, which would be trained on as often
-        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(kinds)}). {GIVE_FILES}")
+    if len(kinds) > 1:  # often the same table in several forms, which would be trained on several times
+        raise DataError(f"{name}: the split {split!r} has files of several kinds ({listed(kinds)}). {GIVE_FILES_HINT}")
     return chosen
 
 
@@ -240,16 +245,17 @@ def _refuse_without_data(name: str, listing: list[str]) -> NoReturn:
     script = next((file for file in listing if file.endswith(".py")), None)
     if script:
         raise DataError(
-            f"{name}: it holds no data files, but code that would make them ({script!r}), and tandem runs no code from a "
-            "dataset repository. Make the files yourself and give them as data_path."
+            f"{name}: there are no data files, only a script that creates them ({script!r}), and tandem runs no code from a "
+            "dataset repository. Create the files yourself and give them as data_path."
         )
     raise DataError(
-        f"{name}: it holds no data files that tandem reads: .jsonl, .json, .csv, .parquet or .arrow, also as .gz or .zst."
+        f"{name}: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as .gz "
+        "or .zst."
     )
 
 
 def _subsets(name: str, readme: str) -> list[_Subset]:
-    """What `configs` in the front matter says; without it, one subset whose splits are told by names."""
+    """The subsets in `configs` of the front matter; without it, one subset whose splits are detected from file names."""
     front = FRONT_MATTER.match(readme.removeprefix("\ufeff"))
     try:
         if front:
@@ -259,11 +265,11 @@ def _subsets(name: str, readme: str) -> list[_Subset]:
         return TypeAdapter(list[_Subset]).validate_python(configs or [{}])
     except ValidationError as error:
         place = ".".join(["configs", *map(str, error.errors()[0]["loc"][:2])])
-        raise DataError(f"{name}: {place} in its README.md is malformed. {GIVE_FILES}") from None
+        raise DataError(f"{name}: {place} in README.md is malformed. {GIVE_FILES_HINT}") from None
     except YamlLimitError as error:
-        raise DataError(f"{name}: the front matter of its README.md: {error} {GIVE_FILES}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
-        raise DataError(f"{name}: the front matter of its README.md is not YAML. {GIVE_FILES}") from None
+        raise DataError(f"{name}: the front matter of README.md: {error} {GIVE_FILES_HINT}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date
+        raise DataError(f"{name}: the front matter of README.md is not YAML. {GIVE_FILES_HINT}") from None
 
 
 def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
@@ -273,20 +279,20 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 
 
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
-    """The one that was given; if none was, the usual one, or the only subset there is: a lone split may be a test set."""
+    """The given name; if None, the usual one, or the only subset. A single split is not taken: it may be a test set."""
     known = list(known)
     wanted = usual if given is None else given
     if wanted in known:
         return wanted
     if given is None and len(known) == 1 and key == "subset":
         return known[0]
-    problem = f"it has several {key}s" if given is None and len(known) > 1 else f"it has no {key} {wanted!r}"
+    problem = f"there are several {key}s" if given is None and len(known) > 1 else f"there is no {key} {wanted!r}"
     known.sort(key=lambda one: -SequenceMatcher(None, given or "", one).ratio())
     raise DataError(f"{name}: {problem}. Set {key} to one of: {listed(known)}.")
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Split -> path or pattern that the README.md gives for it -> the data files there."""
+    """Split -> path or pattern that README.md gives for it -> the data files it matches."""
     folder = posixpath.normpath((subset.data_dir or ".").strip("/"))
     above = "" if folder == "." else f"{folder}/"
     if not subset.data_files:
@@ -301,7 +307,7 @@ def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Shards in data/ name any split; else folders name the known ones, else files do; else all is train."""
+    """Splits named by shards in data/; else by known names of folders, else of files; else all files are train."""
     shards: dict[str, list[str]] = {}
     for file in files:
         if shard := SHARD.fullmatch(file):
@@ -309,14 +315,16 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
     if shards:
         return shards
     for part in (posixpath.dirname, posixpath.basename):
-        splits = {split: [file for file in files if _says(part(file), words)] for split, words in KEYWORDS.items()}
+        splits = {
+            split: [file for file in files if _contains_word(part(file), words)] for split, words in KEYWORDS.items()
+        }
         if any(splits.values()):
             return {split: found for split, found in splits.items() if found}
     return {"train": files}
 
 
-def _says(text: str, words: str) -> bool:
-    # As a whole word, digits and underscores being no part of one: train1, my_train and train-0 say train; trainer not.
+def _contains_word(text: str, words: str) -> bool:
+    # A full word, delimited also by digits and underscores: train1, my_train and train-0 match train; trainer does not.
     return re.search(rf"(?<![^-._ 0-9/])(?:{words})(?![^-._ 0-9/])", text) is not None
 
 
@@ -325,7 +333,7 @@ def _matches(file: str, pattern: str) -> bool:
 
 
 def _parts_match(parts: list[str], pattern: list[str]) -> bool:
-    """* and ? stay within one name, ** stands for any number of folders: data/** matches data/a/b.csv."""
+    """Match path components: * and ? stay within one name, ** is any number of folders (data/** matches data/a/b.csv)."""
     if not parts or not pattern:
         return not parts and all(piece == "**" for piece in pattern)
     if pattern[0] == "**":

@@ -1,7 +1,7 @@
-"""Limits on what a small file may become: a ratio to its size, and an absolute amount below which the ratio is not applied.
+"""Limits on how much a file may expand: a ratio to its size, and an amount that is always allowed.
 
-Text compresses 3 to 10 times, and tables that repeat their values more; archives made to exhaust a machine expand ten
-thousand times and more.
+Text compresses 3 to 10 times, tables with repeated values more. Archives made to exhaust a machine expand ten thousand
+times and more.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from typing import Any
 
 from tandem.errors import DataError
 
-# A file may always expand to so much.
-EXPANDED_BYTES = 256 * 1024**2
-# Reading a table may always take so much memory. Arrow's allocator alone reserves a GiB.
-MEMORY_BYTES = 2 * 1024**3
-RECORD_BYTES = 64 * 1024**2  # of one line, element or row
-COLUMNS = 10_000
-DEPTH = 100  # of lists and objects within each other
-MESSAGE_CHARACTERS = 1_000  # of one row's error
-# rejects.jsonl may always be so large, and as large as the files that were read.
+# Expansion to this size is always allowed.
+ALLOWED_EXPANDED_BYTES = 256 * 1024**2
+# Reading a table may always take this much memory. Arrow's allocator alone reserves a GiB.
+ALLOWED_MEMORY_BYTES = 2 * 1024**3
+MAX_RECORD_BYTES = 64 * 1024**2  # one line, element or row
+MAX_COLUMNS = 10_000
+MAX_DEPTH = 100  # nesting of lists and objects
+MESSAGE_CHARACTERS = 1_000  # the error of one row
+# rejects.jsonl may always be this large, and as large as the files that were read.
 REJECTS_BYTES = 16 * 1024**2
 
 
 @dataclass(slots=True)
 class Expansion:
-    """How much was read out of a file, and how much may be."""
+    """How much was read from a file, and how much may be."""
 
     path: Path
     size: int  # of the file, in bytes
@@ -32,22 +32,22 @@ class Expansion:
     expanded: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count what was read; DataError where it is too much."""
+        """Count bytes read; raise a DataError if the file expands too much."""
         self.expanded += num_bytes
-        if self.expanded > (limit := self._limit(EXPANDED_BYTES)):
+        if self.expanded > (limit := self._limit(ALLOWED_EXPANDED_BYTES)):
             raise DataError(
-                f"{self.path}: {in_words(self.size)} that expand to over {in_words(limit)}. {self._remedy()}"
+                f"{self.path}: {format_bytes(self.size)} expand to over {format_bytes(limit)}. {self._remedy()}"
             )
 
     @property
     def memory(self) -> int:
         """Bytes that reading a part of the file may take."""
-        return self._limit(MEMORY_BYTES)
+        return self._limit(ALLOWED_MEMORY_BYTES)
 
     def out_of_memory(self) -> DataError:
-        taken = in_words(self.memory)
+        taken = format_bytes(self.memory)
         return DataError(
-            f"{self.path}: {in_words(self.size)} that take over {taken} of memory to read. {self._remedy()}"
+            f"{self.path}: {format_bytes(self.size)} take over {taken} of memory to read. {self._remedy()}"
         )
 
     def _limit(self, least: int) -> int:
@@ -55,12 +55,12 @@ class Expansion:
 
     def _remedy(self) -> str:
         return (
-            f"Such a file can fill the memory or the disk. If you trust it, raise data.max_expansion={self.ratio:g}, the "
-            "number of times its size."
+            "Such a file can fill the memory or the disk. If you trust it, raise data.max_expansion (now "
+            f"{self.ratio:g} times the file's size)."
         )
 
 
-def in_words(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """328000 -> 328 kB"""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit:
@@ -69,9 +69,9 @@ def in_words(num_bytes: int) -> str:
 
 
 def is_nested_too_deep(value: Any) -> bool:
-    """Whether lists and objects stand within each other more than DEPTH levels deep."""
+    """Whether lists and objects are nested more than MAX_DEPTH levels deep."""
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         inside = (item.values() if isinstance(item, dict) else item for item in level)
         level = [inner for items in inside for inner in items if isinstance(inner, dict | list)]
     return bool(level)

@@ -1,4 +1,4 @@
-"""A parquet or Arrow file in; its rows, a few hundred at a time, each part as an Arrow stream in bytes, out."""
+"""Reads a parquet or Arrow file and yields its rows, a few hundred at a time, as Arrow streams in bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,39 +8,39 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.data.read.limits import COLUMNS, RECORD_BYTES, Expansion
+from tandem.data.read.limits import MAX_COLUMNS, MAX_RECORD_BYTES, Expansion
 from tandem.data.store.pool import bounded_memory
 from tandem.errors import DataError
 
-TABLES = {".parquet": "parquet", ".arrow": "arrow"}
-POINTER_BYTES = 8  # what a value takes at least, once it is one of Python's
+TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow"}
+POINTER_BYTES = 8  # the least a value takes as a Python object
 
 
 def kind_of_table(opening: bytes, path: Path) -> str | None:
-    """parquet or arrow, told by the first bytes; a file with such a name (pairs.parquet, pairs.parquet.gz) is nothing else."""
+    """parquet or arrow, detected from the first bytes, or else from the suffix (pairs.parquet, pairs.parquet.gz)."""
     if opening[:4] == b"PAR1":
         return "parquet"
     if opening[:6] == b"ARROW1" or opening[:4] == b"\xff\xff\xff\xff":
         return "arrow"
     named = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
-    return TABLES.get(named.suffix.lower())
+    return TABLE_SUFFIXES.get(named.suffix.lower())
 
 
 def table_parts(
-    place: Path, kind: str, expansion: Expansion, *, batch_size: int, at_once: int
+    place: Path, kind: str, expansion: Expansion, *, batch_size: int, max_records: int
 ) -> Iterator[tuple[bytes, int, float]]:
-    """The rows of the table at a place, in order: some as a stream, how many, and the share of the file read so far.
+    """Yield (rows as a stream, number of rows, fraction of the file read so far) for parts of the table, in order.
 
-    expansion: that of the file that the user knows it by.
+    place: the file to read, which may be a temporary one. expansion: of the user's file, which messages name.
     """
     number, before = 1, 0.0
     try:
-        for batch, share in _bounded(_record_batches(place, kind, batch_size, expansion.path), expansion):
-            batch.validate(full=True)  # offsets of a damaged file would be followed anywhere in memory
+        for batch, share in _with_memory_limit(_record_batches(place, kind, batch_size, expansion.path), expansion):
+            batch.validate(full=True)  # offsets of a damaged file could point anywhere in memory
             done = 0
-            for part, num_bytes in _parts(batch, at_once):
-                if num_bytes > RECORD_BYTES:
-                    raise DataError(f"{expansion.path}: row {number} is over 64 MB.")
+            for part, num_bytes in _split_batch(batch, max_records):
+                if num_bytes > MAX_RECORD_BYTES:
+                    raise DataError(f"{expansion.path}: row {number} is over 64 MB. Remove it or shorten it.")
                 expansion.add(num_bytes)
                 done += part.num_rows
                 yield as_stream(part), part.num_rows, before + (share - before) * done / batch.num_rows
@@ -49,13 +49,15 @@ def table_parts(
     except MemoryError:
         raise expansion.out_of_memory() from None
     except (pa.ArrowException, ValueError, OSError, EOFError) as error:
-        raise DataError(f"{expansion.path}: damaged, or no {kind} file: {one_line(error)}.") from None
+        raise DataError(
+            f"{expansion.path}: cannot be read as {kind} ({one_line(error)}). Create or download it again."
+        ) from None
 
 
-def _bounded(
+def _with_memory_limit(
     batches: Iterator[tuple[pa.RecordBatch, float]], expansion: Expansion
 ) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """The same batches; MemoryError where one takes too much memory to read."""
+    """The same batches, read under a memory limit; MemoryError if one takes more."""
     while True:
         with bounded_memory(expansion.memory):
             found = next(batches, None)
@@ -71,7 +73,7 @@ def _record_batches(place: Path, kind: str, batch_size: int, path: Path) -> Iter
         with parquet.ParquetFile(place) as file:
             _check_columns(file.schema_arrow, path)
             total, done = max(1, file.metadata.num_rows), 0
-            # In one thread: another could not report that it ran out of memory.
+            # In one thread: other threads could not report that memory ran out.
             for batch in file.iter_batches(batch_size=batch_size, use_threads=False):
                 done += batch.num_rows
                 yield batch, done / total
@@ -90,51 +92,52 @@ def _record_batches(place: Path, kind: str, batch_size: int, path: Path) -> Iter
 
 
 def _check_columns(schema: pa.Schema, path: Path) -> None:
-    if len(schema) > COLUMNS:
+    if len(schema) > MAX_COLUMNS:
         raise too_many_columns(str(path), len(schema))
     for field in schema:
         if (odd := _repeating_type(field.type)) is not None:
             raise DataError(
-                f"{path}: column {field.name!r} has Arrow's type {odd}, which is not read. Write it as a plain list or text."
+                f"{path}: column {field.name!r} has the Arrow type {odd}, which tandem cannot read. Convert it to a plain "
+                "list or text."
             )
 
 
 def too_many_columns(place: str, num: int) -> DataError:
     return DataError(
-        f"{place}: {num} columns, over the limit of {COLUMNS}. Keep the columns that preferences are read from."
+        f"{place}: {num} columns, over the limit of {MAX_COLUMNS}. Keep only the columns of the preferences."
     )
 
 
 def _repeating_type(type: pa.DataType) -> str | None:
-    """A type in which a few bytes stand for any number of values, and which no dataset needs; None if there is none."""
+    """The name of a type inside `type` in which a few bytes can encode any number of values, or None."""
     if (
         pa.types.is_union(type)
         or pa.types.is_run_end_encoded(type)
         or str(type).startswith(("list_view", "large_list_view"))
     ):
         return str(type).partition("<")[0]
-    if pa.types.is_dictionary(type):  # of texts or numbers; of lists and objects nobody has seen one
+    if pa.types.is_dictionary(type):  # texts or numbers are common, lists and objects are not
         return "dictionary of nested values" if type.value_type.num_fields else None
     inner = [type.field(i).type for i in range(type.num_fields)]
     return next((odd for one in inner if (odd := _repeating_type(one)) is not None), None)
 
 
-def _parts(batch: pa.RecordBatch, at_once: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """A batch in parts, with their sizes as Python's objects: of so many rows, or fewer where those would be too large."""
-    for start in range(0, batch.num_rows, at_once):
-        waiting = [batch.slice(start, at_once)]
-        while waiting:
-            part = waiting.pop()
+def _split_batch(batch: pa.RecordBatch, max_records: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Split a batch into parts of `max_records` rows, or fewer if those are too large; yield each with its size in Python."""
+    for start in range(0, batch.num_rows, max_records):
+        pending = [batch.slice(start, max_records)]
+        while pending:
+            part = pending.pop()
             num_bytes = sum(expanded_bytes(column) for column in part.columns)
-            if num_bytes <= RECORD_BYTES or part.num_rows == 1:
+            if num_bytes <= MAX_RECORD_BYTES or part.num_rows == 1:
                 yield part, num_bytes
             else:
                 half = part.num_rows // 2
-                waiting += [part.slice(half), part.slice(0, half)]
+                pending += [part.slice(half), part.slice(0, half)]
 
 
 def expanded_bytes(array: pa.Array) -> int:
-    """About what the values of an array take once each is an object of its own, however often one is repeated."""
+    """Estimate the bytes of the values of an array as separate Python objects, repeated values included."""
     pointers = POINTER_BYTES * len(array)
     if isinstance(array, pa.ExtensionArray):
         return expanded_bytes(array.storage)
@@ -157,7 +160,7 @@ def _is_view(type: pa.DataType) -> bool:
 
 
 def _value_sizes(array: pa.Array) -> NDArray[np.int64]:
-    """Bytes of each value."""
+    """The number of bytes of each value."""
     if _is_view(array.type) and len(array):
         # A view has 16 bytes, the first 4 of which are its length.
         lengths = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
@@ -177,12 +180,12 @@ def as_stream(batch: pa.RecordBatch) -> bytes:
 
 
 def stream_values(stream: bytes) -> list[dict[str, Any]]:
-    """The rows of a stream as Python's objects."""
+    """The rows of a stream as Python objects."""
     return [_without_nulls(value) for batch in pa.ipc.open_stream(stream) for value in batch.to_pylist()]
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """A table gives every inner object the keys of all others, null where it has none: those are left out."""
+    """Drop null keys of inner objects: in a table every inner object has the keys of all others."""
     if isinstance(value, dict):
         return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
     return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value

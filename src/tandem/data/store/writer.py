@@ -19,12 +19,12 @@ from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_prefer
 from tandem.data.formats.preference import Preference
 from tandem.data.formats.prompt_files import Wording
 from tandem.data.read.files import SourceFile
-from tandem.data.read.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, in_words
+from tandem.data.read.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, format_bytes
 from tandem.data.read.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.notes import notes_on
 from tandem.data.store.pool import TEMPLATE_BYTES, Watch, bounded_memory
 from tandem.data.text.template import Rendered, Template
-from tandem.data.text.tokens import TokenizedPreference, encode, fitted, render
+from tandem.data.text.tokens import TokenizedPreference, encode, fit_length, render
 from tandem.errors import DataError
 
 SHOWN_PER_REASON = 3
@@ -154,7 +154,7 @@ def settle(
     for row in rows:
         if isinstance(row, TokenizedPreference):
             lengths.append(row.longest)
-            row = fitted(row, max_length, overlong)
+            row = fit_length(row, max_length, overlong)
             if lengths[-1] > max_length and isinstance(row, TokenizedPreference):
                 prepared.note(f"over-long, cut by data.overlong={overlong}", row.place)
         if isinstance(row, RowError):
@@ -241,7 +241,7 @@ class _RejectsFile:
 
     def __exit__(self, *_: object) -> None:
         if self._num_left_out:
-            limit = in_words(self._max_bytes)
+            limit = format_bytes(self._max_bytes)
             message = f"{self._num_left_out} rows from here on are not listed: this file is limited to {limit}."
             self._file.write(json.dumps({**self._first_left_out, "message": message}) + "\n")
         self._file.close()
@@ -295,8 +295,8 @@ def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
         yield from zip(chunk.numbers, rows_of(chunk), strict=True)
     except MemoryError:
         raise DataError(
-            f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: these rows take over {in_words(TEMPLATE_BYTES)} of memory "
-            "once they are parsed. Remove what is not a preference from them."
+            f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: these rows take over {format_bytes(TEMPLATE_BYTES)} "
+            "of memory once they are parsed. Remove what is not a preference from them."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Conversations in; their texts by a chat template out, as transformers writes them, with less of its overhead."""
+"""Renders conversations with a chat template, with the same result as transformers and less overhead."""
 
 import json
 import re
@@ -12,42 +12,44 @@ Arguments = Literal["object", "text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
-    """How a template wants tool calls: what a turn that says nothing else holds, and what arguments are; None: whatever."""
+class ToolCallStyle:
+    """How a template takes tool calls: the content of a turn with calls only, and the form of arguments (None: any)."""
 
-    silence: str | None = ""
+    empty_content: str | None = ""
     arguments: Arguments | None = None
 
 
-def as_wanted(message: dict[str, Any], wanted: Calling) -> dict[str, Any]:
-    """A message whose calls a template will write. OpenAI's files have arguments as texts, most templates want objects."""
+def convert_calls(message: dict[str, Any], style: ToolCallStyle) -> dict[str, Any]:
+    """Convert a message to the form that a template renders. OpenAI writes arguments as text, most templates need objects."""
     calls = message["tool_calls"]
     if isinstance(calls, list):
-        calls = [_changed(call, lambda function: _converted(function, wanted.arguments)) for call in calls]
-    return {**message, "content": message["content"] or wanted.silence, "tool_calls": calls}
+        calls = [
+            _change_function(call, lambda function: _convert_arguments(function, style.arguments)) for call in calls
+        ]
+    return {**message, "content": message["content"] or style.empty_content, "tool_calls": calls}
 
 
-def renamed(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The same conversation with every call under a name of its own, and the names there were: {"mark0x": "add"}."""
+def rename_calls(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The conversation with a unique name for every call, and the original names: {"mark0x": "add"}."""
     names: dict[str, str] = {}
 
     def rename(function: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function.get("name"), str):
             return function
-        own = f"{mark}{len(names)}x"  # no name of a call is the beginning of another's
+        own = f"{mark}{len(names)}x"  # no name is a prefix of another
         names[own] = function["name"]
         return {**function, "name": own}
 
     changed = []
     for message in messages:
         calls = message.get("tool_calls")
-        more = {"tool_calls": [_changed(call, rename) for call in calls]} if isinstance(calls, list) else {}
+        more = {"tool_calls": [_change_function(call, rename) for call in calls]} if isinstance(calls, list) else {}
         changed.append({**message, **more})
     return changed, names
 
 
-def _changed(call: Any, change: Any) -> Any:
-    """A call is {"function": {"name", "arguments"}}, or {"name", "arguments"} alone."""
+def _change_function(call: Any, change: Any) -> Any:
+    """Apply a change to the function of a call: {"function": {"name", "arguments"}}, or {"name", "arguments"}."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -55,11 +57,11 @@ def _changed(call: Any, change: Any) -> Any:
     return change(dict(call))
 
 
-def _converted(function: dict[str, Any], wanted: Arguments | None) -> dict[str, Any]:
+def _convert_arguments(function: dict[str, Any], style: Arguments | None) -> dict[str, Any]:
     given = function.get("arguments")
-    if wanted == "text" and isinstance(given, Mapping):
+    if style == "text" and isinstance(given, Mapping):
         return {**function, "arguments": json.dumps(given, ensure_ascii=False)}
-    if wanted == "object" and isinstance(given, str):
+    if style == "object" and isinstance(given, str):
         try:
             value = json.loads(given)
         except (ValueError, RecursionError):
@@ -68,19 +70,19 @@ def _converted(function: dict[str, Any], wanted: Arguments | None) -> dict[str, 
     return function
 
 
-# Stands around a special token that is only spelled. It is one of Unicode's noncharacters: a text with it is refused.
+# Put around special tokens that appear in the text of a message. It is a Unicode noncharacter: texts that contain it are refused.
 SHIELD = "\ufdd0"
 
 
-def pieces(rendered: str) -> list[tuple[str, bool]]:
-    """A rendered text in pieces, and whether special tokens in each are meant: "a\ufdd0</s>\ufdd0b" -> a, </s> (no), b."""
+def split_shielded(rendered: str) -> list[tuple[str, bool]]:
+    """Split a rendered text into pieces, each with whether to parse special tokens: "a\ufdd0</s>\ufdd0b" -> a, </s> (no), b."""
     return [(part, i % 2 == 0) for i, part in enumerate(rendered.split(SHIELD)) if part]
 
 
-MARK = "tandem6c1d"  # an answer that no template writes by itself
-Conversation = list[dict[str, Any]]  # each message has a role, a content, and maybe more
-# Written by templates that people have prompts from; some are plain text to their tokenizers.
-TURN_MARKS = frozenset(
+PROBE_TEXT = "tandem6c1d"  # a text that no template contains
+Conversation = list[dict[str, Any]]  # each message has a role, a content, and optional keys
+# Turn markers of common templates, which prompts may contain already. For some tokenizers they are plain text.
+TURN_MARKERS = frozenset(
     [
         "<|im_start|>",
         "<|im_end|>",
@@ -98,7 +100,7 @@ TURN_MARKS = frozenset(
         "<extra_id_1>",
     ]
 )
-HTML = frozenset(["<s>", "</s>"])  # special tokens of Llama 2 and others, and tags of texts about web pages
+HTML_TAGS = frozenset(["<s>", "</s>"])  # special tokens of Llama 2 and others, but also HTML_TAGS tags
 DICT_ATTRIBUTES = frozenset([*dir(dict), *dir(type)])
 
 
@@ -111,20 +113,20 @@ def special_tokens(tokenizer: Any) -> set[str]:
 class ChatTemplate:
     """A chat template in transformers' sandbox.
 
-    `apply_chat_template` takes longer to get ready than the template takes to run. So plain conversations go to the
-    compiled template itself, once both were seen to write the same; what has tools or tool calls never does.
+    The setup of `apply_chat_template` takes longer than the template itself. So plain conversations are rendered by the
+    compiled template directly, after both gave the same text once. Tools and tool calls always use `apply_chat_template`.
     """
 
     def __init__(self, tokenizer: Any, source: str, kwargs: dict[str, Any]):
         self._tokenizer, self._source, self._kwargs = tokenizer, source, kwargs
         self._compiled: Callable[[Conversation, bool], str] | None = None
-        self._was_compared = False
+        self._compared = False
 
-    def __reduce__(self) -> Any:  # a compiled template cannot travel
+    def __reduce__(self) -> Any:  # a compiled template cannot be pickled
         return ChatTemplate, (self._tokenizer, self._source, self._kwargs)
 
     def texts(self, several: Sequence[Conversation], tools: list[Any], *, add_generation_prompt: bool) -> list[str]:
-        """Each conversation as text."""
+        """Render each conversation."""
         plain = not tools and all(len(message) == 2 for one in several for message in one)
         if plain and self._compiled is not None:
             return [self._compiled(one, add_generation_prompt) for one in several]
@@ -132,12 +134,12 @@ class ChatTemplate:
         if any(message["content"] is None for one in several for message in one):
             return self._with_nulls(several, given)
         texts = self._tokenizer.apply_chat_template(list(several), tokenize=False, **given, **self._kwargs)
-        if plain and not self._was_compared:
+        if plain and not self._compared:
             self._compare(several, texts, add_generation_prompt)
         return texts
 
     def _with_nulls(self, several: Sequence[Conversation], given: dict[str, Any]) -> list[str]:
-        """What `apply_chat_template` makes of them where it does not take the nulls out, as from transformers 5.23 on."""
+        """Render as `apply_chat_template` does, but keep null contents, which transformers 5.23 and later removes."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         names = {**self._tokenizer.special_tokens_map, **self._kwargs}
@@ -146,39 +148,39 @@ class ChatTemplate:
 
     @cached_property
     def turn_tokens(self) -> re.Pattern[str]:
-        """Finds what marks turns: the special tokens that this template writes, and marks that are well known."""
-        written = self._tried({"role": "assistant", "content": MARK})
-        own = {token for token in special_tokens(self._tokenizer) if token in written} - HTML
-        return re.compile("|".join(map(re.escape, sorted(own | TURN_MARKS, key=len, reverse=True))))
+        """A pattern for turn markers: the special tokens that this template writes, and those of common templates."""
+        written = self._render_probe({"role": "assistant", "content": PROBE_TEXT})
+        own = {token for token in special_tokens(self._tokenizer) if token in written} - HTML_TAGS
+        return re.compile("|".join(map(re.escape, sorted(own | TURN_MARKERS, key=len, reverse=True))))
 
     @cached_property
     def tail(self) -> str | None:
-        """What the template writes behind the last answer: its end of turn, and maybe more. None if that cannot be told."""
-        text = self._tried({"role": "assistant", "content": MARK})
-        before, found, behind = text.rpartition(MARK)
-        return behind if found and MARK not in before else None
+        """The text after the last answer: the end of turn, and maybe more. None if it cannot be determined."""
+        text = self._render_probe({"role": "assistant", "content": PROBE_TEXT})
+        before, found, after = text.rpartition(PROBE_TEXT)
+        return after if found and PROBE_TEXT not in before else None
 
     @cached_property
-    def calling(self) -> Calling:
-        """How tool calls are put, so that the template writes them.
+    def tool_call_style(self) -> ToolCallStyle:
+        """The form of tool calls that the template renders.
 
-        Of arguments as a text most templates make a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others can join nothing but
-        texts. Some write calls only of a turn whose content is null.
+        Given arguments as text, most templates write a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others only accept text.
+        Some render calls only if the content of the turn is null.
         """
-        forms: dict[Arguments, Any] = {"object": {MARK: 1}, "text": json.dumps({MARK: 1})}
-        for silence in ("", None):
+        forms: dict[Arguments, Any] = {"object": {PROBE_TEXT: 1}, "text": json.dumps({PROBE_TEXT: 1})}
+        for empty_content in ("", None):
             taken: list[Arguments] = []
             for form, given in forms.items():
                 call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": given}}
-                text = self._tried({"role": "assistant", "content": silence, "tool_calls": [call]})
-                if f'"{MARK}"' in text:
+                text = self._render_probe({"role": "assistant", "content": empty_content, "tool_calls": [call]})
+                if f'"{PROBE_TEXT}"' in text:
                     taken.append(form)
             if taken:
-                return Calling(silence, None if len(taken) == 2 else taken[0])
-        return Calling()
+                return ToolCallStyle(empty_content, None if len(taken) == 2 else taken[0])
+        return ToolCallStyle()
 
-    def _tried(self, answer: dict[str, Any]) -> str:
-        """A short conversation as text, with a system turn where there must be one; nothing from a template that wants others."""
+    def _render_probe(self, answer: dict[str, Any]) -> str:
+        """Render a short conversation, with a system turn if one is required; "" if the template rejects both."""
         turns = [{"role": "system", "content": "Well."}, {"role": "user", "content": "Well?"}, answer]
         for conversation in (turns[1:], turns):
             with suppress(Exception):
@@ -187,28 +189,28 @@ class ChatTemplate:
         return ""
 
     def _compare(self, several: Sequence[Conversation], texts: list[str], add_generation_prompt: bool) -> None:
-        self._was_compared = True
+        self._compared = True
         compiled = self._compile()
         if compiled is not None:
             try:
                 own = [compiled(one, add_generation_prompt) for one in several]
-            except Exception:  # whatever it is, transformers' own way did without it
+            except Exception:  # apply_chat_template did not fail, so it is used instead
                 return
             self._compiled = compiled if own == texts else None
 
     def _compile(self) -> Callable[[Conversation, bool], str] | None:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
-        except ImportError:  # no public name: it may go
+        except ImportError:  # a private name, which may be removed
             return None
         given = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map, **self._kwargs}
-        return _writer(_compile_jinja_template(self._source), given)
+        return _fast_renderer(_compile_jinja_template(self._source), given)
 
 
-def _writer(template: Any, given: dict[str, Any]) -> Callable[[Conversation, bool], str]:
-    """What `template.render` does for each text, less what is the same for all of them."""
-    template.globals = dict(template.globals)  # a chain of dictionaries, gone through for every text
-    template.environment.getattr = _looked_up(template.environment)
+def _fast_renderer(template: Any, given: dict[str, Any]) -> Callable[[Conversation, bool], str]:
+    """A function that renders like `template.render`, with the setup that all texts share done once."""
+    template.globals = dict(template.globals)  # a chain of dictionaries, which is slow for every text
+    template.environment.getattr = _fast_getattr(template.environment)
     same, concat = {**template.globals, **given}, template.environment.concat
 
     def write(messages: Conversation, add_generation_prompt: bool) -> str:
@@ -218,8 +220,8 @@ def _writer(template: Any, given: dict[str, Any]) -> Callable[[Conversation, boo
     return write
 
 
-def _looked_up(environment: Any) -> Callable[[Any, str], Any]:
-    """The sandbox's `message.role`, which tries for an attribute first: where a dict can have none, its key at once."""
+def _fast_getattr(environment: Any) -> Callable[[Any, str], Any]:
+    """A faster lookup of `message.role`: the sandbox tries attributes first, but here keys of plain dicts are used directly."""
     own = type(environment).getattr.__get__(environment)
 
     def look_up(holder: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A SentencePiece model file in; a tokenizer with exactly the ids of the sentencepiece library out."""
+"""Loads a SentencePiece model file as a tokenizer that gives exactly the ids of the sentencepiece library."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,35 +6,35 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tandem.data.text.chat import pieces
+from tandem.data.text.chat import split_shielded
 
 SPACE = "▁"  # how SentencePiece writes a space
-# User-defined symbols that frame a conversation (NeMo's template; T5's sentinels, special in transformers too). Nothing
-# in a model file tells them from other user-defined symbols, such as runs of spaces or HTML tags.
-FRAMING = re.compile(r"<extra_id_\d+>")
-SAVED_AS = "sentencepiece_model"  # tells an exported folder from others with a tokenizer.model in them
-# Kinds of pieces and of models, as the file counts them.
+# User-defined symbols that frame a conversation (NeMo's template; T5's sentinels, special in transformers too). A model
+# file does not distinguish them from other user-defined symbols, such as runs of spaces or HTML_TAGS tags.
+FRAMING_SYMBOL = re.compile(r"<extra_id_\d+>")
+EXPORT_MARKER = "sentencepiece_model"  # marks an exported folder; others may contain a tokenizer.model too
+# Types of pieces and models, as numbered in the file.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 BPE = 2
 
 
 class SentencePiece:
-    """A SentencePiece model, behind as much of the hub's tokenizer interface as is used here.
+    """A SentencePiece model with the part of the Hugging Face tokenizer interface that is used here.
 
-    A text without control symbols gets the ids that `SentencePieceProcessor.encode` gives it. Control symbols (EOS among
-    them), which that function takes for plain text, count where the text means them, and what stands between two of them
-    is a text of its own. No BOS is put before a text: neither the library nor NeMo Aligner does.
+    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. That function encodes control symbols
+    (such as EOS) as plain text; here they become their ids, and the text between two of them is encoded separately. No
+    BOS is added: neither the library nor NeMo Aligner does.
 
-    A completion is no text of its own: SentencePiece would put a space before it, and may have dropped the line break
-    that the prompt ends with. It gets the ids of prompt and completion together, less the prompt's, as NeMo Aligner has
-    it; but no token straddles the border. "Q:" then "Yes" gives Yes, not ▁Yes. "Q: " then "Yes" gives ▁Yes if the model
-    strips spaces from the end of texts (then the prompt's ids lack this one), else Yes.
+    A completion is not encoded alone: SentencePiece would add a space before it, and may have dropped a line break at the
+    end of the prompt. It gets the ids of prompt and completion together, without the prompt's, as in NeMo Aligner, except
+    that no token crosses the boundary. "Q:" then "Yes" gives Yes, not ▁Yes. "Q: " then "Yes" gives ▁Yes if the model
+    strips spaces from the end of texts (then the prompt's ids do not include the space), else Yes.
     """
 
-    added_tokens_decoder: dict[int, Any] = {}  # every symbol is in the model itself
+    added_tokens_decoder: dict[int, Any] = {}  # all symbols are in the model
 
     def __init__(self, file: Path) -> None:
-        # By name, since the package is optional and has no types.
+        # Imported by name: the package is optional and has no types.
         processor: Any = import_module("sentencepiece").SentencePieceProcessor
         self.model = file.read_bytes()
         self._proto: Any = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto.FromString(self.model)
@@ -42,8 +42,8 @@ class SentencePiece:
         self._normalized = processor(model_proto=_without_normalizer(self._proto))
         self._ids = {piece.piece: id for id, piece in enumerate(self._proto.pieces)}
         control = self._pieces(CONTROL)
-        self._framing = [piece for piece in self._pieces(USER_DEFINED) if FRAMING.fullmatch(piece)]
-        # Split by one group, a text keeps the symbols; (?!) matches nowhere.
+        self._framing = [piece for piece in self._pieces(USER_DEFINED) if FRAMING_SYMBOL.fullmatch(piece)]
+        # Splitting by a group keeps the symbols; (?!) matches nothing.
         longest_first = sorted(control, key=len, reverse=True)
         self._control = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -54,7 +54,7 @@ class SentencePiece:
         self.bos_token_id = self._raw.bos_id()
         self.all_special_tokens = [*control, *self._framing]
         self.all_special_ids = [self._ids[token] for token in self.all_special_tokens]
-        self._hub = self._make_hub(file)  # renders chat templates, and is what an export holds
+        self._hub = self._make_hub(file)  # renders chat templates, and is exported
 
     @property
     def chat_template(self) -> Any:
@@ -75,14 +75,14 @@ class SentencePiece:
         return {"input_ids": self.encode(text)[0]}
 
     def encode(self, prompt: str, completions: Sequence[str] = ()) -> list[list[int]]:
-        """Ids of a rendered prompt, then of each completion as it follows the prompt."""
+        """The ids of a rendered prompt, then of each completion as a continuation of the prompt."""
         ids, followed = self.encode_turns(prompt, [[completion] for completion in completions])
         return [ids, *(parts[0] for parts in followed)]
 
     def encode_turns(
         self, prompt: str, completions: Sequence[Sequence[str]]
     ) -> tuple[list[int], list[list[list[int]]]]:
-        """The same for completions in parts, each of which follows the one before it."""
+        """The same for completions in parts, each a continuation of the previous one."""
         ids, before_all = self._encode(prompt, "")
         encoded = []
         for parts in completions:
@@ -94,7 +94,7 @@ class SentencePiece:
         return ids, encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that the pieces spell, spaces at its beginning included."""
+        """The text of the pieces, including leading spaces."""
         spelled = b""
         for id in ids:
             piece = self._raw.id_to_piece(id)
@@ -104,31 +104,31 @@ class SentencePiece:
         return spelled.decode(errors="replace")
 
     def save_pretrained(self, folder: str) -> None:
-        """Write what `AutoTokenizer` loads, and the model itself beside it."""
+        """Write the files that `AutoTokenizer` loads, and the SentencePiece model."""
         self._hub.save_pretrained(folder)
         (Path(folder) / "tokenizer.model").write_bytes(self.model)
 
     def _encode(self, text: str, before: str) -> tuple[list[int], str]:
-        """Ids of a text behind plain text, and the plain text that what follows stands behind."""
+        """The ids of a text that continues `before`, and the plain text that the next text continues."""
         ids: list[int] = []
         for run in self._runs(text):
             if isinstance(run, int):
                 ids.append(run)
                 before = ""
             else:
-                ids += self._behind(before, run) if before else self._raw.encode(run)
+                ids += self._encode_continuation(before, run) if before else self._raw.encode(run)
                 before += run
         return ids, before
 
     def _runs(self, text: str) -> Iterator[str | int]:
-        """Plain text and ids of control symbols, in turn: "Yes</s>" -> "Yes", 2."""
+        """Split a text into plain text and ids of control symbols: "Yes</s>" -> "Yes", 2."""
         plain = ""
-        for part, meant in pieces(text):
-            if not meant and part in self._framing:
-                # The library would take it for the symbol, but not in two halves.
+        for part, parse_special in split_shielded(text):
+            if not parse_special and part in self._framing:
+                # The library would encode it as the symbol, so it is split in two.
                 yield plain + part[0]
                 plain = part[1:]
-            elif not meant:
+            elif not parse_special:
                 plain += part
             else:
                 plain_and_symbols = self._control.split(part)
@@ -143,20 +143,21 @@ class SentencePiece:
         if plain:
             yield plain
 
-    def _behind(self, before: str, text: str) -> list[int]:
-        """Ids of a text that goes on from another: both are normalised together, and the first part is taken away."""
+    def _encode_continuation(self, before: str, text: str) -> list[int]:
+        """The ids of a text that continues another: both are normalised together, and the first part is removed."""
         whole, first = self._raw.normalize(before + text), self._raw.normalize(before)
         if whole.startswith(first):
             return self._normalized.encode(whole[len(first) :])
-        # The normaliser joins both at the border ("e", then a combining accent): the text by itself, without its space.
+        # The normaliser merges characters across the boundary ("e" and a combining accent), so the text is encoded alone,
+        # without its space.
         alone = self._raw.normalize(text)
         prefix = SPACE if self._proto.normalizer_spec.add_dummy_prefix else ""
         return self._normalized.encode(alone.removeprefix(prefix))
 
     def _make_hub(self, file: Path) -> Any:
-        """The same tokenizer as transformers has it: converted where that is exact, else around the same library.
+        """The tokenizer as a transformers class: converted if that is exact, else a wrapper of the same library.
 
-        The latter writes byte pieces as <0x0A> when it decodes, and some model types cannot have it (`check_export`).
+        The wrapper decodes byte pieces as <0x0A>, and some model types do not support it (`check_export`).
         """
         from transformers import PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -167,9 +168,9 @@ class SentencePiece:
             "pad_token": self.pad_token,
         }
         others = [token for token in self._pieces(CONTROL) if token not in named.values()]
-        # SAVED_AS stays in the folder's configuration.
-        options = {**named, "extra_special_tokens": others, SAVED_AS: "tokenizer.model"}
-        if _converts(self._proto):
+        # EXPORT_MARKER is kept in tokenizer_config.json of the folder.
+        options = {**named, "extra_special_tokens": others, EXPORT_MARKER: "tokenizer.model"}
+        if _converts_exactly(self._proto):
             return PreTrainedTokenizerFast(tokenizer_object=convert(self._proto), **options)
         return SentencePieceBackend(vocab_file=str(file), **options)
 
@@ -181,9 +182,9 @@ class SentencePiece:
 
 
 def _without_normalizer(proto: Any) -> bytes:
-    """The same model for texts that are normalised already."""
-    # Of the parts that encoding needs: a file's samples of texts and pieces, which some releases of the library check when
-    # they load it, hold for its own normaliser only.
+    """The same model for texts that are already normalised."""
+    # Only the fields that encoding needs: the self-test samples in the file, which some releases of the library check
+    # when loading, only hold with the original normaliser.
     bare = type(proto)(pieces=proto.pieces, trainer_spec=proto.trainer_spec, normalizer_spec=proto.normalizer_spec)
     spec = bare.normalizer_spec
     spec.precompiled_charsmap = b""
@@ -191,11 +192,11 @@ def _without_normalizer(proto: Any) -> bytes:
     return bare.SerializeToString()
 
 
-def _converts(proto: Any) -> bool:
-    """Whether `convert` gives exactly the same ids: byte-pair models that leave characters as they are.
+def _converts_exactly(proto: Any) -> bool:
+    """Whether `convert` gives exactly the same ids: true for byte-pair models that do not change characters.
 
-    The tokenizers library sums a unigram model's scores in another precision, and applies character rules to whole
-    graphemes only ("ｶﾞ" stays two characters), so that some texts come out differently.
+    The tokenizers library sums the scores of a unigram model in another precision, and applies character rules only to
+    complete graphemes ("ｶﾞ" stays two characters), so some texts get other ids.
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     plain = not spec.precompiled_charsmap and spec.escape_whitespaces and not trainer.treat_whitespace_as_suffix
@@ -203,7 +204,7 @@ def _converts(proto: Any) -> bool:
 
 
 def convert(proto: Any) -> Any:
-    """A byte-pair model as a `tokenizers.Tokenizer`, which `AutoTokenizer` reads the same for nearly every model type."""
+    """Convert a byte-pair model to a `tokenizers.Tokenizer`, which `AutoTokenizer` loads for nearly every model type."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
@@ -214,7 +215,7 @@ def convert(proto: Any) -> Any:
             unk_token=trainer.unk_piece,
             fuse_unk=True,
             byte_fallback=trainer.byte_fallback,
-            ignore_merges=True,  # a user-defined symbol is one token, though nothing merges into it
+            ignore_merges=True,  # a user-defined symbol is one token without merges
         )
     )
     steps: list[Any] = []
@@ -239,7 +240,7 @@ def convert(proto: Any) -> Any:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs that make a piece, best score first: SentencePiece keeps scores of pieces, not merges."""
+    """Pairs that merge into a piece, best score first: SentencePiece stores scores of pieces, not merges."""
     score = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     halves = ((whole[:at], whole[at:]) for whole in score for at in range(1, len(whole)))
     merges = [pair for pair in halves if pair[0] in score and pair[1] in score]

@@ -1,4 +1,4 @@
-"""A path in, of a tokenizer's folder or of a SentencePiece model file; the tokenizer out."""
+"""Loads a tokenizer from a folder or from a SentencePiece model file, and checks that it is safe to use."""
 
 import hashlib
 import json
@@ -10,48 +10,47 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.store.pool import Died, Stalled, in_a_process
-from tandem.data.text.sentencepiece_model import SAVED_AS, SentencePiece
+from tandem.data.text.sentencepiece_model import EXPORT_MARKER, SentencePiece
 from tandem.errors import ConfigError
 from tandem.storage.cache import cache_dir, content_of, fingerprint, refuse_outside
 from tandem.terminal.commands import install_command
 
-INSTALL = f"In the tandem checkout, run {install_command('sentencepiece')}."
+INSTALL_HINT = f"In the tandem checkout, run {install_command('sentencepiece')}."
 KNOWN_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 MORE_TEMPLATES = "additional_chat_templates"  # transformers reads the templates in this folder too
-# What loading a tokenizer and trying it out may take, beside what grows with its files: 18 MB of merges took 7 seconds.
+# Limits on loading and testing a tokenizer: a constant, plus a rate for the size of its files (18 MB of merges took 7 seconds).
 LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
 LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
-# Plain text, on which any conversion of a SentencePiece model must agree with it; then what conversions get wrong.
-PLAIN = "How far is the moon?"
-# Settings of a tokenizer that do not change how it encodes a text, or that are known elsewhere.
-NO_STATE = (
+# Plain text, on which any conversion of a SentencePiece model must agree with it.
+PLAIN_TEXT = "How far is the moon?"
+# Settings of a tokenizer that do not change how it encodes a text, or that are fingerprinted elsewhere.
+IGNORED_SETTINGS = (
     "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
     "name_or_path", "padding_side", "processor_class", "tokenizer_class", "transformers_version", "truncation_side",
 )  # fmt: skip
-PROBES = (PLAIN, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
+# Plain text, then texts that conversions often get wrong.
+PROBES = (PLAIN_TEXT, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<extra_id_1>User\nHi\n<extra_id_1>Assistant\n")
 
 
 def load_tokenizer(name: Path) -> Any:
-    """The tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused.
+    """Load the tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused.
 
-    What its files make the libraries do may never end, or take all memory, and cannot be stopped: one whose content is new
-    is loaded in a process of its own first.
+    Malicious files can make the libraries run forever or take all memory, and cannot be interrupted. So a tokenizer with
+    new content is first loaded in a separate process.
     """
     files = [name] if name.is_file() else _files_of(name)
     for file in files:
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError(
-                f"{file}: not a file, but a pipe or a device, which a tokenizer is not read from. Download the tokenizer again."
-            )
+            raise ConfigError(f"{file}: a pipe or a device, not a file of a tokenizer. Download the tokenizer again.")
     folder = name.parent if name.is_file() else name
     contents = {str(file.relative_to(folder)): content_of(file) for file in files if file.is_file()}
-    note = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
-    if not note.exists():
+    passed_marker = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
+    if not passed_marker.exists():
         _try_out(name, sum(file.stat().st_size for file in files if file.is_file()))
         with suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.touch()
+            passed_marker.parent.mkdir(parents=True, exist_ok=True)
+            passed_marker.touch()
     return _load(name)
 
 
@@ -65,10 +64,10 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _try_out(name: Path, num_bytes: int) -> None:
-    """Load a tokenizer, and use it as it will be used, where it can be killed."""
+    """Load and use a tokenizer in a separate process, which can be killed."""
 
     def work() -> None:
-        from tandem.data.text.word_cache import WordEncoder  # which imports this module
+        from tandem.data.text.word_cache import WordEncoder  # here, because it imports this module
 
         tokenizer = _load(name)
         _check_usable(tokenizer, name)
@@ -81,18 +80,19 @@ def _try_out(name: Path, num_bytes: int) -> None:
         in_a_process(work, seconds, memory)
     except Stalled:
         raise ConfigError(
-            f"{name}: its tokenizer is not loaded and tried out within {seconds:.0f} seconds. Use another tokenizer, by "
+            f"{name}: loading and testing the tokenizer took over {seconds:.0f} seconds. Use another tokenizer with "
             "policy.tokenizer.name."
         ) from None
     except (Died, MemoryError):
         raise ConfigError(
-            f"{name}: its tokenizer ends the process that loads it and tries it out, or needs more than {memory / 2**30:.1f} GiB "
-            "of memory. Use another tokenizer, by policy.tokenizer.name."
+            f"{name}: loading and testing the tokenizer crashed, or took over {memory / 2**30:.1f} GiB of memory. Use "
+            "another "
+            "tokenizer with policy.tokenizer.name."
         ) from None
 
 
 def _check_usable(tokenizer: Any, name: Path) -> None:
-    """Refuse a tokenizer in which the libraries fail on a text: not every setting of its files is checked when it is loaded."""
+    """Refuse a tokenizer that fails on a text: not all settings in its files are checked when it is loaded."""
     try:
         if not isinstance(tokenizer, SentencePiece):
             tokenizer.get_vocab()
@@ -104,15 +104,16 @@ def _check_usable(tokenizer: Any, name: Path) -> None:
     except Exception as error:
         reason = _one_line(error).rstrip(".")
         raise ConfigError(
-            f"{name}: its tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it again, or "
-            "use another, by policy.tokenizer.name."
+            f"{name}: the tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it "
+            "again, or "
+            "use another with policy.tokenizer.name."
         ) from None
 
 
 def _load(name: Path) -> Any:
     if name.suffix == ".model" and not name.is_dir():
         return _read_sentencepiece(name, f"policy.tokenizer.name = {name}")
-    if _exported(name):
+    if _was_exported(name):
         tokenizer = _read_sentencepiece(name / "tokenizer.model", str(name))
         tokenizer.chat_template = _from_folder(name).chat_template
         return tokenizer
@@ -123,9 +124,9 @@ def _load(name: Path) -> Any:
 
 
 def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
-    """Refuse a SentencePiece model whose ids `AutoTokenizer` would not give again from the exported model's folder.
+    """Refuse a SentencePiece model if `AutoTokenizer` would give other ids from the exported model's folder.
 
-    For some model types transformers chooses the class of the tokenizer, whatever the folder says.
+    For some model types transformers chooses the tokenizer class and ignores the folder's setting.
     """
     from transformers import AutoTokenizer
 
@@ -135,18 +136,18 @@ def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
         model_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         try:
-            same = _agree(AutoTokenizer.from_pretrained(folder), tokenizer, PROBES)
-        except Exception:  # of whatever class transformers took, on files that are not meant for it
+            same = _ids_agree(AutoTokenizer.from_pretrained(folder), tokenizer, PROBES)
+        except Exception:  # transformers may choose a class that cannot read these files
             same = False
     if not same:
         raise ConfigError(
-            f"policy.tokenizer.name = {name}: transformers would read this SentencePiece model differently once it is "
+            f"policy.tokenizer.name = {name}: transformers would load this SentencePiece model differently after it is "
             f"exported with a {model_config.model_type} model. Give a folder with a tokenizer.json instead."
         )
 
 
 def state_of(tokenizer: Any) -> str:
-    """What tells a tokenizer from every other one."""
+    """A hash of everything that determines how a tokenizer encodes texts."""
     if isinstance(tokenizer, SentencePiece):
         return hashlib.sha256(tokenizer.model).hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -155,15 +156,15 @@ def state_of(tokenizer: Any) -> str:
 
 
 def _state_in_python(tokenizer: Any) -> str:
-    """Of one that transformers computes in Python, with merges or pieces in files of its own, and with settings.
+    """The state of a tokenizer implemented in Python: its class, vocabulary, files, settings and added tokens.
 
-    CTRL's vocabulary is a set of tokens; which letters become which of them is said by merges.txt.
+    The files matter: the vocabulary of CTRL is a set of tokens, and merges.txt determines how text is split into them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with suppress(NotImplementedError):  # has no files
+        with suppress(NotImplementedError):  # it has no files
             tokenizer.save_vocabulary(folder)
         files = {file.name: content_of(file) for file in sorted(Path(folder).iterdir())}
-    others = {*NO_STATE, *tokenizer.special_tokens_map}  # special tokens are among those added
+    others = {*IGNORED_SETTINGS, *tokenizer.special_tokens_map}  # special tokens are in added_tokens_decoder
     settings = {
         name: value
         for name, value in tokenizer.init_kwargs.items()
@@ -175,9 +176,9 @@ def _state_in_python(tokenizer: Any) -> str:
 
 
 def fast_backend(tokenizer: Any) -> Any | None:
-    """A tokenizer's Rust backend, if it has one and nothing in between changes what it gives.
+    """The Rust backend of a tokenizer, if it has one that gives the same ids; else None.
 
-    Called directly, without offsets and without Python objects that nobody reads, it takes two thirds of the time.
+    Calling it directly, without offsets and unused Python objects, takes two thirds of the time.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -192,11 +193,11 @@ def fast_backend(tokenizer: Any) -> Any | None:
 
 
 def without_dummy_prefix(backend: Any) -> Any:
-    """A backend that puts a space before every text (Llama 2's, Mistral's), without it; any other as it is.
+    """The backend without the space that it adds before every text (Llama 2, Mistral); others are returned unchanged.
 
-    An answer is encoded apart from its prompt, which it follows: "Yes" behind "[/INST] " is Yes, never a second space.
+    A completion is encoded separately from its prompt: "Yes" after "[/INST] " is Yes, without a second space.
     """
-    # Of the backend as a whole, which holds its vocabulary, writing and reading JSON takes half a second.
+    # The components only: JSON of the full backend, with its vocabulary, takes half a second to write and parse.
     steps = {name: component_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
     plain = {name: _without_prefix(step) for name, step in steps.items()}
     if plain == steps:
@@ -213,7 +214,7 @@ def component_state(component: Any) -> Any:
 
 
 def _without_prefix(step: Any) -> Any:
-    """A normalizer or pre-tokenizer, as JSON, less what puts a space before the text."""
+    """A normalizer or pre-tokenizer, as JSON, without the part that adds a space before the text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Metaspace":
@@ -231,41 +232,41 @@ def _from_folder(folder: Path) -> Any:
 
     model = folder / "tokenizer.model"
     bare = model.is_file() and not (folder / "tokenizer.json").is_file()
-    if bare and not _installed():
-        raise ConfigError(f"{folder}: its tokenizer.model needs the sentencepiece package. {INSTALL}")
+    if bare and not _sentencepiece_installed():
+        raise ConfigError(f"{folder}: its tokenizer.model needs the sentencepiece package. {INSTALL_HINT}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        differs = bare and not _agree(tokenizer, SentencePiece(model), (PLAIN,))
+        differs = bare and not _ids_agree(tokenizer, SentencePiece(model), (PLAIN_TEXT,))
     except Exception as error:
         if not any((folder / name).is_file() for name in KNOWN_FILES):
             raise ConfigError(
-                f"{folder}: holds no tokenizer (no {', no '.join(KNOWN_FILES)}). Give its folder as policy.tokenizer.name."
+                f"{folder}: there is no tokenizer (no {', no '.join(KNOWN_FILES)}). Set policy.tokenizer.name to its folder."
             ) from None
         reason = "its files are nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
-        raise ConfigError(f"{folder}: no tokenizer could be loaded: {reason}") from None
+        raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {reason}") from None
     if differs:
         raise ConfigError(
-            f"{folder}: transformers gives other ids than the SentencePiece model in there (tokenizer.model). "
-            f"Use the model itself: policy.tokenizer.name={model}"
+            f"{folder}: transformers gives other ids than the SentencePiece model in this folder (tokenizer.model). "
+            f"Use the model directly: policy.tokenizer.name={model}"
         )
     return tokenizer
 
 
 def _one_line(error: Exception) -> str:
-    """What a library says, which may quote its file."""
+    """The message of a library as one line, shortened: it may quote its file."""
     return " ".join(str(error).split())[:500]
 
 
 def _read_sentencepiece(file: Path, place: str) -> SentencePiece:
     if not file.is_file():
-        raise ConfigError(f"{place}: there is no such file. Give the path of a SentencePiece model.")
-    if not _installed():
-        raise ConfigError(f"{place}: a SentencePiece model needs the sentencepiece package. {INSTALL}")
+        raise ConfigError(f"{place}: no such file. Give the path of a SentencePiece model.")
+    if not _sentencepiece_installed():
+        raise ConfigError(f"{place}: a SentencePiece model needs the sentencepiece package. {INSTALL_HINT}")
     try:
         tokenizer = SentencePiece(file)
     except Exception:  # the library's errors differ from version to version
         raise ConfigError(
-            f"{place}: this is no SentencePiece model, or it is damaged. Copy it again, or give a tokenizer's folder."
+            f"{place}: not a SentencePiece model, or damaged. Copy it again, or give the folder of a tokenizer."
         ) from None
     if tokenizer.eos_token is None:
         raise ConfigError(
@@ -274,22 +275,22 @@ def _read_sentencepiece(file: Path, place: str) -> SentencePiece:
     return tokenizer
 
 
-def _exported(folder: Path) -> bool:
-    """Whether a folder holds what `SentencePiece.save_pretrained` writes."""
+def _was_exported(folder: Path) -> bool:
+    """Whether a folder was written by `SentencePiece.save_pretrained`."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(config, dict) and SAVED_AS in config
+    return isinstance(config, dict) and EXPORT_MARKER in config
 
 
-def _agree(tokenizer: Any, model: SentencePiece, texts: tuple[str, ...]) -> bool:
+def _ids_agree(tokenizer: Any, model: SentencePiece, texts: tuple[str, ...]) -> bool:
     return all(tokenizer(text, add_special_tokens=False)["input_ids"] == model(text)["input_ids"] for text in texts)
 
 
-def _installed() -> bool:
+def _sentencepiece_installed() -> bool:
     try:
-        import_module("sentencepiece.sentencepiece_model_pb2")  # which imports protobuf
+        import_module("sentencepiece.sentencepiece_model_pb2")  # it imports protobuf
     except ImportError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Preferences in; TokenizedPreferences out: prompt ids, ids per completion, and the pairs (winner, loser)."""
+"""Tokenises Preferences: prompt ids, ids per completion, and the pairs (winner, loser)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.formats.preference import Preference, empty_completion, says_nothing
+from tandem.data.formats.preference import Preference, empty_completion, is_empty
 from tandem.data.read.sources import RowError
-from tandem.data.text.chat import SHIELD, pieces
+from tandem.data.text.chat import SHIELD, split_shielded
 from tandem.data.text.sentencepiece_model import SentencePiece
 from tandem.data.text.template import Part, Rendered, Template
 from tandem.data.text.word_cache import IntArray
@@ -22,29 +22,29 @@ BATCH = 1024
 class TokenizedPreference:
     """Token ids of a prompt and of each completion; pairs are (winner, loser), indices into the completions.
 
-    All tokens of a completion are scored but those at the positions named in `unscored`: tool turns inside it.
+    All tokens of a completion are scored, except those at the positions in `unscored` (tool turns).
     """
 
     prompt: IntArray
     completions: tuple[IntArray, ...]
     pairs: tuple[tuple[int, int], ...]
-    scores: tuple[float, ...]  # NaN where the data gives none
+    scores: tuple[float, ...]  # NaN if the data has none
     place: str
-    unscored: tuple[IntArray, ...] = ()  # per completion; empty when all is scored
+    unscored: tuple[IntArray, ...] = ()  # per completion; empty if all tokens are scored
 
     def scored(self, completion: int) -> IntArray:
-        """Positions within a completion of its scored tokens."""
+        """The positions of the scored tokens of a completion."""
         positions = np.arange(len(self.completions[completion]), dtype=np.int32)
         return np.delete(positions, self.unscored[completion]) if self.unscored else positions
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt and the longest completion."""
+        """The number of tokens of the prompt and the longest completion."""
         return len(self.prompt) + max(map(len, self.completions))
 
 
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
-    """Pairs (better, worse); equal ranks make none.
+    """The pairs (better, worse); equal ranks form no pair.
 
     ranks (0, 2, 1): best_worst -> (0,1); adjacent -> (0,2), (2,1); all -> (0,2), (0,1), (2,1)
     ranks (0, 0, 1): best_worst -> (0,2); adjacent -> (0,2), (1,2); all -> (0,2), (1,2)
@@ -53,7 +53,7 @@ def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...
     if pairing == "best_worst":
         candidates = [(order[0], order[-1])]
     elif pairing == "adjacent":
-        # Every completion of a rank with every one of the next rank that occurs.
+        # Every completion of a rank with every completion of the next rank that occurs.
         levels = [list(level) for _, level in groupby(order, key=lambda i: ranks[i])]
         candidates = [pair for better, worse in pairwise(levels) for pair in product(better, worse)]
     else:
@@ -61,7 +61,7 @@ def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...
     return tuple((better, worse) for better, worse in candidates if ranks[better] < ranks[worse])
 
 
-_known_pairs = lru_cache(make_pairs)  # nearly all rows of a set have the same ranks
+_cached_pairs = lru_cache(make_pairs)  # nearly all rows of a dataset have the same ranks
 
 
 def tokenize(
@@ -72,34 +72,34 @@ def tokenize(
     max_length: int,
     overlong: str = "drop",
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Every preference as token ids, in order; rows that cannot be used pass through as errors."""
+    """Tokenise every preference, in order; rows that cannot be used become or stay errors."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
         for row in encode([render(item, template, pairing) for item in batch], template, pairing):
-            yield row if isinstance(row, RowError) else fitted(row, max_length, overlong)
+            yield row if isinstance(row, RowError) else fit_length(row, max_length, overlong)
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """A preference and its texts; an error passes through."""
+    """A preference with its rendered texts; an error is returned unchanged."""
     if isinstance(item, RowError):
         return item
     try:
-        item = _compared(item, pairing)
+        item = _drop_unpaired(item, pairing)
         return item, template.render(item)
     except RowError as error:
         return error
 
 
 def pairs_of(preference: Preference, pairing: str) -> tuple[tuple[int, int], ...]:
-    return _known_pairs(tuple(completion.rank for completion in preference.completions), pairing)
+    return _cached_pairs(tuple(completion.rank for completion in preference.completions), pairing)
 
 
-def _compared(preference: Preference, pairing: str) -> Preference:
-    """The same without completions that no pair needs: those between the best and the worst of four, say."""
+def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
+    """The preference without completions that are in no pair, such as those between best and worst."""
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
-    if any(says_nothing(preference.completions[number].answer) for number in needed):
+    if any(is_empty(preference.completions[number].answer) for number in needed):
         raise empty_completion(preference.place)
     return replace(preference, completions=tuple(preference.completions[number] for number in needed))
 
@@ -107,7 +107,7 @@ def _compared(preference: Preference, pairing: str) -> Preference:
 def encode(
     batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
-    """The texts of a batch, encoded together."""
+    """Encode the texts of a batch together."""
     bos = _bos(template.tokenizer) if template.source is None else []
     encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
@@ -122,7 +122,7 @@ def encode(
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
-    """Ids of each row's prompt, and of every part of its completions; no token straddles a border between them."""
+    """The ids of each row's prompt, and of every part of its completions; no token crosses a boundary between them."""
     if isinstance(template.tokenizer, SentencePiece):
         turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
         encoded = [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
@@ -135,14 +135,14 @@ def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, li
 
 
 def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[IntArray]:
-    """Token ids of texts that begin something, or go on; special tokens that a message only spells become plain ones."""
+    """Token ids of texts, which begin a sequence or continue one; shielded special tokens are encoded as plain text."""
     if not texts:
         return []
     encoded = template.encode(texts, begins=begins)
     for i in (i for i, text in enumerate(texts) if SHIELD in text):
         parts = [
             template.encode([part], begins=begins and number == 0, parse_special=special)[0]
-            for number, (part, special) in enumerate(pieces(texts[i]))
+            for number, (part, special) in enumerate(split_shielded(texts[i]))
         ]
         encoded[i] = np.concatenate(parts)
     return encoded
@@ -161,24 +161,28 @@ def _checked(
 ) -> TokenizedPreference | RowError:
     place = preference.place
     completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
-    pairs = _telling(pairs_of(preference, pairing), completions)
+    pairs = _differing_pairs(pairs_of(preference, pairing), completions)
     if not len(prompt):
-        return RowError(place, "empty prompt", "the prompt has no tokens, so nothing predicts the first answer token.")
+        return RowError(
+            place, "empty prompt", "the prompt has no tokens, so nothing predicts the first completion token."
+        )
     if not pairs:
         which = "the completions" if len(completions) == 2 else "the completions of every pair"
         return RowError(place, "equal completions", f"{which} are identical as tokens.", kind="filtered")
     return TokenizedPreference(
-        prompt,
-        completions,
-        pairs,
-        tuple(float("nan") if c.score is None else c.score for c in preference.completions),
-        place,
-        _unscored(encoded, parts),
+        prompt=prompt,
+        completions=completions,
+        pairs=pairs,
+        scores=tuple(float("nan") if c.score is None else c.score for c in preference.completions),
+        place=place,
+        unscored=_unscored(encoded, parts),
     )
 
 
-def _telling(pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]) -> tuple[tuple[int, int], ...]:
-    """The pairs of two different completions: of several, two may be the same."""
+def _differing_pairs(
+    pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]
+) -> tuple[tuple[int, int], ...]:
+    """The pairs whose completions differ."""
     return tuple(
         (winner, loser)
         for winner, loser in pairs
@@ -188,7 +192,7 @@ def _telling(pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ..
 
 
 def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
-    """Positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
+    """The positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
     if all(part.scored for several in parts for part in several):
         return ()
     flags = [
@@ -198,8 +202,8 @@ def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]
     return tuple(np.flatnonzero(~scored).astype(np.int32) for scored in flags)
 
 
-def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
-    """A preference within the limit: as it is, or cut as `data.overlong` says; never to nothing, never to equal rests."""
+def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
+    """The preference if it is within the limit; else truncated as `data.overlong` says, or an error."""
     if row.longest <= max_length:
         return row
     limit = f"policy.max_total_sequence_length={max_length}"
@@ -208,10 +212,10 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
         return replace(row, prompt=row.prompt[-keep:])
     if overlong == "truncate_completion" and (keep := max_length - len(row.prompt)) > 0:
         cut = tuple(completion[:keep] for completion in row.completions)
-        pairs = _telling(row.pairs, cut)
+        pairs = _differing_pairs(row.pairs, cut)
         if not pairs:
-            message = f"{row.longest} tokens, over {limit}, and its completions are equal once cut."
-            return RowError(row.place, "equal once cut", message, kind="filtered")
+            message = f"{row.longest} tokens, over {limit}, and the completions are equal after truncation."
+            return RowError(row.place, "equal after truncation", message, kind="filtered")
         unscored = tuple(positions[positions < keep] for positions in row.unscored)
         return replace(row, completions=cut, pairs=pairs, unscored=unscored)
     why = {
@@ -222,6 +226,6 @@ def fitted(row: TokenizedPreference, max_length: int, overlong: str) -> Tokenize
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """The BOS that this tokenizer puts before a plain text, if it does."""
+    """The BOS id if the tokenizer adds one before plain text, as a list; else an empty list."""
     ids = tokenizer("a")["input_ids"]
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
