@@ -182,11 +182,11 @@ class Bench:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
         # Reference numbers cost nothing while training (they are read from a cache): zeros replace them.
-        side = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
+        context = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
         batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
-            unread.append(train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0))
+            unread.append(train_step(self.policy, context, loaded.packs, loaded.batch, self.optimizer, 1.0))
             while len(unread) > (number >= WARM_UP):
                 yield self._read(unread.pop(0))
         yield from map(self._read, unread)

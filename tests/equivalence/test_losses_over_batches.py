@@ -257,12 +257,12 @@ def test_validation_of_some_batches_is_over_those_alone():
 
 def spoiled():
     store, model = preferences(), tiny_model("llama", seed=0)
-    side = StepContext(NoReference(), Dpo(preference_loss="aot"), join_process_group(), "float32")
+    context = StepContext(NoReference(), Dpo(preference_loss="aot"), join_process_group(), "float32")
     batch = GlobalBatch(0, np.arange(len(store)), NUM_PAIRS)
     packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
     policy = as_policy(model)
     policy.register_forward_hook(lambda module, given, logps: logps * torch.nan)
-    step = train_step(policy, side, packs, batch, Recorder(model), max_grad_norm=None)
+    step = train_step(policy, context, packs, batch, Recorder(model), max_grad_norm=None)
     with pytest.raises(NonFiniteError) as stopped:
         step.read(store)
     return str(stopped.value)

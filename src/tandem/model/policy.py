@@ -35,6 +35,7 @@ class PackInputs:
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
+    preference: Tensor  # [completions]
     num_scored: int  # without padding
 
 
@@ -88,6 +89,7 @@ class Policy(nn.Module):
             winners=put(pack.winners),
             losers=put(pack.losers),
             best=put(pack.best),
+            preference=put(pack.owner),
             num_scored=num_scored,
         )
 
