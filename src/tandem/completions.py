@@ -57,14 +57,19 @@ class Completions:
     drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens: an estimate of the KL
     preference: Tensor  # [completions] int64: the preference it belongs to
     pairing: Pairing
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # values given in the data, by name
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of columns.py that the micro-batch has, by name
     log_likeliness: Tensor | None = None  # [completions]: what WPO weighs by (loss/pairs.py)
     # With LD-DPO, of each pair: sums over as many first tokens as its shorter completion has.
     policy_prefix: ChosenRejected | None = None
     reference_prefix: ChosenRejected | None = None
 
     def both(self, values: Tensor) -> ChosenRejected:
+        """A number per completion as one for each completion of each pair."""
         return self.pairing.both(values)
+
+    def per_pair(self, values: Tensor) -> Tensor:
+        """A number per preference as one per pair. Of the example above: [a, b] -> [a, b, b]"""
+        return values[self.preference[self.pairing.winners]]
 
 
 @dataclass(frozen=True, slots=True)

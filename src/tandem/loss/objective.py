@@ -16,7 +16,7 @@ from tandem.loss.pairs import Pairs, PairSums, diverged, divergence_slope, pair_
 class PairLoss:
     """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
 
-    pair_losses: Tensor  # [pairs], the chosen losses combined
+    pair_losses: Tensor  # [pairs], the chosen losses combined, times WPO's weight and that of the row
     sft: Tensor  # [preferences], of the best completion
     policy: ChosenRejected  # log pi of each pair as its loss reads it, before averaging; carries the gradient
     rewards: ChosenRejected
@@ -32,7 +32,14 @@ def compare(sums: PairSums, dpo: Dpo) -> Pairs:
     ratios = ratios.map(lambda ratio: diverged(ratio, dpo.f_divergence, dpo.f_alpha))
     # A loss that reads scores where none were given becomes NaN, which stops the run.
     scores = sums.scores or policy.map(lambda logps: torch.full_like(logps, torch.nan))
-    return Pairs(policy=policy, reference=reference, ratios=ratios, num_tokens=num_tokens, scores=scores)
+    return Pairs(
+        policy=policy,
+        reference=reference,
+        ratios=ratios,
+        num_tokens=num_tokens,
+        scores=scores,
+        required_margin=sums.required_margin,
+    )
 
 
 def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
@@ -85,6 +92,8 @@ def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = 
     if dpo.wpo:
         assert completions.log_likeliness is not None, "dpo.wpo needs the likeliness of the completions"
         losses = wpo_weights(completions.log_likeliness, pairing) * losses
+    if (weight := completions.columns.get("weight")) is not None:
+        losses = completions.per_pair(weight) * losses
     return PairLoss(
         pair_losses=losses,
         sft=sft(completions.policy[pairing.best], num_tokens[pairing.best], average=dpo.sft_average_log_probs),

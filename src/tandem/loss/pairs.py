@@ -24,6 +24,7 @@ class PairSums:
     reference: ChosenRejected  # log ref; zeros without a reference
     num_tokens: ChosenRejected  # completion lengths
     scores: ChosenRejected | None = None  # given in the data
+    required_margin: Tensor | None = None  # [pairs], given in the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +36,18 @@ class Pairs:
     ratios: ChosenRejected  # r = log pi - log ref, or what the f-divergence makes of it
     num_tokens: ChosenRejected  # completion lengths
     scores: ChosenRejected  # given in the data; NaN where it gives none
+    required_margin: Tensor | None = None  # [pairs], given in the data; None: 0
 
 
 def pair_sums(completions: Completions, ld_alpha: float | None) -> PairSums:
     """The completions of each pair. With LD-DPO the record must hold the prefixes."""
-    scores = completions.columns.get("score")
+    scores, margin = completions.columns.get("score"), completions.columns.get("margin")
     return PairSums(
         policy=_ld(completions.both(completions.policy), completions.policy_prefix, ld_alpha),
         reference=_ld(completions.both(completions.reference), completions.reference_prefix, ld_alpha),
         num_tokens=completions.both(completions.num_tokens),
         scores=None if scores is None else completions.both(scores),
+        required_margin=None if margin is None else completions.per_pair(margin),
     )
 
 

@@ -57,7 +57,7 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
         drift=drift.total,
         preference=inputs.preference,
         pairing=pairing,
-        columns={"score": inputs.scores},
+        columns=inputs.columns,
         log_likeliness=None if squares is None else log_likeliness(tokens.detach(), squares, *segments),
         policy_prefix=prefix(tokens),
         reference_prefix=prefix(reference_tokens),
@@ -102,5 +102,6 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
     both = {
         name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
     }
-    policy = both.pop("policy").map(lambda values: values.requires_grad_())
-    return JoinedPairs(compare(PairSums(policy=policy, **both), dpo), policy, own)
+    policy = both["policy"].map(lambda values: values.requires_grad_())
+    sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], scores=both["scores"])
+    return JoinedPairs(compare(sums, dpo), policy, own)

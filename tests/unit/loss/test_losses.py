@@ -156,7 +156,7 @@ def test_the_declared_start_is_the_loss_while_policy_and_reference_are_equal(nam
 def test_only_losses_of_scores_or_without_a_reference_have_no_declared_start():
     without = [name for name, declared in LOSSES.items() if declared.start is None]
     assert without == [
-        name for name, declared in LOSSES.items() if declared.needs_scores or not declared.needs_reference
+        name for name, declared in LOSSES.items() if "score" in declared.columns or not declared.needs_reference
     ]
 
 

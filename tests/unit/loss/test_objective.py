@@ -26,9 +26,8 @@ def loss_of(dpo: Dpo, policy=POLICY, reference=REFERENCE, lengths=LENGTHS, pairi
         reference=reference,
         num_tokens=lengths,
         drift=torch.zeros_like(policy),
-        preference=torch.zeros(len(policy), dtype=torch.long),
         pairing=pairing,
-        **kwargs,
+        **{"preference": torch.zeros(len(policy), dtype=torch.long), **kwargs},
     )
     return pair_loss(record, dpo)
 
@@ -156,6 +155,54 @@ def test_weights_multiply_the_preference_loss_only():
     weighted = loss_of(Dpo(wpo=True), log_likeliness=torch.tensor([math.log(0.5), 0.0]))
     assert weighted.pair_losses.item() == pytest.approx(0.5 * 0.598139, abs=1e-6)
     assert weighted.sft.item() == 3.0
+
+
+def test_a_weight_multiplies_the_losses_of_the_pairs_of_its_preference_and_not_the_sft_loss():
+    # Two preferences, of two and three completions; the second has two pairs.
+    loss = loss_of(
+        Dpo(),
+        torch.tensor([-3.0, -5.0, -3.0, -5.0, -3.0]),
+        torch.full((5,), -4.0),
+        torch.ones(5, dtype=torch.long),
+        pairing=Pairing(torch.tensor([0, 2, 2]), torch.tensor([1, 3, 4]), torch.tensor([0, 2])),
+        preference=torch.tensor([0, 0, 1, 1, 1]),
+        columns={"weight": torch.tensor([0.5, 3.0])},
+    )
+    # -log s(0.2) = 0.598139; the last pair has d = 0: log 2
+    assert loss.pair_losses.tolist() == pytest.approx([0.5 * 0.598139, 3 * 0.598139, 3 * 0.693147], abs=1e-5)
+    assert loss.sft.tolist() == [3.0, 3.0]
+
+
+def test_the_weight_of_a_row_and_that_of_wpo_multiply():
+    weights = {"log_likeliness": torch.tensor([math.log(0.5), 0.0]), "columns": {"weight": torch.tensor([4.0])}}
+    assert loss_of(Dpo(wpo=True), **weights).pair_losses.item() == pytest.approx(0.5 * 4 * 0.598139, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_hand"),
+    [
+        ({}, 0.854355),  # -log s(0.1 * 2 - 0.5) = log(1 + exp(0.3))
+        ({"preference_loss": "sigmoid"}, 0.854355),
+        ({"label_smoothing": 0.1}, 0.9 * 0.854355 + 0.1 * 0.554355),
+        ({"preference_loss": "sigmoid_norm"}, 0.928057),  # -log s(0.1 * 0.75 - 0.5)
+        ({"preference_average_log_probs": True}, 0.928057),
+        ({"preference_loss": {"dpo": 1.0, "sigmoid_norm": 2.0}}, 0.854355 + 2 * 0.928057),
+    ],
+)
+def test_a_margin_is_subtracted_before_the_sigmoid(settings, by_hand):
+    loss = loss_of(Dpo(**settings), columns={"margin": torch.tensor([0.5])})
+    assert loss.pair_losses.item() == pytest.approx(by_hand, abs=2e-6)
+    assert loss.rewards.chosen.item() == loss_of(Dpo(**settings)).rewards.chosen.item()
+
+
+def test_losses_read_the_columns_that_they_declare_and_no_others():
+    """A loss that read a margin without declaring it would be refused; one that declared it in vain would ignore it."""
+    for name, loss in LOSSES.items():
+        dpo = Dpo(preference_loss=name, **needed_settings(name))
+        scores = {"score": torch.tensor([1.0, 0.0])}
+        plain = loss_of(dpo, columns=scores).pair_losses
+        with_margin = loss_of(dpo, columns={**scores, "margin": torch.tensor([0.5])}).pair_losses
+        assert torch.equal(plain, with_margin) == ("margin" not in loss.columns), name
 
 
 def test_weights_that_were_asked_for_cannot_be_forgotten():

@@ -128,7 +128,7 @@ def test_a_pair_names_its_completions_within_its_preference():
 
     def preference(lengths, pairs):
         completions = tuple(rng.integers(0, 9, size).astype(np.int32) for size in lengths)
-        return TokenizedPreference(np.arange(3, dtype=np.int32), completions, pairs, (float("nan"),) * len(lengths), "")
+        return TokenizedPreference(np.arange(3, dtype=np.int32), completions, pairs, "")
 
     two, three = preference([2, 2], ((1, 0),)), preference([1, 2, 3], ((2, 0), (2, 1), (0, 1)))
     pack = lay_out([7, 4], [two, three], length=32)

@@ -93,9 +93,9 @@ def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreferenc
             preference.prompt,
             tuple(preference.completions[i] for i in pair),
             ((0, 1),),
-            tuple(preference.scores[i] for i in pair),
             preference.place,
             tuple(preference.unscored[i] for i in pair) if preference.unscored else (),
+            {"score": tuple(preference.scores[i] for i in pair)},
         )
 
 
@@ -288,9 +288,9 @@ def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int)
         prompt,
         (chosen.ids[starts[0] :], rejected.ids[starts[1] :]),
         ((0, 1),),
-        (chosen.reward, rejected.reward),
         place,
         unscored if any(len(positions) for positions in unscored) else (),
+        {"score": (chosen.reward, rejected.reward)},
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.formats.formats import unused_key
 from tandem.data.formats.prompt_files import Wording, wording_of
+from tandem.data.formats.row_columns import refused_as
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.hub import DATA_FILE
 from tandem.data.read.limits import REJECTS_BYTES
@@ -20,7 +21,8 @@ from tandem.data.store.duplicates import DUPLICATE
 from tandem.data.store.notes import NO_SYSTEM
 from tandem.data.store.pool import default_workers
 from tandem.data.store.processes import Processes
-from tandem.data.store.token_store import FORMAT_VERSION, Counts, TokenStore
+from tandem.data.store.token_store import Counts, TokenStore
+from tandem.data.store.tokens_file import FORMAT_VERSION
 from tandem.data.store.writer import Recipe, format_of, write_store
 from tandem.data.text.template import Template
 from tandem.data.text.tokenizer import state_of
@@ -128,10 +130,13 @@ def _find_or_make(
         "limits": limits,
         "text": _text_facts(processes),
     }
+    tokens = fingerprint(FORMAT_VERSION, made_of)
+    if keys.columns:
+        made_of["columns"] = keys.columns
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
-        _make(folder, name, files, keys, wording, processes, data, made_of, progress)
+        _make(folder, (name, tokens), files, keys, wording, processes, data, made_of, progress)
     try:
         return TokenStore(folder, read_manifest(folder))
     except (ValueError, OSError) as error:
@@ -140,7 +145,7 @@ def _find_or_make(
 
 def _make(
     folder: Path,
-    name: str,
+    fingerprints: tuple[str, str],  # of the set, and of its tokens alone
     files: list[SourceFile],
     keys: DatasetFields,
     wording: Wording,
@@ -161,9 +166,14 @@ def _make(
     with published(folder, "tokens") as aside:
         chunks = _chunks(files, progress, data.max_expansion)
         rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
-        facts = write_store(processes.prepared(recipe, chunks, _num_workers(data, files)), aside, rejects_bytes)
+        prepared = processes.prepared(recipe, chunks, _num_workers(data, files))
+        facts = write_store(prepared, aside, rejects_bytes, keys.columns)
         _refuse_changed(files, made_of)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
+        name, tokens = fingerprints
+        # A row without a usable value is left out, and then the tokens are others too.
+        if keys.columns and not any(refused_as(column) in facts["counts"]["bad"] for column in keys.columns):
+            facts["tokens_fingerprint"] = tokens
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
 
 

@@ -47,8 +47,19 @@ class Selection:
 
     @cached_property
     def fingerprint(self) -> str:
-        chosen = blake2b(self.rows.astype(np.int64).tobytes()).hexdigest()
-        return fingerprint([store.fingerprint for store in self.stores], chosen)
+        return self._fingerprint([store.fingerprint for store in self.stores])
+
+    @cached_property
+    def tokens_fingerprint(self) -> str:
+        return self._fingerprint([store.tokens_fingerprint for store in self.stores])
+
+    def _fingerprint(self, stores: list[str]) -> str:
+        return fingerprint(stores, blake2b(self.rows.astype(np.int64).tobytes()).hexdigest())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that some store has because a key named them."""
+        return tuple(dict.fromkeys(name for store in self.stores for name in store.columns))
 
     @cached_property
     def num_pairs(self) -> NDArray[np.int64]:

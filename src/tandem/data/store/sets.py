@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.losses import needs_scores, spelled
+from tandem.columns import COLUMNS
+from tandem.config.losses import needs_scores, spelled, unsupported_column
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.formats.row_columns import unread_in
 from tandem.data.store.duplicates import without_duplicates
 from tandem.data.store.opening import TooFewUsableError, open_store
 from tandem.data.store.processes import Processes
@@ -105,6 +107,8 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     sets = _joined(stores, [one.weight for one in given], read, validation, config)
     for store in (sets.train, *sets.validation.values()):
         _check_scores(store, config)
+    for split, store in sets.read.items():
+        _check_columns(split, store, config)
     return sets
 
 
@@ -181,6 +185,30 @@ def _check_scores(store: Preferences, config: Config) -> None:
             f"{config.dpo.gt_reward_scale:g}, ask for a margin over {LARGEST_MARGIN:.0e}, whose loss and gradient float32 cannot "
             "hold. Rescale the scores, or lower dpo.gt_reward_scale."
         )
+
+
+def _check_columns(split: str, store: TokenStore, config: Config) -> None:
+    """Refuse a prepared set with a column that the loss does not support; of others the configuration tells the same."""
+    for column in store.columns:
+        if why := unsupported_column(config.dpo.preference_loss, column):
+            reason, others = why
+            key = COLUMNS[column].key
+            raise DataError(
+                f"{split}: {store.folder} was prepared with a {column}, which {reason}. Prepare it again without {key}, or "
+                f"choose {others}."
+            )
+
+
+def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
+    """Which columns of the data are used, and which fields would be used if their keys were set."""
+    used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
+    unread = [
+        of_set(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
+        for split, store in sets.read.items()
+        for column in unread_in(store.notes)
+    ]
+    rows = {"columns": "; ".join(used), "columns not used": "; ".join(unread)}
+    return [(label, text) for label, text in rows.items() if text]
 
 
 def of_set(message: str, split: str) -> str:

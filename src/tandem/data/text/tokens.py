@@ -1,13 +1,14 @@
 """Preferences in; TokenizedPreferences out: prompt ids, ids per completion, and the pairs (winner, loser)."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, groupby, islice, pairwise, product
 from typing import Any
 
 import numpy as np
 
+from tandem.columns import COLUMNS
 from tandem.data.formats.preference import Preference, empty_completion, says_nothing
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import SHIELD, pieces
@@ -28,9 +29,19 @@ class TokenizedPreference:
     prompt: IntArray
     completions: tuple[IntArray, ...]
     pairs: tuple[tuple[int, int], ...]
-    scores: tuple[float, ...]  # NaN where the data gives none
     place: str
     unscored: tuple[IntArray, ...] = ()  # per completion; empty when all is scored
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # those of `tandem.columns` that are given
+
+    def values(self, column: str) -> tuple[float, ...]:
+        """Of a column: one per completion or one in all, given or by default."""
+        declared, given = COLUMNS[column], self.columns.get(column)
+        return (declared.default,) * declared.count(len(self.completions)) if given is None else given
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """Per completion; NaN where the data gives none."""
+        return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
         """Positions within a completion of its scored tokens."""
@@ -167,13 +178,14 @@ def _checked(
     if not pairs:
         which = "the completions" if len(completions) == 2 else "the completions of every pair"
         return RowError(place, "equal completions", f"{which} are identical as tokens.", kind="filtered")
+    scores = tuple(float("nan") if c.score is None else c.score for c in preference.completions)
     return TokenizedPreference(
         prompt,
         completions,
         pairs,
-        tuple(float("nan") if c.score is None else c.score for c in preference.completions),
         place,
         _unscored(encoded, parts),
+        {"score": scores, **{name: (value,) for name, value in preference.columns.items()}},
     )
 
 
