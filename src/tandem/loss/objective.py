@@ -24,7 +24,7 @@ class PairLoss:
 
 
 def compare(sums: PairSums, dpo: Dpo) -> Pairs:
-    """What the losses read, from summed log-probabilities: averaged first where asked for, then the divergence."""
+    """What the losses read, from summed log-probabilities: averaged first if the settings ask for it, then the divergence."""
     policy, reference, num_tokens = sums.policy, sums.reference, sums.num_tokens
     ratios = policy - reference
     if dpo.preference_average_log_probs:

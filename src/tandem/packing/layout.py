@@ -12,7 +12,7 @@ from tandem.data.text.tokens import TokenizedPreference
 
 IntArray = NDArray[np.int64]
 
-# How a preference lies in rows:
+# How a preference is laid out in rows:
 #   shared    prompt | completion 0 | completion 1           in one row, the prompt once
 #   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each
 #   separate  prompt | completion 0                          one row each
@@ -36,13 +36,13 @@ class Pack:
     branch: IntArray  # [rows, length]; 0 for the prompt, 1.. for its completions
     predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
     target_ids: IntArray  # [scored]
-    completion_lengths: IntArray  # [completions], scored tokens of each, which stand completion by completion
+    completion_lengths: IntArray  # [completions], scored tokens of each; tokens are stored completion by completion
     columns: Mapping[str, NDArray[np.float32]]  # values given in the data, by name: [completions] or [preferences]
     winners: IntArray  # [pairs], indices into the completions
     losers: IntArray  # [pairs]
     best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
     owner: IntArray  # [completions], which of the preferences each belongs to
-    preferences: IntArray  # [preferences], where each stands in its set
+    preferences: IntArray  # [preferences], index of each in its set
 
     @property
     def num_pairs(self) -> int:

@@ -1,7 +1,7 @@
 """PackOutcomes in; a PairTable out, the numbers of every pair on the host; and what the pairs say together.
 
-The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Whatever is made of them is
-made here, on the host, in float64 and over all pairs at once: no cut into packs can change a metric.
+The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Metrics are
+computed here, on the host, in float64 and over all pairs at once: no division into packs can change one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -142,7 +142,7 @@ class _Sent:
 
 
 def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
-    """Of every pair: where its preference stands in the set, and which of its completions are compared."""
+    """Of every pair: the index of its preference in the set, and which of its completions are compared."""
     owner = pack.owner[pack.winners]
     first = np.searchsorted(pack.owner, owner)  # of the preference's completions
     return pack.preferences[owner], pack.winners - first, pack.losers - first

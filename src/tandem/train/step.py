@@ -26,7 +26,7 @@ from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_comp
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did, reduced over workers."""
+    """The results of one optimizer step, reduced over ranks."""
 
     metrics: dict[str, float]
     num_pairs: int
@@ -62,7 +62,7 @@ class StepClock:
 
 
 class PendingStep:
-    """A step that may not have ended. Reading its numbers waits for it, not for what was asked of the device after it."""
+    """A step that may not have ended. Reading its numbers waits for it, not for later work of the device."""
 
     def __init__(self, batch: GlobalBatch, context: StepContext, lr: float):
         self.batch, self.context, self.lr = batch, context, lr
@@ -109,7 +109,7 @@ class PendingStep:
                 "skipped and nothing was saved. Look at these rows; if others fail too, the reference model itself overflows: "
                 "try policy.precision=float32."
             )
-        # Sorted over the batch, a loss stands in no pair's place.
+        # Sorted over the batch, a loss belongs to no single pair.
         culprits = table.preference[~np.isfinite(table["loss"])].tolist() if _is_of_pairs(dpo) else []
         if culprits:
             where = f"Pairs at: {_places(culprits, store)}. Look at these rows, or lower"
@@ -210,7 +210,7 @@ def _is_of_pairs(dpo: Dpo) -> bool:
 
 @torch.no_grad()
 def grad_norm(policy: Policy) -> Tensor:
-    """The norm of all gradients together, over all workers."""
+    """The norm of all gradients together, over all ranks."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     if gradients[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(gradients)

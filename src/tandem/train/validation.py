@@ -1,4 +1,4 @@
-"""Validation sets in; the same metrics as in training out, over all pairs, whatever the batch."""
+"""Validation sets in; the same metrics as in training out, over all pairs, independent of the batch size."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tandem.train.terms import StepContext
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named set, how it is packed, and what its pairs are compared with."""
+    """A named set, how it is packed, and the context of its steps."""
 
     name: str
     packer: Packer
@@ -58,7 +58,7 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
 
 
 def portions(packer: Packer, batch_size: int) -> list[IntArray]:
-    """A set in its order, so many pairs at a time: what is packed together."""
+    """A set in its order, in portions of this many pairs: those that are packed together."""
     return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from letters import letter_tokenizer
 from rich.console import Console
-from running import SHORT
+from running import SHORT, metrics_of, short_run
 
 from tandem.cli import main as cli
 from tandem.columns import COLUMNS
@@ -177,6 +177,16 @@ def test_without_duplicates_the_tokens_still_have_one_fingerprint(source):
     assert weighted.tokens_fingerprint == plain.fingerprint != weighted.fingerprint
 
 
+def test_the_reference_is_not_computed_again_for_weights(source, tmp_path):
+    write(source, row("one", importance=2, gap=1), row("two", importance=0.5, gap=0))
+    data = [f"data.train.data_path={source}", "policy.train_global_batch_size=2", "dpo.max_num_steps=1"]
+    plain = metrics_of(short_run(tmp_path / "plain", *data))
+    weighted = metrics_of(short_run(tmp_path / "weighted", *data, "data.train.weight_key=importance"))
+    assert len(list((tmp_path / "cache" / "reference").iterdir())) == 1
+    # Policy and reference are equal: log 2 for each pair, whose weights have a mean of 1.25.
+    assert [plain[0]["loss"], weighted[0]["loss"]] == pytest.approx([math.log(2), 1.25 * math.log(2)])
+
+
 # Packs
 
 
@@ -260,6 +270,11 @@ def test_a_prepared_folder_carries_the_columns(source, tmp_path, monkeypatch, ca
     setup = setup_of(f"data.train.data_path={folder}/train")
     assert columns_of(setup.train.store) == {"weight": [(2.0,), (0.5,)], "margin": [(1.0,), (0.0,)]}
     assert dict(setup.choices())["columns"] == "weight, margin of train"
+    with pytest.raises(DataError) as caught:
+        setup_of(f"data.train.data_path={folder}/train", "data.train.weight_key=importance")
+    assert str(caught.value) == (
+        f"{folder}/train: prepared already, so weight_key = importance has no effect. Leave it out."
+    )
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "dpo.preference_loss=ipo")
     assert str(caught.value) == (

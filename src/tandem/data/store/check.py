@@ -56,7 +56,7 @@ class _MadeOf(_Strict):
 
 
 class _Facts(_Strict):
-    """What a store's manifest says."""
+    """The contents of a store's manifest."""
 
     fingerprint: Fingerprint
     tokens_fingerprint: Fingerprint | None = None
@@ -72,7 +72,7 @@ class _Facts(_Strict):
 
 
 def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse a store's manifest that lacks a fact, or has one of another type."""
+    """Refuse a store's manifest in which a value is missing or has the wrong type."""
     try:
         _Facts.model_validate(manifest)
     except ValidationError as error:

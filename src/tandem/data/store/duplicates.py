@@ -1,4 +1,4 @@
-"""TokenStores in; the same stores without repeated preferences out, or a refusal that says where they are: `data.duplicates`.
+"""TokenStores in; the same stores without repeated preferences out, or an error that names them: `data.duplicates`.
 
 Two preferences are duplicates when their prompts and their pairs of completions are the same tokens; scores do not count.
 """
@@ -43,7 +43,7 @@ def without_duplicates(stores: Mapping[str, TokenStore], data: Data) -> dict[str
 def _find(stores: list[TokenStore]) -> list[dict[int, str]]:
     """Of each store, the rows that repeat an earlier one, with the place of that.
 
-    Only the digests of all rows are in memory. They tell which rows to compare; the tokens decide.
+    Only the digests of all rows are in memory. They select the rows to compare; the tokens decide.
     """
     digests = np.concatenate([np.zeros(0, np.uint64), *(store.digests for store in stores)])
     starts = np.cumsum([0, *(len(store) for store in stores)])
@@ -142,7 +142,7 @@ def _copy_rejects(source: Path, target: Path, rejects: list[dict[str, str]]) -> 
 def _facts(
     store: TokenStore, kept: np.ndarray[Any, np.dtype[np.bool_]], rejects: list[dict[str, str]], folder: Path
 ) -> dict[str, Any]:
-    """What the manifest of the store says, changed by the rows that are gone."""
+    """The manifest of the store, without the rows that were dropped."""
     facts = {key: value for key, value in read_manifest(store.folder).items() if key not in ("files", "packs")}
     counts, limits = facts["counts"], facts["made_of"]["limits"]
     notes, noted_at = repeated(store.digests[kept], folder / "tokens.arrow")

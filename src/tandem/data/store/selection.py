@@ -120,7 +120,7 @@ def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str,
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt stands on both sides.
+    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt is in both parts.
 
     The choice depends on the prompts and the seed alone, not on the order of the rows.
     """

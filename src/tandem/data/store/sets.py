@@ -32,13 +32,13 @@ PERCENT = 100
 LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
 IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
-# Opens a bar for a piece of work in so many steps, or percent; the function it yields is told how many were done.
+# Opens a bar for a piece of work of a number of steps, or percent; the function it yields takes how many were done.
 ProgressBar = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a training set stands among the training preferences, and how often an epoch passes over it."""
+    """Which of the training preferences belong to a training set, and how often an epoch passes over it."""
 
     start: int
     end: int
@@ -63,9 +63,9 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so.
+    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it asks for one.
 
-    What is wrong with one set is told together with what is wrong with the others.
+    Errors of several sets are reported together.
     """
 
     def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
@@ -92,7 +92,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             try:
                 read[split] = opened(split, one, embedded, processes)
             except (ConfigError, DataError) as error:
-                # Rows are read alike for every set: what is said of keys names those of this one.
+                # Messages about rows name the keys of data.train: those of this set take their place.
                 told = of_set(str(error), split)
                 problems[split] = type(error)(f"{told}\n{IN_LIST}" if "data.train[" in told else told)
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
@@ -188,7 +188,7 @@ def _check_scores(store: Preferences, config: Config) -> None:
 
 
 def _check_columns(split: str, store: TokenStore, config: Config) -> None:
-    """Refuse a prepared set with a column that the loss does not support; of others the configuration tells the same."""
+    """Refuse a prepared set with a column that the loss does not support; for others the configuration is refused."""
     for column in store.columns:
         if why := unsupported_column(config.dpo.preference_loss, column):
             reason, others = why
@@ -212,7 +212,7 @@ def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
 
 
 def of_set(message: str, split: str) -> str:
-    """What is said of data.train, said of the set that it is about."""
+    """A message about data.train with the keys of the set that it is about."""
     kind, _, name = split.partition("-")
     if kind == "train":
         keys = f"data.train[{name}]" if name else "data.train"

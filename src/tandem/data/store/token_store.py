@@ -16,7 +16,7 @@ from tandem.data.text.tokens import TokenizedPreference
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of every row read: accepted + bad + filtered = rows."""
+    """The outcome of every row: accepted + bad + filtered = rows."""
 
     rows: int
     accepted: int
@@ -27,7 +27,7 @@ class Counts:
 class TokenStore:
     """The tokenised preferences of one set, read from disk as they are needed.
 
-    Everything is validated when it is opened, whoever wrote it; ValueError says what is wrong.
+    Everything is validated when it is opened, regardless of its origin; ValueError says what is wrong.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):

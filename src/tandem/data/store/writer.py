@@ -1,4 +1,4 @@
-"""Chunks of rows in; what becomes of them, by a recipe, written as it comes, and counted, out."""
+"""Chunks of rows in; tokenised, checked and counted by a recipe, and written to disk, out."""
 
 import json
 from collections import Counter
@@ -30,13 +30,13 @@ from tandem.data.text.tokens import TokenizedPreference, encode, fitted, render
 from tandem.errors import DataError
 
 SHOWN_PER_REASON = 3
-# Rows whose keys are looked at until they tell a format.
+# Rows whose keys are compared with the formats.
 ROWS_TRIED = 1000
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # What a tokenizer may take for some texts. Fast ones take 170 bytes a character, and encode 1,000,000 characters a second.
 ENCODE_BYTES, BYTES_PER_CHARACTER = 4 * 1024**3, 1024
-CHARACTERS_PER_SECOND = 10_000  # beside what a row may take
+CHARACTERS_PER_SECOND = 10_000  # in addition to the limit of a row
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 TWICE = "preferences that stand in it already"
@@ -45,7 +45,7 @@ OPPOSED = "preferences that another row states the other way round"
 
 @dataclass(slots=True)
 class Prepared:
-    """What became of the rows of a chunk, or of several."""
+    """The outcome of the rows of a chunk, or of several."""
 
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -163,7 +163,7 @@ def settle(
 def write_store(
     chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = REJECTS_BYTES, columns: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Write `tokens.arrow` and `rejects.jsonl`, of what became of the rows, into a folder; return what a manifest should say
+    """Write `tokens.arrow` and `rejects.jsonl`, the outcome of the rows, into a folder; return what a manifest should say
     about them.
 
     rejects_bytes: that `rejects.jsonl` may take. All rejects are counted, listed or not.
@@ -270,7 +270,7 @@ def _place_of(tokens: Path, row: int) -> str:
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float = MAX_EXPANSION) -> tuple[str, str]:
-    """The name of the files' format and why: as given, or told by the first row whose keys fit one."""
+    """The name of the files' format and why: as given, or detected from the first row whose keys fit one."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
@@ -317,7 +317,7 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 def digest_of(row: TokenizedPreference) -> bytes:
     """Of the tokens of a preference. That of one pair and its opposite, which prefers the other, differ in one bit.
 
-    The order in which completions stand makes no other preference.
+    The order of the completions does not matter.
     """
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
     completions = [completion.tobytes() for completion in row.completions]
