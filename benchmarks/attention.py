@@ -68,7 +68,7 @@ def made_preferences(o: argparse.Namespace) -> list[TokenizedPreference]:
         if (room := room - sum(sizes)) < 0:
             return made
         prompt, *answers = (np.zeros(size, np.int32) for size in sizes)
-        made.append(TokenizedPreference(prompt, tuple(answers), ((0, 1),), (0.0, 0.0), "made"))
+        made.append(TokenizedPreference(prompt, tuple(answers), ((0, 1),), "made"))
 
 
 def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int) -> tuple[float, float, Tensor]:

@@ -90,7 +90,7 @@ def made_preferences(o: argparse.Namespace, num: int, vocabulary: int) -> list[T
         prompt, answers = length(o.prompt_mean), [length(o.completion_mean) for _ in range(o.completions)]
         if prompt + max(answers) <= o.longest:
             ids = [rng.integers(10, vocabulary, n).astype(np.int32) for n in (prompt, *answers)]
-            made.append(TokenizedPreference(ids[0], tuple(ids[1:]), pairs, (0.0,) * o.completions, "made"))
+            made.append(TokenizedPreference(ids[0], tuple(ids[1:]), pairs, "made"))
     return made
 
 
@@ -102,13 +102,13 @@ def given_preferences(path: Path) -> list[TokenizedPreference]:
         raise SystemExit(
             f"--data {path}: pairs as token ids, a JSON object a line, cannot be read: {error!r}"
         ) from None
-    return [TokenizedPreference(prompt, (a, b), ((0, 1),), (0.0, 0.0), "given") for prompt, a, b in ids]
+    return [TokenizedPreference(prompt, (a, b), ((0, 1),), "given") for prompt, a, b in ids]
 
 
 def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPreference]:
     """Every pair a preference of its own, with its prompt repeated."""
     return [
-        TokenizedPreference(p.prompt, (p.completions[a], p.completions[b]), ((0, 1),), (0.0, 0.0), "made")
+        TokenizedPreference(p.prompt, (p.completions[a], p.completions[b]), ((0, 1),), "made")
         for p in preferences
         for a, b in p.pairs
     ]
@@ -182,11 +182,11 @@ class Bench:
         """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
         # Reference numbers cost nothing while training (they are read from a cache): zeros replace them.
-        side = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
+        context = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
         batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
         for number, loaded in enumerate(load_ahead(batches, self.packer)):
-            unread.append(train_step(self.policy, side, loaded.packs, loaded.batch, self.optimizer, 1.0))
+            unread.append(train_step(self.policy, context, loaded.packs, loaded.batch, self.optimizer, 1.0))
             while len(unread) > (number >= WARM_UP):
                 yield self._read(unread.pop(0))
         yield from map(self._read, unread)

@@ -89,7 +89,7 @@ def random_preference(
 
     completions = tuple(ids(max_completion) for _ in range(num_completions))
     pairs = tuple((i, j) for i in range(num_completions) for j in range(i + 1, num_completions))
-    return TokenizedPreference(ids(max_prompt), completions, pairs, (float("nan"),) * num_completions, "test:1")
+    return TokenizedPreference(ids(max_prompt), completions, pairs, "test:1")
 
 
 def plain_token_logps(model: Any, preference: TokenizedPreference) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
-"""The record between model and loss: log-probabilities per completion, summed over its tokens."""
+"""The record between model and loss: one entry per completion of a micro-batch. Pairs are indices into it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,15 +9,79 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenRejected:
+    """One number for each completion of each pair."""
+
+    chosen: Tensor  # [pairs]
+    rejected: Tensor  # [pairs]
+
+    @property
+    def margin(self) -> Tensor:
+        return self.chosen - self.rejected
+
+    def __sub__(self, other: "ChosenRejected") -> "ChosenRejected":
+        return ChosenRejected(self.chosen - other.chosen, self.rejected - other.rejected)
+
+    def __truediv__(self, other: "ChosenRejected") -> "ChosenRejected":
+        return ChosenRejected(self.chosen / other.chosen, self.rejected / other.rejected)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ChosenRejected":
+        return ChosenRejected(function(self.chosen), function(self.rejected))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Which completions form the pairs, and which is the best of each preference: indices into the completions."""
+
+    winners: Tensor  # [pairs]
+    losers: Tensor  # [pairs]
+    best: Tensor  # [preferences]
+
+    def both(self, values: Tensor) -> ChosenRejected:
+        """A number per completion as one for each completion of each pair."""
+        return ChosenRejected(values[self.winners], values[self.losers])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """A micro-batch as the losses and metrics read it.
+
+    Two preferences, of two and three completions, the second with two pairs:
+    policy [5], preference 0 0 1 1 1, winners 0 2 2, losers 1 3 4, best 0 2.
+    Only `policy` and `policy_prefix` carry a gradient.
+    """
+
+    policy: Tensor  # [completions] float64: log pi, summed over the scored tokens
+    reference: Tensor  # [completions] float64: log ref; zeros without a reference
+    num_tokens: Tensor  # [completions] int64: scored tokens
+    drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens: an estimate of the KL
+    preference: Tensor  # [completions] int64: the preference it belongs to
+    pairing: Pairing
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of columns.py that the micro-batch has, by name
+    log_likeliness: Tensor | None = None  # [completions]: what WPO weighs by (loss/pairs.py)
+    # With LD-DPO, of each pair: sums over as many first tokens as its shorter completion has.
+    policy_prefix: ChosenRejected | None = None
+    reference_prefix: ChosenRejected | None = None
+
+    def both(self, values: Tensor) -> ChosenRejected:
+        """A number per completion as one for each completion of each pair."""
+        return self.pairing.both(values)
+
+    def per_pair(self, values: Tensor) -> Tensor:
+        """A number per preference as one per pair. Of the example above: [a, b] -> [a, b, b]"""
+        return values[self.preference[self.pairing.winners]]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionLogps:
-    """Log-probability of each completion, summed over its tokens, and how many there were."""
+    """Log-probability of each completion, summed over its tokens, and the number of tokens."""
 
     total: Tensor  # [completions] float64
     num_tokens: Tensor  # [completions] int64
 
 
 class _SumSegments(torch.autograd.Function):
-    """Sums over contiguous segments; the backward only reads, so no atomic addition makes it vary between runs.
+    """Sums over contiguous segments. The backward only reads, so no atomic addition makes it vary between runs.
 
     In float64: a running sum in float32 loses digits with every token, and losses take differences of sums.
     """

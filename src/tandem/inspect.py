@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from tandem.columns import COLUMNS
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.formats.row_columns import unread_in
 from tandem.data.preflight import warnings_about
 from tandem.data.store.opening import open_store
 from tandem.data.store.token_store import TokenStore
@@ -75,6 +78,8 @@ class Inspection:
     prompt: list[Token]
     completions: list[list[Token]]
     pairs: list[tuple[int, int]]
+    columns: dict[str, list[float | None]]  # numbers given in the data: one per completion, or one
+    unread: dict[str, str]  # fields that are not used, and the setting that would use them
 
 
 def do_without_torch() -> None:
@@ -117,6 +122,8 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
         prompt=_tokens(preference.prompt, 0, tokenizer, scored=False),
         completions=[_completion(preference, number, tokenizer) for number in range(len(preference.completions))],
         pairs=list(preference.pairs),
+        columns={name: [None if isnan(v) else v for v in values] for name, values in preference.columns.items()},
+        unread={column: f"data.train.{COLUMNS[column].key}={column}" for column in unread_in(store.notes)},
     )
 
 
@@ -132,10 +139,15 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
     for warning in i.warnings:
         text = f"warning: {warning}"
         console.print(wrap(text, console.width) if console.is_terminal else text, markup=False, style="yellow")
+    for column, setting in i.unread.items():
+        text = f"The field {column} is not used: {setting} uses it."
+        console.print(wrap(text, console.width) if console.is_terminal else text, markup=False)
     if i.tokenizer == EMBEDDED:
         console.print("Tokens of the embedded model; --model M uses the tokenizer of another model.")
     if not i.has_template:
         console.print("No chat template: texts are used as they are.")
+    if given := [f"{name} {i.columns[name][0]:g}" for name in i.columns if COLUMNS[name].per == "preference"]:
+        console.print(", ".join(given), markup=False)
     console.print(f"\nprompt: {_tokens_in_words(i.prompt)}, not scored", style="bold", markup=False)
     _print(_coloured(i.prompt, "cyan", positions), console)
     for number, completion in enumerate(i.completions):
@@ -144,7 +156,12 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
         better = f", preferred to completion {', '.join(over)}" if over else "" if under else ", in no pair"
         num_scored = sum(token.scored for token in completion)
         which = "scored" if num_scored == len(completion) else f"{num_scored} of them scored"
-        title = f"\ncompletion {number}: {_tokens_in_words(completion)}, {which}{better}"
+        numbers = (
+            f", {name} {value:g}"
+            for name, values in i.columns.items()
+            if COLUMNS[name].per == "completion" and (value := values[number]) is not None
+        )
+        title = f"\ncompletion {number}: {_tokens_in_words(completion)}, {which}{better}{''.join(numbers)}"
         console.print(title, style="bold", markup=False)
         _print(_coloured(completion, "green" if over else "red", positions), console)
 

@@ -16,10 +16,11 @@ from models import MODEL, plain_token_logps
 from running import metrics_of, short_run
 from transformers import AutoModelForCausalLM
 
+from tandem.completions import ChosenRejected
 from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
-from tandem.loss.pairs import ChosenRejected
+from tandem.loss.pairs import PairSums
 from tandem.train.start.setup import set_up
 
 BETA, EPS, SCALE, GAMMA, LAMBDA, ALPHA = 0.2, 0.1, 1.5, 0.4, 0.7, 0.6
@@ -170,11 +171,11 @@ def first_loss(name, file, num_pairs, pairing="best_worst"):
 def declared_loss(name, batch, dpo):
     """A loss by its own function, whose formula tests/unit/loss checks, over the plain forward."""
     sums, lengths, scores = (
-        ChosenRejected(*torch.tensor([[of(side) for side in pair] for pair in batch], dtype=torch.float64).unbind(1))
-        for of in (lambda side: side[0].sum(), lambda side: len(side[0]), lambda side: side[1])
+        ChosenRejected(*torch.tensor([[of(*one) for one in pair] for pair in batch], dtype=torch.float64).unbind(1))
+        for of in (lambda logps, _: logps.sum(), lambda logps, _: len(logps), lambda _, score: score)
     )
     reference = sums if LOSSES[name].needs_reference else sums.map(torch.zeros_like)
-    pairs = compare(sums, reference, lengths, dpo, scores)
+    pairs = compare(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
     return LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo)).mean().item()
 
 

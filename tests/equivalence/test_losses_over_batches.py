@@ -3,7 +3,7 @@
 By hand every sequence goes alone through the model's own forward and a full log-softmax, and the loss is written out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tandem.errors import NonFiniteError
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.reference import LiveReference, NoReference
 from tandem.packing.batches import GlobalBatch
-from tandem.packing.packer import Packer
+from tandem.packing.packer import Packer, Share
 from tandem.train.step import train_step
 from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationSet, validate
@@ -166,7 +166,7 @@ def hands():
     return {name: by_hand(name) for name in LOSSES}
 
 
-def side_of(dpo):
+def context_of(dpo):
     return StepContext(LiveReference(as_policy(tiny_model("llama", seed=1))), dpo, join_process_group(), "float32")
 
 
@@ -174,15 +174,15 @@ def side_of(dpo):
 CUTS = [(1024, 1, 1), (128, 1, 2), (64, 1, 3), (64, 2, 2)]
 
 
-def stepped(dpo, *, length, together, arrangement="shared"):
+def stepped(dpo, *, length, together, arrangement="shared", store=None):
     """Report, gradients and number of micro-batches of one step over the batch."""
-    store, model = preferences(), tiny_model("llama", seed=0)
+    store, model = store or preferences(), tiny_model("llama", seed=0)
     order = np.random.default_rng(0).permutation(len(store))
     packs = list(packer_of(store, length=length, together=together, arrangement=arrangement).micro_batches(order))
     recorder = Recorder(model)
     batch = GlobalBatch(0, order, NUM_PAIRS)
     # As the loop hands them over: packs come once, one after another.
-    step = train_step(as_policy(model), side_of(dpo), iter(packs), batch, recorder, max_grad_norm=None)
+    step = train_step(as_policy(model), context_of(dpo), iter(packs), batch, recorder, max_grad_norm=None)
     return step.read(store), recorder.gradients, len(packs)
 
 
@@ -224,12 +224,82 @@ def test_sorted_preference_by_preference_the_loss_would_be_another(formula):
     assert abs(unsorted - whole) > 1e-3
 
 
+# Weights and margins of rows
+
+
+def with_columns(weights=None, margins=None):
+    """The preferences with these values; None: without the column."""
+    given = {"weight": weights, "margin": margins}
+    columns = [{n: (float(v[i]),) for n, v in given.items() if v is not None} for i in range(len(NUMS_OF_COMPLETIONS))]
+    return Store(replace(one, columns=some) for one, some in zip(preferences(), columns, strict=True))
+
+
+WEIGHTS, MARGINS = (1.0, 0.25, 2.0, 0.0, 0.5, 3.0, 1.0, 1.5), (0.0, 0.5, -1.0, 2.0, 0.25, 1.0, 0.0, 3.0)
+
+
+@pytest.fixture(scope="module")
+def weighted_by_hand():
+    """Loss and gradients of sum over pairs of -w log s(beta d - m), divided by the number of pairs."""
+    model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
+    weights, margins = (
+        torch.tensor([value for value, one in zip(values, preferences(), strict=True) for _ in one.pairs])
+        for values in (WEIGHTS, MARGINS)
+    )
+    batch = whole_batch(model, frozen, preferences())
+    loss = -(weights * F.logsigmoid(BETA * batch.margin - margins)).sum() / NUM_PAIRS
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("arrangement", ["shared", "repeated", "separate"])
+@pytest.mark.parametrize(("length", "together"), [(1024, 1), (128, 2)])
+def test_packed_weights_and_margins_are_those_of_each_pair_alone(weighted_by_hand, length, together, arrangement):
+    store = with_columns(WEIGHTS, MARGINS)
+    report, gradients, _ = stepped(Dpo(), length=length, together=together, arrangement=arrangement, store=store)
+    assert report.metrics["loss"] == pytest.approx(weighted_by_hand[0], rel=1e-5)
+    assert_same_gradients(gradients, weighted_by_hand[1])
+
+
+def test_ranks_add_up_to_the_weighted_batch(weighted_by_hand):
+    store, order = with_columns(WEIGHTS, MARGINS), np.arange(len(NUMS_OF_COMPLETIONS))
+    total = {}
+    for rank in range(2):
+        model = tiny_model("llama", seed=0)
+        packer = replace(packer_of(store, length=64, together=1), share=Share(rank, 2))
+        packs, recorder = packer.micro_batches(order), Recorder(model)
+        batch = GlobalBatch(0, order, NUM_PAIRS)
+        train_step(as_policy(model), context_of(Dpo()), packs, batch, recorder, max_grad_norm=None)
+        total = {name: total.get(name, 0) + gradient for name, gradient in recorder.gradients.items()}
+    assert_same_gradients(total, weighted_by_hand[1])
+
+
+def test_validation_weighs_pairs_as_training_does(weighted_by_hand):
+    packer = packer_of(with_columns(WEIGHTS, MARGINS), length=128, together=1)
+    report = validate(
+        as_policy(tiny_model("llama", seed=0)), ValidationSet("default", packer, context_of(Dpo()), 6, None)
+    )
+    assert report.metrics["loss"] == pytest.approx(weighted_by_hand[0], rel=1e-5)
+
+
+def test_a_weight_of_zero_contributes_no_gradient():
+    _, gradients, _ = stepped(Dpo(), length=128, together=1, store=with_columns([0.0] * 8))
+    assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("columns", [{"weights": [1.0] * 8}, {"margins": [0.0] * 8}])
+def test_the_default_everywhere_gives_the_bits_of_no_column(columns):
+    plain, want, _ = stepped(Dpo(), length=128, together=1)
+    report, got, _ = stepped(Dpo(), length=128, together=1, store=with_columns(**columns))
+    assert report.metrics == plain.metrics
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+
+
 # Validation
 
 
 def validated(dpo, *, batch_size, length=128, together=1, max_batches=None):
     packer = packer_of(preferences(), length=length, together=together)
-    validation = ValidationSet("default", packer, side_of(dpo), batch_size, max_batches)
+    validation = ValidationSet("default", packer, context_of(dpo), batch_size, max_batches)
     return validate(as_policy(tiny_model("llama", seed=0)), validation)
 
 
@@ -257,12 +327,12 @@ def test_validation_of_some_batches_is_over_those_alone():
 
 def spoiled():
     store, model = preferences(), tiny_model("llama", seed=0)
-    side = StepContext(NoReference(), Dpo(preference_loss="aot"), join_process_group(), "float32")
+    context = StepContext(NoReference(), Dpo(preference_loss="aot"), join_process_group(), "float32")
     batch = GlobalBatch(0, np.arange(len(store)), NUM_PAIRS)
     packs = packer_of(store, length=128, together=1).micro_batches(batch.preferences)
     policy = as_policy(model)
     policy.register_forward_hook(lambda module, given, logps: logps * torch.nan)
-    step = train_step(policy, side, packs, batch, Recorder(model), max_grad_norm=None)
+    step = train_step(policy, context, packs, batch, Recorder(model), max_grad_norm=None)
     with pytest.raises(NonFiniteError) as stopped:
         step.read(store)
     return str(stopped.value)

@@ -276,9 +276,9 @@ def over_packs(folder, mixed):
     seen = []
     real = trainer.train_step
 
-    def watching(policy, side, packs, batch, *rest):
+    def watching(policy, context, packs, batch, *rest):
         seen.append([pack.preferences.tolist() for pack in packs])
-        return real(policy, side, packs, batch, *rest)
+        return real(policy, context, packs, batch, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", watching)
@@ -312,13 +312,13 @@ def by_hand(setup, batches):
     def load():
         return shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
 
-    policy, side = load(), StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
+    policy, context = load(), StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     lines = []
     for number, batch in enumerate(batches, start=1):
         unbound = GlobalBatch(batch.epoch, batch.preferences, batch.num_pairs)
         packs = setup.train.micro_batches(unbound.preferences)
-        report = train_step(policy, side, packs, unbound, optimizer, 1.0).read(setup.train.store)
+        report = train_step(policy, context, packs, unbound, optimizer, 1.0).read(setup.train.store)
         own = {"step": number, "split": "train", "num_tokens": 0, "pack_fill": 0, "lr": 0}
         lines.append({**own, **report.metrics, "num_pairs": report.num_pairs})
     exported = {name.removeprefix("model."): p.detach() for name, p in policy.named_parameters()}
@@ -389,9 +389,9 @@ def validated(models, mixed, held_out):
     def measure(settings, batch_size=12):
         setup = setup_of(mixed, f"data.validation.data_path={held_out}", *packing(**settings))
         policy, frozen = models[settings["mode"] != "none"]
-        side = StepContext(LiveReference(frozen), setup.config.dpo, join_process_group(), "float32")
+        context = StepContext(LiveReference(frozen), setup.config.dpo, join_process_group(), "float32")
         packer = setup.validation["default"]
-        reports = [validate(policy, ValidationSet("default", packer, side, batch_size, most)) for most in (None, 2)]
+        reports = [validate(policy, ValidationSet("default", packer, context, batch_size, most)) for most in (None, 2)]
         return [{**report.metrics, "num_pairs": report.num_pairs} for report in reports]
 
     return measure

@@ -328,7 +328,7 @@ def test_a_bad_file_is_one_message_and_code_3(prepare, here, as_json):
         "tandem: error: pairs.jsonl: 1 of 2 rows are malformed:\n"
         "  malformed JSON: 1\n"
         "    pairs.jsonl:2: column 2: malformed JSON: Expecting property name enclosed in double quotes.\n"
-        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.5.\n",
+        "Fix them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.5.\n",
     )
 
 

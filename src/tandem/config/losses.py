@@ -70,11 +70,25 @@ def lowers_chosen(chosen: ChosenLosses) -> bool:
 
 
 def needs_scores(chosen: ChosenLosses) -> bool:
-    return any(LOSSES[name].needs_scores for name in weights_of(chosen))
+    return any("score" in LOSSES[name].columns for name in weights_of(chosen))
 
 
 def scope_of(chosen: ChosenLosses) -> Scope:
     return "batch" if any(LOSSES[name].scope == "batch" for name in weights_of(chosen)) else "pair"
+
+
+def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | None:
+    """Why a column of the data would have no effect on one of the chosen losses, and which to choose; None if it has."""
+    unsupported_by = [name for name in weights_of(chosen) if not LOSSES[name].supports_column(column)]
+    if not unsupported_by:
+        return None
+    reason = f"is not supported by dpo.preference_loss {join_names(unsupported_by, 'and')}"
+    if column == "weight":
+        return (
+            f"{reason}, which compares over the whole batch and gives no single pair a loss",
+            "a loss of single pairs",
+        )
+    return reason, join_names((name for name, loss in LOSSES.items() if loss.supports_column(column)), "or")
 
 
 def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[str]:

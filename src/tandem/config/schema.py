@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.config.losses import needs_reference, scope_of, spelled, without_reference
+from tandem.columns import COLUMNS
+from tandem.config.losses import needs_reference, scope_of, spelled, unsupported_column, without_reference
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.config.sections.datasets import Data
 from tandem.config.sections.dpo import Dpo
@@ -118,6 +119,16 @@ class Config(Section):
                 f"policy.lora.dropout = {lora.dropout:g} does not work with dpo.preference_loss {spelled(loss)}, which runs each "
                 "batch through the model twice, with different dropout each time. Set policy.lora.dropout=0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _columns_have_an_effect(self) -> "Config":
+        for where, dataset in self.data.named_sets.items():
+            for column, field in dataset.columns.items():
+                if why := unsupported_column(self.dpo.preference_loss, column):
+                    reason, others = why
+                    key = f"{where}.{COLUMNS[column].key}"
+                    raise ValueError(f"{key} = {field} {reason}: leave it out, or choose {others}")
         return self
 
     @field_validator("config_version")

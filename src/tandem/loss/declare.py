@@ -79,7 +79,7 @@ class Loss:
     aliases: tuple[str, ...] = ()
     input_settings: tuple[str, ...] = INPUT_SETTINGS  # those it supports
     needs_reference: bool = True
-    needs_scores: bool = False
+    columns: tuple[str, ...] = ()  # of columns.py: those that the formula reads
     scope: Scope = "pair"  # batch: the loss of one pair depends on all others of the global batch
     averages: bool = False  # divides by completion length itself
     averaged_as: str | None = None  # the loss that it becomes with preference_average_log_probs
@@ -87,6 +87,10 @@ class Loss:
     start: float | Callable[..., float] | None = None  # see start_value; a function takes the arguments of the loss
     bounds: tuple[Bounds, ...] = ()
     published: tuple[Published, ...] = ()  # empty where no source is known
+
+    def supports_column(self, name: str) -> bool:
+        """Whether a column of the data has an effect: a weight has one on every loss that gives single pairs a value."""
+        return self.scope == "pair" if name == "weight" else name in self.columns
 
     def arguments(self, settings: object) -> dict[str, float]:
         """The keyword arguments of its function, from section dpo."""

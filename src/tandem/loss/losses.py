@@ -30,11 +30,15 @@ NEARLY_CERTAIN = -1e-6
     aliases=("sigmoid",),
     start=LOG_2,
     averaged_as="sigmoid_norm",
+    columns=("margin",),
     published=(published_beta(0.01, "arXiv:2305.18290", most=0.5),),
 )
 def dpo(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """-(1 - eps) log s(beta d) - eps log s(-beta d). Eq. 7 of arXiv:2305.18290; eps > 0 is conservative DPO."""
-    return _smoothed(beta * pair.ratios.margin, label_smoothing)
+    """-(1 - eps) log s(beta d) - eps log s(-beta d). Eq. 7 of arXiv:2305.18290; eps > 0 is conservative DPO.
+
+    With a margin m in the data, beta d - m takes the place of beta d: arXiv:2402.10571.
+    """
+    return _smoothed(_beyond_margin(beta * pair.ratios.margin, pair), label_smoothing)
 
 
 @loss(start=lambda beta: 1 / (4 * beta**2))
@@ -43,19 +47,19 @@ def ipo(pair: Pairs, *, beta: float) -> Tensor:
     return (pair.ratios.margin - 1 / (2 * beta)).square()
 
 
-@loss(needs_scores=True)
+@loss(columns=("score",))
 def rpo_sq(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
     """(beta d - g)^2, g = scale (R_c - R_r). Reward-aware preference optimization, arXiv:2406.11704, 2502.00203."""
     return (beta * pair.ratios.margin - gt_reward_scale * pair.scores.margin).square()
 
 
-@loss(needs_scores=True)
+@loss(columns=("score",))
 def rpo_bwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
     """KL(given || implied) of the preference's probability: s(g) and s(beta d). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(gt_reward_scale * pair.scores.margin, beta * pair.ratios.margin)
 
 
-@loss(needs_scores=True)
+@loss(columns=("score",))
 def rpo_fwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
     """KL(implied || given) of the preference's probability: s(beta d) and s(g). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(beta * pair.ratios.margin, gt_reward_scale * pair.scores.margin)
@@ -157,12 +161,13 @@ def discopop(pair: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
 @loss(
     averages=True,
     input_settings=("ld_alpha", "wpo"),
+    columns=("margin",),
     start=LOG_2,
     published=(published_beta(5.0, "arXiv:2411.15124"),),
 )
 def sigmoid_norm(pair: Pairs, *, beta: float) -> Tensor:
     """-log s(beta (r_c / n_c - r_r / n_r)). Length-normalized DPO, arXiv:2411.15124."""
-    return -_log_sigmoid(beta * (pair.ratios / pair.num_tokens).margin)
+    return -_log_sigmoid(_beyond_margin(beta * (pair.ratios / pair.num_tokens).margin, pair))
 
 
 @loss(
@@ -197,6 +202,11 @@ def _log_sigmoid(logits: Tensor) -> Tensor:
     from torch.nn.functional import logsigmoid
 
     return logsigmoid(logits)
+
+
+def _beyond_margin(logits: Tensor, pair: Pairs) -> Tensor:
+    """z - m, where the data gives a margin m."""
+    return logits if pair.required_margin is None else logits - pair.required_margin
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:

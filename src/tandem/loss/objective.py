@@ -1,45 +1,45 @@
-"""Log-probabilities per pair in; PairLoss out: the losses and implicit rewards of every pair."""
+"""Completions in; PairLoss out: the losses and implicit rewards of every pair."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tandem.completions import CompletionLogps
+from tandem.completions import ChosenRejected, Completions
 from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.pairs import ChosenRejected, Pairing, Pairs, diverged, divergence_slope
+from tandem.loss.pairs import Pairs, PairSums, diverged, divergence_slope, pair_sums, wpo_weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairLoss:
     """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
 
-    pair_losses: Tensor  # [pairs], the chosen losses combined
+    pair_losses: Tensor  # [pairs], the chosen losses combined, times WPO's weight and that of the row
     sft: Tensor  # [preferences], of the best completion
-    rewards_chosen: Tensor  # [pairs]
-    rewards_rejected: Tensor  # [pairs]
+    policy: ChosenRejected  # log pi of each pair as its loss reads it, before averaging; carries the gradient
+    rewards: ChosenRejected
     reward_slopes: ChosenRejected  # how much the rewards change per nat of a completion's log-probability
-    logps_chosen: Tensor  # [pairs]
-    logps_rejected: Tensor  # [pairs]
 
 
-def compare(
-    policy: ChosenRejected,
-    reference: ChosenRejected,
-    num_tokens: ChosenRejected,
-    dpo: Dpo,
-    scores: ChosenRejected | None = None,
-) -> Pairs:
-    """What the losses read, from summed log-probabilities: averaged first where asked for, then the divergence."""
+def compare(sums: PairSums, dpo: Dpo) -> Pairs:
+    """What the losses read, from summed log-probabilities: averaged first if the settings ask for it, then the divergence."""
+    policy, reference, num_tokens = sums.policy, sums.reference, sums.num_tokens
     ratios = policy - reference
     if dpo.preference_average_log_probs:
         policy, reference, ratios = policy / num_tokens, reference / num_tokens, ratios / num_tokens
     ratios = ratios.map(lambda ratio: diverged(ratio, dpo.f_divergence, dpo.f_alpha))
     # A loss that reads scores where none were given becomes NaN, which stops the run.
-    none = policy.map(lambda logps: torch.full_like(logps, torch.nan))
-    return Pairs(policy, reference, ratios, num_tokens, none if scores is None else scores)
+    scores = sums.scores or policy.map(lambda logps: torch.full_like(logps, torch.nan))
+    return Pairs(
+        policy=policy,
+        reference=reference,
+        ratios=ratios,
+        num_tokens=num_tokens,
+        scores=scores,
+        required_margin=sums.required_margin,
+    )
 
 
 def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
@@ -80,28 +80,24 @@ def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
     return slopes / pairs.num_tokens if dpo.per_token else slopes
 
 
-def pair_loss(
-    policy: CompletionLogps,
-    pairs: Pairs,
-    pairing: Pairing,
-    dpo: Dpo,
-    weights: Tensor | None = None,
-    batch_losses: Tensor | None = None,
-) -> PairLoss:
-    """The losses of every pair. `policy` holds plain sums, for the SFT loss and the report; `weights` are WPO's.
+def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = None) -> PairLoss:
+    """The losses of every pair of a micro-batch.
 
-    `batch_losses`: their values of a loss of scope batch, which these pairs alone do not determine.
+    `batch_losses`: the values of a loss of scope batch, which these pairs alone do not determine.
     """
-    assert (weights is not None) == dpo.wpo, "dpo.wpo and the weights it asks for belong together"
+    pairing, num_tokens = completions.pairing, completions.num_tokens
+    sums = pair_sums(completions, dpo.ld_alpha)
+    pairs = compare(sums, dpo)
     losses = combined_losses(pairs, dpo) if batch_losses is None else batch_losses
-    rewards = implicit_rewards(pairs, dpo)
-    logps = pairing.sides(policy.total.detach())
+    if dpo.wpo:
+        assert completions.log_likeliness is not None, "dpo.wpo needs the likeliness of the completions"
+        losses = wpo_weights(completions.log_likeliness, pairing) * losses
+    if (weight := completions.columns.get("weight")) is not None:
+        losses = completions.per_pair(weight) * losses
     return PairLoss(
-        pair_losses=losses if weights is None else weights * losses,
-        sft=sft(policy.total[pairing.best], policy.num_tokens[pairing.best], average=dpo.sft_average_log_probs),
-        rewards_chosen=rewards.chosen,
-        rewards_rejected=rewards.rejected,
+        pair_losses=losses,
+        sft=sft(completions.policy[pairing.best], num_tokens[pairing.best], average=dpo.sft_average_log_probs),
+        policy=sums.policy,
+        rewards=implicit_rewards(pairs, dpo),
         reward_slopes=reward_slopes(pairs, dpo),
-        logps_chosen=logps.chosen,
-        logps_rejected=logps.rejected,
     )

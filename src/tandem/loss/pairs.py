@@ -1,107 +1,93 @@
-"""From log-probabilities per token and completion to Pairs, the input of every loss.
+"""Completions in; Pairs out, the input of every loss: LD-DPO's sums, averaging, f-divergences, WPO's weights.
 
 Tokens are stored completion by completion and may be padded at the end. Nothing here waits for the device.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.completions import CompletionLogps, sum_completions
+from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 
-# Beyond it an exponential goes on as its tangent: it still rises, and its square is still finite in float32.
+# Beyond this exponent an exponential continues as its tangent: it still rises, and its square is still finite in float32.
 LARGEST_EXPONENT = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenRejected:
-    """One number for each completion of each pair."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSums:
+    """The view of completions as pairs: log-probabilities summed over tokens, which LD-DPO weights."""
 
-    chosen: Tensor  # [pairs]
-    rejected: Tensor  # [pairs]
-
-    @property
-    def margin(self) -> Tensor:
-        return self.chosen - self.rejected
-
-    def __sub__(self, other: "ChosenRejected") -> "ChosenRejected":
-        return ChosenRejected(self.chosen - other.chosen, self.rejected - other.rejected)
-
-    def __truediv__(self, other: "ChosenRejected") -> "ChosenRejected":
-        return ChosenRejected(self.chosen / other.chosen, self.rejected / other.rejected)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "ChosenRejected":
-        return ChosenRejected(function(self.chosen), function(self.rejected))
+    policy: ChosenRejected  # log pi
+    reference: ChosenRejected  # log ref; zeros without a reference
+    num_tokens: ChosenRejected  # completion lengths
+    scores: ChosenRejected | None = None  # given in the data
+    required_margin: Tensor | None = None  # [pairs], given in the data
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """Which completions form the pairs, and which is the best of each preference: indices into the completions."""
-
-    winners: Tensor  # [pairs]
-    losers: Tensor  # [pairs]
-    best: Tensor  # [preferences]
-
-    def sides(self, values: Tensor) -> ChosenRejected:
-        """A number per completion, seen from the pairs."""
-        return ChosenRejected(values[self.winners], values[self.losers])
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """All that any preference loss reads.
-
-    Log-probabilities are sums over tokens, or means where averaging is on, tokens weighted as LD-DPO asks.
-    """
+    """All that any preference loss reads: the sums of PairSums, or their means where averaging is on."""
 
     policy: ChosenRejected  # log pi
     reference: ChosenRejected  # log ref; zeros without a reference
     ratios: ChosenRejected  # r = log pi - log ref, or what the f-divergence makes of it
     num_tokens: ChosenRejected  # completion lengths
-    scores: ChosenRejected  # given in the data; NaN where there are none
+    scores: ChosenRejected  # given in the data; NaN where it gives none
+    required_margin: Tensor | None = None  # [pairs], given in the data; None: 0
 
 
-def pair_sums(tokens: Tensor, sums: CompletionLogps, pairing: Pairing, ld_alpha: float | None) -> ChosenRejected:
-    """The log-probability of both completions of each pair; `sums` are those of `tokens`.
-
-    With LD-DPO (arXiv:2409.06411) tokens beyond the length of the pair's shorter completion count `ld_alpha`.
-    lengths [2, 3], one pair, tokens [a, b, c, d, e] -> chosen a + b, rejected c + d + ld_alpha * e
-    """
-    plain = pairing.sides(sums.total)
-    if ld_alpha is None:
-        return plain
-    shared = torch.minimum(sums.num_tokens[pairing.winners], sums.num_tokens[pairing.losers])
-    heads = _heads(tokens, sums.num_tokens, pairing, shared)
-    return ChosenRejected(
-        ld_alpha * plain.chosen + (1 - ld_alpha) * heads.chosen,
-        ld_alpha * plain.rejected + (1 - ld_alpha) * heads.rejected,
+def pair_sums(completions: Completions, ld_alpha: float | None) -> PairSums:
+    """The completions of each pair. With LD-DPO the record must hold the prefixes."""
+    scores, margin = completions.columns.get("score"), completions.columns.get("margin")
+    return PairSums(
+        policy=_ld(completions.both(completions.policy), completions.policy_prefix, ld_alpha),
+        reference=_ld(completions.both(completions.reference), completions.reference_prefix, ld_alpha),
+        num_tokens=completions.both(completions.num_tokens),
+        scores=None if scores is None else completions.both(scores),
+        required_margin=None if margin is None else completions.per_pair(margin),
     )
 
 
-def _heads(tokens: Tensor, lengths: Tensor, pairing: Pairing, shared: Tensor) -> ChosenRejected:
-    """The sum of the first `shared` tokens of both completions of each pair, as differences of running sums."""
-    # A token that is not finite shall spoil its own completion, by the plain sum, and not all that stand behind it.
+def _ld(total: ChosenRejected, prefix: ChosenRejected | None, ld_alpha: float | None) -> ChosenRejected:
+    """LD-DPO (arXiv:2409.06411): tokens beyond the length of the pair's shorter completion count `ld_alpha`.
+
+    lengths [2, 3], one pair, tokens [a, b, c, d, e] -> chosen a + b, rejected c + d + ld_alpha * e
+    """
+    if ld_alpha is None:
+        return total
+    assert prefix is not None, "dpo.ld_alpha needs the prefixes of both completions"
+    return ChosenRejected(
+        ld_alpha * total.chosen + (1 - ld_alpha) * prefix.chosen,
+        ld_alpha * total.rejected + (1 - ld_alpha) * prefix.rejected,
+    )
+
+
+def prefix_sums(tokens: Tensor, lengths: Tensor, pairing: Pairing) -> ChosenRejected:
+    """Of both completions of each pair, the sum of as many first tokens as the shorter has: differences of running sums."""
+    shorter = torch.minimum(lengths[pairing.winners], lengths[pairing.losers])
+    # A token that is not finite must affect its own completion, by the plain sum, and none of those after it.
     finite = torch.where(torch.isfinite(tokens), tokens, 0.0)
     # float64: the running sum grows over the whole pack, and the digits of a short completion must survive in it.
     before = F.pad(finite.double().cumsum(0), (1, 0))
-    starts = pairing.sides(lengths.cumsum(0) - lengths)
-    return starts.map(lambda start: before[start + shared] - before[start])
+    starts = pairing.both(lengths.cumsum(0) - lengths)
+    return starts.map(lambda start: before[start + shorter] - before[start])
 
 
 @torch.no_grad()
-def wpo_weights(
-    token_logps: Tensor, token_log_squares: Tensor, lengths: Tensor, completion: Tensor, pairing: Pairing
-) -> Tensor:
-    """[pairs] w_c w_r, w = exp(mean over tokens of log pi(token) - log sum_v pi(v)^2). Eq. 2 of arXiv:2406.11827.
+def log_likeliness(token_logps: Tensor, token_log_squares: Tensor, lengths: Tensor, completion: Tensor) -> Tensor:
+    """[completions] mean over tokens of log pi(token) - log sum_v pi(v)^2: the logarithm of WPO's w.
 
-    No gradient flows through them. Segments are those of `sum_completions`.
+    Segments are those of `sum_completions`.
     """
-    means = sum_completions(token_logps - token_log_squares, lengths, completion).total / lengths
-    return (means[pairing.winners] + means[pairing.losers]).exp()
+    return sum_completions(token_logps - token_log_squares, lengths, completion).total / lengths
+
+
+def wpo_weights(log_likeliness: Tensor, pairing: Pairing) -> Tensor:
+    """[pairs] w_c w_r. Eq. 2 of arXiv:2406.11827. No gradient flows through them."""
+    return (log_likeliness[pairing.winners] + log_likeliness[pairing.losers]).exp()
 
 
 def diverged(ratio: Tensor, divergence: str, alpha: float) -> Tensor:

@@ -31,10 +31,11 @@ class PackInputs:
     target_ids: Tensor  # [scored, padded]
     completion: Tensor  # [scored, padded]; padding belongs to one completion past the last
     completion_lengths: Tensor  # [completions]
-    scores: Tensor  # [completions]
+    columns: dict[str, Tensor]  # values given in the data, by name: [completions] or [preferences]
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
+    preference: Tensor  # [completions]
     num_scored: int  # without padding
 
 
@@ -84,10 +85,11 @@ class Policy(nn.Module):
             target_ids=put(pack.target_ids, pad=0),
             completion=put(completion, pad=num_completions),
             completion_lengths=put(pack.completion_lengths),
-            scores=put(pack.scores),
+            columns={name: put(values) for name, values in pack.columns.items()},
             winners=put(pack.winners),
             losers=put(pack.losers),
             best=put(pack.best),
+            preference=put(pack.owner),
             num_scored=num_scored,
         )
 

@@ -127,7 +127,7 @@ def cached_reference(
 
             def complete() -> None:
                 assert aside is not None
-                write_manifest(aside, version=LOGPS_VERSION, tokens=store.fingerprint)
+                write_manifest(aside, version=LOGPS_VERSION, tokens=store.tokens_fingerprint)
                 stack.close()
 
             ranks.agreed(complete, by=missing)

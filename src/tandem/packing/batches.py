@@ -21,12 +21,12 @@ class GlobalBatch:
     epoch: int
     preferences: NDArray[np.int64]
     num_pairs: int
-    bounds: NDArray[np.int64] | None = None  # where packs begin and end among them, if that was settled before
+    bounds: NDArray[np.int64] | None = None  # where packs begin and end among them, if they are given
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Which preferences form each step's batch: the same whatever their packing, unless the whole set was packed once."""
+    """Which preferences form each step's batch: independent of their packing, unless the whole set was packed once."""
 
     num_pairs: NDArray[np.int64]  # of each preference
     batch_size: int  # pairs
@@ -39,7 +39,7 @@ class Batches:
     def members(self, epoch: int) -> NDArray[np.int64]:
         """The preferences of an epoch, set by set.
 
-        Weight 2 takes a set twice. Weight 0.4 takes two of five, and goes on where the last epoch stopped:
+        Weight 2 takes a set twice. Weight 0.4 takes two of five, and continues where the last epoch stopped:
         0 1, 2 3, 4 0, ... of a fixed order.
         """
         if not self.spans:

@@ -109,7 +109,7 @@ def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
 
     Most go to the newest bin, whose room is a plain variable; the older ones are searched only when one has room.
     """
-    # What two neighbouring bins hold passes one capacity, or the second's first item would lie in the first.
+    # What two neighbouring bins hold passes one capacity, or the second's first item would be in the first.
     older = _OlderBins(max_bins=2 * int(sizes.sum()) // capacity + 1)
     newest, room = 0, capacity
     bin_of: list[int] = []
@@ -141,7 +141,7 @@ class _OlderBins:
         self.most_room = -1
 
     def place(self, size: int) -> int:
-        """The first bin with room for an item, which now lies in it. Some bin must have that room."""
+        """The first bin with room for an item, which is now in it. Some bin must have that room."""
         rooms, num_leaves, node = self.rooms, self.num_leaves, 1
         while node < num_leaves:
             node *= 2
@@ -151,7 +151,7 @@ class _OlderBins:
         return node - num_leaves
 
     def add(self, bin: int, room: int) -> None:
-        """Set the room of a bin, new or known."""
+        """Set the room left in a bin, new or known."""
         rooms, node = self.rooms, bin + self.num_leaves
         rooms[node] = room
         while node > 1:

@@ -50,7 +50,7 @@ class _Segments:
 def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
     """[rows, length]: the first column from which each key is not seen any more.
 
-    A prompt is seen to the end of its tree, a completion to its own end, filler by itself. Prompt 2, completions 2 and 1,
+    A prompt is seen to the end of its tree, a completion to its own end, filler only by itself. Prompt 2, completions 2 and 1,
     then two of filler: 5 5 4 4 5 6 7
     """
     columns = np.arange(tree.shape[1])
@@ -59,7 +59,7 @@ def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
 
 
 def _run_ends(*arrays: IntArray) -> IntArray:
-    """[rows, length]: behind the last column of each column's run, in which no array changes."""
+    """[rows, length]: the column after the last one of each column's run, in which no array changes."""
     rows, length = arrays[0].shape
     changes = np.zeros((rows, length - 1), bool)
     for array in arrays:

@@ -1,4 +1,4 @@
-"""The packs of a global batch in; the rounds in which the workers compute them out, one pack for each worker a round."""
+"""The packs of a global batch in; the rounds in which the ranks compute them out, one pack per rank in each round."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from tandem.packing.layout import Arrangement
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-# Rounds that may be packed anew, and ways of doing it that are tried.
+# Rounds that may be packed again, and ways of doing it that are tried.
 LAST_ROUNDS = 3
 NUM_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One pack for every worker, all in rows of one length."""
+    """One pack for every rank, all in rows of one length."""
 
     length: int
-    packs: tuple[IntArray, ...]  # [workers], the preferences of each; none of them: an empty pack, all filler
+    packs: tuple[IntArray, ...]  # [ranks], the preferences of each; none of them: an empty pack, all filler
 
 
 def row_cost(
@@ -40,7 +40,7 @@ def row_cost(
 
     A token costs 1, and a pair of a query and a key it may see 1 / (6 * hidden_size): a layer's matrices hold about
     12 * hidden_size^2 weights, 2 operations each a token, and a pair takes 4 * hidden_size operations, half of them for
-    the score and half for the value. `completion_lengths` stand one after another, `num_completions` to a preference.
+    the score and half for the value. `completion_lengths` are stored one after another, `num_completions` to a preference.
 
     A prompt of 4 with completions of 2 and 3 is 9 tokens and 10 + (8 + 3) + (12 + 6) = 39 pairs. With the prompt
     repeated it is 13 tokens and 21 + 28 = 49 pairs.
@@ -62,14 +62,14 @@ def share_out(
     num_ranks: int,
     tightly: bool = False,
 ) -> list[Round]:
-    """Every preference to one worker, in as many rounds as it takes when each has one pack for every worker.
+    """Every preference to one rank, in as many rounds as it takes when each has one pack for every rank.
 
-    Packs of like cost stand in one round, since workers wait for one another there; the costliest of a round goes to the
-    worker with the least so far. What is left over, fewer packs than workers, is spread anew over all of them. A round's
+    Packs of similar cost are in one round, since ranks wait for one another there; the costliest of a round goes to the
+    rank with the least so far. What is left over, fewer packs than ranks, is distributed again over all of them. A round's
     rows have the shortest of the `lengths` that holds its largest pack. Rounds of long rows come first, then as packed.
-    `tightly` packs the last rounds anew, in rows that are shorter in sum, where there are such.
+    `tightly` packs the last rounds again, in rows that are shorter in sum, where there are such.
 
-    Sizes (and costs) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two workers:
+    Sizes (and costs) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two ranks:
     [0] | [1] in rows of 8, then [2] | [3] in rows of 6
     """
     packs = list(bins)
@@ -85,9 +85,9 @@ def share_out(
 
 
 def _round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> Round:
-    """The packs as they are, or spread anew where some worker would have none or rows can be shorter for it.
+    """The packs as they are, or distributed again where some rank would have none or rows can be shorter for it.
 
-    One of 7 tokens, as 4 + 3, for two workers: 4 | 3. Two of 8 (5 + 3) and 2 tokens: 5 | 3 + 2, if rows of 5 exist.
+    One of 7 tokens, as 4 + 3, for two ranks: 4 | 3. Two of 8 (5 + 3) and 2 tokens: 5 | 3 + 2, if rows of 5 exist.
     """
     nothing = np.zeros(0, np.int64)
     as_packed = packs + [nothing] * (num_ranks - len(packs))
@@ -110,20 +110,20 @@ def _shortest(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int]) ->
 
 
 def _spread(preferences: IntArray, sizes: IntArray, num_ranks: int) -> list[IntArray]:
-    """Largest first, each to the worker with the fewest tokens: sizes 5 4 3 3 for two workers -> 5 3 | 4 3."""
+    """Largest first, each to the rank with the fewest tokens: sizes 5 4 3 3 for two ranks -> 5 3 | 4 3."""
     given: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, worker) for worker in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
     for preference in preferences[np.argsort(-sizes[preferences], kind="stable")].tolist():
-        load, worker = loads[0]
-        given[worker].append(preference)
-        heapreplace(loads, (load + int(sizes[preference]), worker))
+        load, rank = loads[0]
+        given[rank].append(preference)
+        heapreplace(loads, (load + int(sizes[preference]), rank))
     return [np.array(chosen, np.int64) for chosen in given]
 
 
 def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> list[Round]:
     """The last rounds in rows of the least sum that is found to hold them; of like sums, that of more equal rows.
 
-    Rows may be 4 9 13 15 16. One worker's rounds of 15 + 1 and 3 tokens take 16 + 4; of 15 and 3 + 1 they take 15 + 4.
+    Rows may be 4 9 13 15 16. One rank's rounds of 15 + 1 and 3 tokens take 16 + 4; of 15 and 3 + 1 they take 15 + 4.
     """
     longer = [round for round in rounds if any(sizes[pack].sum() > lengths[-1] for pack in round.packs)]
     others = [round for round in rounds if round not in longer]
@@ -139,8 +139,8 @@ def _tightened(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num
         rooms = np.repeat(choice, num_ranks)
         if packs := _best_fit(preferences, sizes, rooms.tolist()):
             made = [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
-            anew = [_round(round, sizes, lengths, num_ranks) for round in made if any(map(len, round))]
-            return sorted(kept + anew, key=lambda round: -round.length)
+            again = [_round(round, sizes, lengths, num_ranks) for round in made if any(map(len, round))]
+            return sorted(kept + again, key=lambda round: -round.length)
     return rounds
 
 
@@ -160,9 +160,9 @@ def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[
 
 
 def _balanced(rounds: list[Round], costs: FloatArray, num_ranks: int) -> list[Round]:
-    """The packs of each round in another order: the costliest to the worker with the least so far.
+    """The packs of each round in another order: the costliest to the rank with the least so far.
 
-    Costs 5 3 and 4 1 for two workers: 5 | 3, then 1 | 4
+    Costs 5 3 and 4 1 for two ranks: 5 | 3, then 1 | 4
     """
     totals = np.zeros(num_ranks)
     balanced: list[Round] = []

@@ -1,17 +1,18 @@
 """TokenizedPreferences in; a Pack out: rows of fixed length in which each prompt is followed by its completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.columns import Column, in_use
 from tandem.data.text.tokens import TokenizedPreference
 
 IntArray = NDArray[np.int64]
 
-# How a preference lies in rows:
+# How a preference is laid out in rows:
 #   shared    prompt | completion 0 | completion 1           in one row, the prompt once
 #   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each
 #   separate  prompt | completion 0                          one row each
@@ -35,13 +36,13 @@ class Pack:
     branch: IntArray  # [rows, length]; 0 for the prompt, 1.. for its completions
     predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
     target_ids: IntArray  # [scored]
-    completion_lengths: IntArray  # [completions], scored tokens of each, which stand completion by completion
-    scores: NDArray[np.float32]  # [completions], given in the data; NaN where it gives none
+    completion_lengths: IntArray  # [completions], scored tokens of each; tokens are stored completion by completion
+    columns: Mapping[str, NDArray[np.float32]]  # values given in the data, by name: [completions] or [preferences]
     winners: IntArray  # [pairs], indices into the completions
     losers: IntArray  # [pairs]
     best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
     owner: IntArray  # [completions], which of the preferences each belongs to
-    preferences: IntArray  # [preferences], where each stands in its set
+    preferences: IntArray  # [preferences], index of each in its set
 
     @property
     def num_pairs(self) -> int:
@@ -92,7 +93,7 @@ def lay_out(
         predicting=_concatenate(predicting),
         target_ids=_concatenate(completions),
         completion_lengths=np.array([len(completion) for completion in completions], np.int64),
-        scores=np.array([score for preference in preferences for score in preference.scores], np.float32),
+        columns=_columns(preferences),
         winners=np.array(winners, np.int64),
         losers=np.array(losers, np.int64),
         best=np.array(best, np.int64),
@@ -123,7 +124,7 @@ def join(packs: Sequence[Pack]) -> Pack:
         predicting=shifted("predicting", positions),
         target_ids=stacked("target_ids"),
         completion_lengths=stacked("completion_lengths"),
-        scores=np.concatenate([pack.scores for pack in packs]),
+        columns=_joined_columns(packs),
         winners=shifted("winners", completions),
         losers=shifted("losers", completions),
         best=shifted("best", completions),
@@ -197,6 +198,21 @@ def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement
             else:
                 rows[-1].append([number])
     return rows
+
+
+def _columns(preferences: Sequence[TokenizedPreference]) -> dict[str, NDArray[np.float32]]:
+    """Of a column that some preferences give, the others have the default."""
+    columns = in_use(name for preference in preferences for name in preference.columns)
+    return {c.name: np.array([value for p in preferences for value in p.values(c.name)], c.dtype) for c in columns}
+
+
+def _joined_columns(packs: Sequence[Pack]) -> dict[str, NDArray[np.float32]]:
+    def values(pack: Pack, column: Column) -> NDArray[np.float32]:
+        num = len(pack.completion_lengths) if column.per == "completion" else len(pack.preferences)
+        return pack.columns.get(column.name, np.full(num, column.default, column.dtype))
+
+    columns = in_use(name for pack in packs for name in pack.columns)
+    return {column.name: np.concatenate([values(pack, column) for pack in packs]) for column in columns}
 
 
 def _concatenate(parts: Sequence[NDArray[np.integer]]) -> IntArray:

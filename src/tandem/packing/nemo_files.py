@@ -8,7 +8,8 @@ from tandem.config.sections.datasets import Data
 from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
 from tandem.data.read.sources import CHUNK_RECORDS, RowError
 from tandem.data.store.selection import Preferences
-from tandem.data.store.token_store import FORMAT_VERSION, TokenStore
+from tandem.data.store.token_store import TokenStore
+from tandem.data.store.tokens_file import FORMAT_VERSION
 from tandem.data.store.writer import Prepared, settle, write_store
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError
@@ -48,7 +49,12 @@ def _usable(row: TokenizedPreference) -> TokenizedPreference | RowError:
 
 
 def check_for_nemo(store: Preferences, size: int) -> None:
-    """Refuse packs that are too short for a pair, before anything is written."""
+    """Refuse, before anything is written, what such packs cannot hold: a pair that is too long, weights, margins."""
+    if store.columns:
+        raise ConfigError(
+            f"--to-nemo: the preferences have a {' and a '.join(store.columns)}, for which NeMo Aligner's packs have no place. "
+            "Leave out --to-nemo, or the key of the data set that names it."
+        )
     for index in range(len(store)):
         largest = max(pack_sizes_for_nemo(pair) for pair in single_pairs(store[index]))
         if largest > size:

@@ -22,8 +22,8 @@ BLOCK = 128
 SIXTEENTHS = (4, 9, 13, 15, 16)
 # Tokens of an `auto` pack of a set packed once. It changes which pairs share a batch, so it may not follow from the machine.
 DATASET_PACK = 8192
-# An `auto` length gives a batch at least so many rows, or most of the last one would be filler; unless they were shorter
-# than a GPU wants them.
+# An `auto` length gives a batch at least this many rows, or most of the last one would be filler; unless they were shorter
+# than is fast on a GPU.
 ROWS_PER_BATCH = 4
 
 IntArray = NDArray[np.int64]
@@ -31,7 +31,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose part of every batch: the worker's number, and of how many."""
+    """Which part of every batch: the number of the rank, and the number of ranks."""
 
     worker: int = 0
     num_ranks: int = 1
@@ -42,7 +42,7 @@ ALONE = Share()
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """How preferences become packs, and packs one worker's micro-batches."""
+    """How preferences become packs, and packs the micro-batches of one rank."""
 
     store: Preferences
     sizes: IntArray  # tokens each preference takes in a row
@@ -59,9 +59,9 @@ class Packer:
         return self.lengths[-1]
 
     def micro_batches(self, preferences: IntArray, bounds: IntArray | None = None) -> Iterator[Pack]:
-        """This worker's packs of a batch, a few at a time, as they go through the model: as many for every worker.
+        """The packs of this rank in a batch, a few at a time, as they go through the model: as many for every rank.
 
-        `bounds` says where one pack ends and the next begins, if that was settled before.
+        `bounds`: where packs begin and end, if that is decided already.
         """
         together = self.packs_per_micro_batch
         for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
@@ -73,7 +73,7 @@ class Packer:
                 waiting = waiting[size:]
 
     def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:
-        """The packs of all workers, one for each in every round."""
+        """The packs of all ranks, one for each in every round."""
         costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
         bins, num_ranks = self.bins(preferences, bounds), self.share.num_ranks
         # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
@@ -81,7 +81,7 @@ class Packer:
         return share_out(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, tightly=free)
 
     def alone(self) -> "Packer":
-        """The same for one worker that computes everything itself."""
+        """The same for one rank that computes everything."""
         return replace(self, share=ALONE)
 
     def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:
@@ -101,7 +101,7 @@ class Packer:
         return next((length for length in self.lengths if length >= size), self.length)
 
     def longest_row(self, bins: Bins) -> int:
-        """Of a batch, before the last of its rows are packed anew."""
+        """Of a batch, before the last of its rows are packed again."""
         return max(self.row_length(bin) for bin in bins)
 
     def num_rows(self, bin: IntArray) -> int:
@@ -128,7 +128,7 @@ def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
 
 
 def tokens_of_pairs(num: float, sizes: IntArray, store: Preferences) -> float:
-    """That so many pairs of a set take in rows, on average."""
+    """Tokens that this many pairs of a set take in rows, on average."""
     return num * float(sizes.mean()) / float(store.num_pairs.mean())
 
 
@@ -151,7 +151,7 @@ def make_packer(
 ) -> Packer:
     """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
 
-    Rather than in several rows shorter than `shortest_auto` a batch stands in one.
+    A batch takes one row rather than several that are shorter than `shortest_auto`.
     In mode dataset it is the longest that the set was prepared for, if it was. `hidden_size` of the model tells what
     attention costs where work is shared out; without it a row costs its tokens.
     """
@@ -173,9 +173,9 @@ def make_packer(
         wanted = usual_auto
         if pairs_per_batch is not None:
             per_batch = tokens_of_pairs(pairs_per_batch, sizes, store)
-            # Packed as a whole, a set is cut into batches by its packs: their length may not follow from the workers.
+            # Packed as a whole, a set is cut into batches by its packs: their length may not depend on the number of ranks.
             rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_ranks)
-            whole = per_batch * ROWS_PER_BATCH / rows  # what a worker has of it
+            whole = per_batch * ROWS_PER_BATCH / rows  # the share of a rank
             wanted = min(usual_auto, int(max(per_batch / rows, min(whole, shortest_auto))))
         length = max(int(sizes.max()), wanted)
     return Packer(
@@ -197,16 +197,16 @@ def _costs(store: Preferences, arrangement: Arrangement, hidden_size: int) -> Fl
 
 
 def prepared_lengths(store: Preferences) -> set[int]:
-    """Of packs that `tandem prepare` wrote beside the tokens."""
+    """Of packs that `tandem prepare` wrote next to the tokens."""
     return {facts["pack_length"] for facts in store.packs} if isinstance(store, TokenStore) else set()
 
 
 def row_lengths(length: int) -> tuple[int, ...]:
-    """A length and the shorter ones beside it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
+    """A length and the shorter ones used with it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
     blocks = in_blocks(length) // BLOCK
     return tuple(sorted({max(1, blocks * part // SIXTEENTHS[-1]) * BLOCK for part in SIXTEENTHS}))
 
 
 def in_blocks(length: int) -> int:
-    """The least number of whole blocks that hold so many tokens, in tokens: 200 -> 256."""
+    """The least number of whole blocks that hold this many tokens, in tokens: 200 -> 256."""
     return -(-length // BLOCK) * BLOCK

@@ -8,7 +8,7 @@ import numpy as np
 from tandem.packing.binning import Bins
 from tandem.packing.packer import IntArray, Packer, row_sizes
 
-# What padding is compared with: so many sequences go together, each padded to the longest of them.
+# What padding is compared with: this many sequences go together, each padded to the longest of them.
 PADDED_TOGETHER = 16
 
 

@@ -48,7 +48,7 @@ class PerPairFile:
                 self._add(out, split, table, store)
 
     def _add(self, out: IO[str], split: str, table: "PairTable", store: Preferences) -> None:
-        columns = {name: getattr(table, name) for name in self._names}
+        columns = {name: table[name] for name in self._names}
         for pair in np.argsort(table.margin, kind="stable"):
             line = {
                 "split": split,

@@ -1,17 +1,18 @@
 """PackOutcomes in; a PairTable out, the numbers of every pair on the host; and what the pairs say together.
 
-The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Whatever is made of them is
-made here, on the host, in float64 and over all pairs at once: no cut into packs can change a metric.
+The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Metrics are
+computed here, on the host, in float64 and over all pairs at once: no division into packs can change one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.completions import ChosenRejected
 from tandem.config.losses import needs_reference
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Preferences, by_source
@@ -29,48 +30,59 @@ TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
 MARGIN_PERCENTILES = (10, 50, 90)
 
 
-@dataclass(frozen=True, slots=True)
+def pair_columns(outcome: PackOutcome) -> dict[str, Tensor]:
+    """The numbers of each pair that are kept for metrics, by name: [pairs] each. A new column is added here."""
+    loss, completions = outcome.loss, outcome.completions
+    both = completions.both
+    return {
+        "loss": loss.pair_losses,
+        **_of_both("reward", loss.rewards),
+        **_of_both("logp", both(completions.policy)),
+        **_of_both("reference", both(completions.reference)),  # the reference's log-probability
+        **_of_both("drift", both(completions.drift)),
+        **_of_both("tokens", both(completions.num_tokens)),
+        **_of_both("score", both(completions.columns["score"])),  # NaN where the data gives none
+        **_of_both(
+            "slope", loss.reward_slopes
+        ),  # how much the reward changes per nat of the completion's log-probability
+    }
+
+
+def _of_both(name: str, values: ChosenRejected) -> dict[str, Tensor]:
+    return {f"{name}_chosen": values.chosen, f"{name}_rejected": values.rejected}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairTable:
-    """Every pair of a step or a set, on the host; all but `sft` stand pair by pair."""
+    """Every pair of a step or a set, on the host."""
 
     sft: FloatArray  # [preferences]
-    preference: IntArray  # where the pair's preference stands in its set
-    winner: IntArray  # which completion of the preference is chosen
-    loser: IntArray
-    loss: FloatArray
-    reward_chosen: FloatArray
-    reward_rejected: FloatArray
-    logp_chosen: FloatArray
-    logp_rejected: FloatArray
-    reference_chosen: FloatArray  # the reference's log-probability
-    reference_rejected: FloatArray
-    drift_chosen: FloatArray
-    drift_rejected: FloatArray
-    tokens_chosen: FloatArray
-    tokens_rejected: FloatArray
-    score_chosen: FloatArray  # NaN where the data gives none
-    score_rejected: FloatArray
-    slope_chosen: FloatArray  # how much the reward changes per nat of the completion's log-probability
-    slope_rejected: FloatArray
+    preference: IntArray  # [pairs] index of the pair's preference in its set
+    winner: IntArray  # [pairs] which completion of the preference is chosen
+    loser: IntArray  # [pairs]
+    columns: Mapping[str, FloatArray]  # [pairs] each: those of `pair_columns`
 
     def __len__(self) -> int:
-        return len(self.loss)
+        return len(self.preference)
+
+    def __getitem__(self, name: str) -> FloatArray:
+        return self.columns[name]
 
     @property
     def margin(self) -> FloatArray:
-        return self.reward_chosen - self.reward_rejected
+        return self["reward_chosen"] - self["reward_rejected"]
 
     def rounding(self, band: float) -> FloatArray:
-        """What rounding may make of each margin, where it makes `band` nats of a difference of summed log-probabilities.
+        """How far rounding may move each margin, where it moves a difference of summed log-probabilities by `band` nats.
 
         Half of the band is of the chosen completion and half of the rejected one. With beta 0.1 and sums: 0.1 * band. Per token,
         for lengths 10 and 40: 0.1 * (band / 20 + band / 80).
         """
-        return band * (self.slope_chosen + self.slope_rejected) / 2
+        return band * (self["slope_chosen"] + self["slope_rejected"]) / 2
 
     @property
     def length_difference(self) -> FloatArray:
-        return self.tokens_chosen - self.tokens_rejected
+        return self["tokens_chosen"] - self["tokens_rejected"]
 
 
 class PairLedger:
@@ -78,67 +90,59 @@ class PairLedger:
 
     def __init__(self) -> None:
         self._packs: list[Pack] = []
+        self._names: tuple[str, ...] = ()
         self._numbers: list[Tensor] = []  # [columns, pairs] each
         self._sft: list[Tensor] = []
         self._sent: _Sent | None = None
 
     def add(self, outcome: PackOutcome) -> None:
+        columns = pair_columns(outcome)
         self._packs.append(outcome.pack)
-        self._numbers.append(_columns(outcome))
+        self._names = tuple(columns)
+        self._numbers.append(torch.stack([column.detach().double() for column in columns.values()]))
         self._sft.append(outcome.loss.sft.detach().double())
 
     def is_finite(self) -> Tensor:
         """Whether every loss is, as a number on the device."""
-        return torch.isfinite(torch.cat([*(numbers[0] for numbers in self._numbers), *self._sft])).all()
+        row = self._names.index("loss")
+        return torch.isfinite(torch.cat([*(numbers[row] for numbers in self._numbers), *self._sft])).all()
 
     def send(self, *also: Tensor) -> None:
-        """Start the one transfer to the host, of every number and of further ones beside them. Waits for nothing.
+        """Start the one transfer to the host, of every number and of further ones. Does not wait.
 
-        What is sent before the next step is asked of the device can be read while that step runs.
+        What is sent before the next step is given to the device can be read while that step runs.
         """
         numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
         flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
         self._sent = _Sent(to_host(flat), numbers.shape, len(sft))
 
     def read(self, ranks: Ranks) -> tuple[PairTable, list[float]]:
-        """The pairs of all workers, and the further numbers that were sent. Waits for the transfer."""
+        """The pairs of all ranks, and the further numbers that were sent. Waits for the transfer."""
         if self._sent is None:
             raise RuntimeError("nothing was sent")
-        columns, sft, also = self._sent.parts()
-        places = (np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True))
-        return _joined(ranks.gather(PairTable(sft, *places, *columns))), also.tolist()
+        numbers, sft, also = self._sent.parts()
+        places = [np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True)]
+        preference, winner, loser = places
+        columns = dict(zip(self._names, numbers, strict=True))
+        own = PairTable(sft=sft, preference=preference, winner=winner, loser=loser, columns=columns)
+        return _joined(ranks.gather(own)), also.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Numbers on their way to the host."""
+    """Numbers that are being copied to the host."""
 
     flat: PendingHostCopy
-    shape: torch.Size  # of the columns
+    shape: torch.Size  # [columns, pairs]
     num_sft: int
 
     def parts(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        columns, sft, also = np.split(self.flat.read(), np.cumsum([self.shape.numel(), self.num_sft]))
-        return columns.reshape(self.shape), sft, also
-
-
-def _columns(outcome: PackOutcome) -> Tensor:
-    """What PairTable holds of each pair from `loss` on, in its order: [columns, pairs]."""
-    loss, terms = outcome.loss, outcome.terms
-    sides = (terms.plain_reference, terms.drift, terms.num_tokens, terms.scores, loss.reward_slopes)
-    columns = [
-        loss.pair_losses.detach(),
-        loss.rewards_chosen,
-        loss.rewards_rejected,
-        loss.logps_chosen,
-        loss.logps_rejected,
-        *(values for side in sides for values in (side.chosen, side.rejected)),
-    ]
-    return torch.stack([column.double() for column in columns])
+        numbers, sft, also = np.split(self.flat.read(), np.cumsum([self.shape.numel(), self.num_sft]))
+        return numbers.reshape(self.shape), sft, also
 
 
 def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
-    """Of every pair: where its preference stands in the set, and which of its completions are compared."""
+    """Of every pair: the index of its preference in the set, and which of its completions are compared."""
     owner = pack.owner[pack.winners]
     first = np.searchsorted(pack.owner, owner)  # of the preference's completions
     return pack.preferences[owner], pack.winners - first, pack.losers - first
@@ -147,8 +151,13 @@ def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
 def _joined(tables: Sequence[PairTable]) -> PairTable:
     if len(tables) == 1:
         return tables[0]
-    names = [field.name for field in fields(PairTable)]
-    return PairTable(*(np.concatenate([getattr(table, name) for table in tables]) for name in names))
+    return PairTable(
+        sft=np.concatenate([table.sft for table in tables]),
+        preference=np.concatenate([table.preference for table in tables]),
+        winner=np.concatenate([table.winner for table in tables]),
+        loser=np.concatenate([table.loser for table in tables]),
+        columns={name: np.concatenate([table[name] for table in tables]) for name in tables[0].columns},
+    )
 
 
 def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> None:
@@ -179,21 +188,21 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
     band = TIE_BAND[precision]
     rounding = table.rounding(band)
     accuracy = _above(table.margin, rounding)
-    preference, sft = table.loss.mean(), table.sft.mean()
+    preference, sft = table["loss"].mean(), table.sft.mean()
     metrics = {
         "loss": dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft,
         "preference_loss": preference,
         "sft_loss": sft,
         "accuracy": accuracy.mean(),
-        "logps_accuracy": _above(table.logp_chosen - table.logp_rejected, band).mean(),
-        "rewards_chosen_mean": table.reward_chosen.mean(),
-        "rewards_rejected_mean": table.reward_rejected.mean(),
+        "logps_accuracy": _above(table["logp_chosen"] - table["logp_rejected"], band).mean(),
+        "rewards_chosen_mean": table["reward_chosen"].mean(),
+        "rewards_rejected_mean": table["reward_rejected"].mean(),
         "rewards_margin_mean": table.margin.mean(),
         **_percentiles(table.margin),
-        "logps_chosen_mean": table.logp_chosen.mean(),
-        "logps_rejected_mean": table.logp_rejected.mean(),
-        "tokens_chosen_mean": table.tokens_chosen.mean(),
-        "tokens_rejected_mean": table.tokens_rejected.mean(),
+        "logps_chosen_mean": table["logp_chosen"].mean(),
+        "logps_rejected_mean": table["logp_rejected"].mean(),
+        "tokens_chosen_mean": table["tokens_chosen"].mean(),
+        "tokens_rejected_mean": table["tokens_rejected"].mean(),
         **_by_length(table, accuracy, rounding),
         **(_from_reference(table, band) if needs_reference(dpo.preference_loss) else {}),
         **_by_scores(table, rounding),
@@ -225,21 +234,21 @@ def _by_length(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> 
 
 def _from_reference(table: PairTable, band: float) -> dict[str, float]:
     """How far the policy has gone, and whether the chosen completions became less likely on the way."""
-    drift, tokens = table.drift_chosen + table.drift_rejected, table.tokens_chosen + table.tokens_rejected
+    drift, tokens = table["drift_chosen"] + table["drift_rejected"], table["tokens_chosen"] + table["tokens_rejected"]
     return {
         "kl_per_token": drift.sum() / tokens.sum(),
-        "chosen_below_reference": (table.logp_chosen - table.reference_chosen < -band).mean(),
+        "chosen_below_reference": (table["logp_chosen"] - table["reference_chosen"] < -band).mean(),
     }
 
 
 def _by_scores(table: PairTable, rounding: FloatArray) -> dict[str, float]:
     """Whether the implicit reward orders pairs as the scores in the data do; pairs without two scores are left out."""
-    given = np.isfinite(table.score_chosen) & np.isfinite(table.score_rejected)
-    difference = np.sign(table.score_chosen - table.score_rejected)
+    given = np.isfinite(table["score_chosen"]) & np.isfinite(table["score_rejected"])
+    difference = np.sign(table["score_chosen"] - table["score_rejected"])
     agreement = _above(table.margin * difference, rounding)
     return {
-        **_means_where("scores_{}_mean", table.score_chosen, {"chosen": given}),
-        **_means_where("scores_{}_mean", table.score_rejected, {"rejected": given}),
+        **_means_where("scores_{}_mean", table["score_chosen"], {"chosen": given}),
+        **_means_where("scores_{}_mean", table["score_rejected"], {"rejected": given}),
         **_means_where("scores_{}", agreement, {"agreement": given & (difference != 0)}),
     }
 

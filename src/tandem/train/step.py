@@ -21,12 +21,12 @@ from tandem.model.policy import Policy
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import Pack
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
-from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_outcome, pack_terms
+from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_completions, pack_outcome
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did, reduced over workers."""
+    """The results of one optimizer step, reduced over ranks."""
 
     metrics: dict[str, float]
     num_pairs: int
@@ -62,13 +62,13 @@ class StepClock:
 
 
 class PendingStep:
-    """A step that may not have ended. Reading its numbers waits for it, not for what was asked of the device after it."""
+    """A step that may not have ended. Reading its numbers waits for it, not for later work of the device."""
 
-    def __init__(self, batch: GlobalBatch, side: StepContext, lr: float):
-        self.batch, self.side, self.lr = batch, side, lr
+    def __init__(self, batch: GlobalBatch, context: StepContext, lr: float):
+        self.batch, self.context, self.lr = batch, context, lr
         self.ledger = PairLedger()
         self.num_tokens = self.num_positions = 0
-        self.clock = StepClock(side.ranks.device)
+        self.clock = StepClock(context.ranks.device)
 
     def add(self, outcome: PackOutcome) -> None:
         self.ledger.add(outcome)
@@ -83,12 +83,12 @@ class PendingStep:
 
         DefectError if the pairs of all ranks are not those of the batch.
         """
-        table, (norm,) = self.ledger.read(self.side.ranks)
+        table, (norm,) = self.ledger.read(self.context.ranks)
         check_pairs(table, self.batch.preferences, store)
-        if not (np.isfinite(table.loss).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
+        if not (np.isfinite(table["loss"]).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._blame(table, norm, store))
-        metrics = summarise(table, self.side.dpo, self.side.precision, store)
-        of_workers = self.side.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
+        metrics = summarise(table, self.context.dpo, self.context.precision, store)
+        of_workers = self.context.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
         num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
         return StepReport(
             {**metrics, "grad_norm": norm},
@@ -100,17 +100,17 @@ class PendingStep:
         )
 
     def _blame(self, table: PairTable, norm: float, store: Preferences) -> str:
-        dpo = self.side.dpo
-        loss = dpo.preference_loss_weight * table.loss.mean() + dpo.sft_loss_weight * table.sft.mean()
+        dpo = self.context.dpo
+        loss = dpo.preference_loss_weight * table["loss"].mean() + dpo.sft_loss_weight * table.sft.mean()
         # A cached reference was checked when it was computed; a live one is met here first.
-        if wrong := table.preference[~np.isfinite(table.reference_chosen + table.reference_rejected)].tolist():
+        if wrong := table.preference[~np.isfinite(table["reference_chosen"] + table["reference_rejected"])].tolist():
             return (
                 f"the reference gives the pairs at {_places(wrong, store)} log-probabilities that are not finite. The update was "
                 "skipped and nothing was saved. Look at these rows; if others fail too, the reference model itself overflows: "
                 "try policy.precision=float32."
             )
-        # Sorted over the batch, a loss stands in no pair's place.
-        culprits = table.preference[~np.isfinite(table.loss)].tolist() if _is_of_pairs(dpo) else []
+        # Sorted over the batch, a loss belongs to no single pair.
+        culprits = table.preference[~np.isfinite(table["loss"])].tolist() if _is_of_pairs(dpo) else []
         if culprits:
             where = f"Pairs at: {_places(culprits, store)}. Look at these rows, or lower"
         elif math.isfinite(loss):
@@ -130,18 +130,17 @@ def _places(preferences: list[int], store: Preferences) -> str:
 
 def train_step(
     policy: Policy,
-    side: StepContext,
+    context: StepContext,
     packs: Iterable[Pack],
     batch: GlobalBatch,
     optimizer: Any,
     max_grad_norm: float | None,
 ) -> PendingStep:
     """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
-    step = PendingStep(batch, side, lr=optimizer.param_groups[0]["lr"])
+    step = PendingStep(batch, context, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
-    run_packs = _pair_scope if _is_of_pairs(side.dpo) else _batch_scope
     with policy.computing():
-        for outcome in run_packs(policy, side, packs, batch):
+        for outcome in pack_outcomes(policy, context, packs, batch):
             step.add(outcome)
     norm = grad_norm(policy)
     step.ledger.send(norm)
@@ -152,46 +151,66 @@ def train_step(
     return step
 
 
+def pack_outcomes(
+    policy: Policy, context: StepContext, packs: Iterable[Pack], batch: GlobalBatch | None = None
+) -> Iterator[PackOutcome]:
+    """The losses of every pack, in order. With a batch, which is then all that the packs hold: and the backward of each.
+
+    A loss that compares over the batch compares over all packs together.
+    """
+    if not _is_of_pairs(context.dpo):
+        yield from _over_all_packs(policy, context, list(packs), batch)
+        return
+    for pack in packs:
+        outcome = pack_outcome(policy, context, pack)
+        if batch is not None:
+            # The one reduction: by the pairs of the whole global batch.
+            _backward(outcome.loss.pair_losses.sum() / batch.num_pairs, outcome, context.dpo, batch)
+        yield outcome
+
+
+def _over_all_packs(
+    policy: Policy, context: StepContext, packs: list[Pack], batch: GlobalBatch | None
+) -> Iterator[PackOutcome]:
+    """All packs without gradient, and the loss over all of them.
+
+    With a batch: also its derivative with respect to each log-probability; then every pack again, and its backward from
+    those derivatives.
+    """
+    dpo, counts = context.dpo, [pack.num_pairs for pack in packs]
+    with torch.no_grad():
+        several = [pack_completions(policy, context, pack) for pack in packs]
+    joined = joined_pairs(several, dpo, context.ranks)
+    losses = combined_losses(joined.pairs, dpo)
+    parts = losses.detach()[joined.own].split(counts)
+    if batch is None:
+        for pack, completions, part in zip(packs, several, parts, strict=True):
+            yield PackOutcome(pack, completions, pair_loss(completions, dpo, part))
+        return
+    leaves = joined.policy.chosen, joined.policy.rejected
+    slopes = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
+    by_pack = zip(*(slope[joined.own].split(counts) for slope in slopes), strict=True)
+    for pack, part, (by_chosen, by_rejected) in zip(packs, parts, by_pack, strict=True):
+        completions = pack_completions(policy, context, pack)
+        outcome = PackOutcome(pack, completions, pair_loss(completions, dpo, part))
+        logps = outcome.loss.policy
+        _backward((logps.chosen * by_chosen).sum() + (logps.rejected * by_rejected).sum(), outcome, dpo, batch)
+        yield outcome
+
+
+def _backward(preference_part: Tensor, outcome: PackOutcome, dpo: Dpo, batch: GlobalBatch) -> None:
+    """Of the preference loss, divided already, and of the SFT loss, divided by the preferences of the global batch."""
+    sft = outcome.loss.sft.sum() / len(batch.preferences)
+    (dpo.preference_loss_weight * preference_part + dpo.sft_loss_weight * sft).backward()
+
+
 def _is_of_pairs(dpo: Dpo) -> bool:
     return scope_of(dpo.preference_loss) == "pair"
 
 
-def _pair_scope(policy: Policy, side: StepContext, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
-    """Backward of every pack as it comes."""
-    dpo = side.dpo
-    for pack in packs:
-        outcome = pack_outcome(policy, side, pack)
-        # The one reduction: by the pairs (for SFT, the preferences) of the whole global batch.
-        pair_part = outcome.loss.pair_losses.sum() / batch.num_pairs
-        sft = outcome.loss.sft.sum() / len(batch.preferences)
-        (dpo.preference_loss_weight * pair_part + dpo.sft_loss_weight * sft).backward()
-        yield outcome
-
-
-def _batch_scope(policy: Policy, side: StepContext, packs: Iterable[Pack], batch: GlobalBatch) -> Iterator[PackOutcome]:
-    """All packs without gradient; the loss over the whole batch and its derivative by each log-probability; then every
-    pack again, its backward fed with those numbers."""
-    dpo, packs = side.dpo, list(packs)
-    with torch.no_grad():
-        terms = [pack_terms(policy, side, pack) for pack in packs]
-    joined = joined_pairs(terms, dpo, side.ranks)
-    losses = combined_losses(joined.pairs, dpo)
-    leaves = joined.policy.chosen, joined.policy.rejected
-    by_chosen, by_rejected = torch.autograd.grad(losses.sum() / batch.num_pairs, leaves)
-    start = joined.own.start
-    for pack in packs:
-        now = pack_terms(policy, side, pack)
-        part = slice(start, start := start + pack.num_pairs)
-        pair_part = (now.policy.chosen * by_chosen[part]).sum() + (now.policy.rejected * by_rejected[part]).sum()
-        loss = pair_loss(now.own, now.compared(dpo), now.pairing, dpo, batch_losses=losses[part].detach())
-        sft = loss.sft.sum() / len(batch.preferences)
-        (dpo.preference_loss_weight * pair_part + dpo.sft_loss_weight * sft).backward()
-        yield PackOutcome(pack, now, loss)
-
-
 @torch.no_grad()
 def grad_norm(policy: Policy) -> Tensor:
-    """The norm of all gradients together, over all workers."""
+    """The norm of all gradients together, over all ranks."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     if gradients[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -204,7 +223,7 @@ def grad_norm(policy: Policy) -> Tensor:
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
     """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
-    finite = step.side.ranks.all_true(torch.isfinite(norm) & step.ledger.is_finite())
+    finite = step.context.ranks.all_true(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
     optimizer.grad_scale = scale.to(torch.float32)

@@ -1,14 +1,14 @@
-"""A pack in; what the loss compares out: policy and reference log-probabilities, per completion and per pair."""
+"""A pack in; its Completions, the record that losses and metrics read, and its losses out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tandem.completions import CompletionLogps, sum_completions
+from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import ChosenRejected, Pairing, Pairs, pair_sums, wpo_weights
+from tandem.loss.pairs import Pairs, PairSums, log_likeliness, pair_sums, prefix_sums
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
@@ -17,7 +17,7 @@ from tandem.packing.layout import Pack
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step needs besides the policy: the reference, the loss's settings, the workers and the precision."""
+    """What a step needs besides the policy: the reference, the settings of the loss, the ranks and the precision."""
 
     reference: Reference
     dpo: Dpo
@@ -26,82 +26,82 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
-class PackTerms:
-    """What one micro-batch gives the loss: sums per completion, and per pair what it compares."""
-
-    own: CompletionLogps
-    policy: ChosenRejected  # log pi of each pair, tokens weighted as LD-DPO asks
-    reference: ChosenRejected
-    plain_reference: ChosenRejected  # tokens unweighted
-    drift: ChosenRejected  # half the squared log-ratio of each token, summed: an estimate of the KL, never below 0
-    num_tokens: ChosenRejected
-    scores: ChosenRejected
-    pairing: Pairing
-    weights: torch.Tensor | None  # WPO's
-
-    def compared(self, dpo: Dpo) -> Pairs:
-        return compare(self.policy, self.reference, self.num_tokens, dpo, self.scores)
-
-
-@dataclass(frozen=True, slots=True)
 class PackOutcome:
-    """A micro-batch, its terms and its losses."""
+    """A micro-batch, its completions and its losses."""
 
     pack: Pack
-    terms: PackTerms
+    completions: Completions
     loss: PairLoss
 
 
-def pack_terms(policy: Policy, side: StepContext, pack: Pack) -> PackTerms:
-    """Forward of one micro-batch: policy and reference log-probabilities, summed."""
-    dpo = side.dpo
-    inputs = policy.inputs(pack, side.ranks.device)
+def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Completions:
+    """Forward of one micro-batch: policy and reference log-probabilities, summed per completion."""
+    dpo = context.dpo
+    inputs = policy.inputs(pack, context.ranks.device)
     segments = inputs.completion_lengths, inputs.completion
     pairing = Pairing(inputs.winners, inputs.losers, inputs.best)
     tokens, squares = policy(inputs, squares=True) if dpo.wpo else (policy(inputs), None)
     own = sum_completions(tokens, *segments)
     with torch.no_grad():
-        reference_tokens = side.reference.token_logps(pack, inputs)
+        reference_tokens = context.reference.token_logps(pack, inputs)
         reference = sum_completions(reference_tokens, *segments)
         drift = sum_completions((tokens.detach() - reference_tokens).square() / 2, *segments)
-    return PackTerms(
-        own,
-        policy=pair_sums(tokens, own, pairing, dpo.ld_alpha),
-        reference=pair_sums(reference_tokens, reference, pairing, dpo.ld_alpha),
-        plain_reference=pairing.sides(reference.total),
-        drift=pairing.sides(drift.total),
-        num_tokens=pairing.sides(own.num_tokens),
-        scores=pairing.sides(inputs.scores),
+
+    def prefix(of_tokens: torch.Tensor) -> ChosenRejected | None:
+        return None if dpo.ld_alpha is None else prefix_sums(of_tokens, own.num_tokens, pairing)
+
+    return Completions(
+        policy=own.total,
+        reference=reference.total,
+        num_tokens=own.num_tokens,
+        drift=drift.total,
+        preference=inputs.preference,
         pairing=pairing,
-        weights=None if squares is None else wpo_weights(tokens.detach(), squares, *segments, pairing),
+        columns=inputs.columns,
+        log_likeliness=None if squares is None else log_likeliness(tokens.detach(), squares, *segments),
+        policy_prefix=prefix(tokens),
+        reference_prefix=prefix(reference_tokens),
     )
 
 
-def pack_outcome(policy: Policy, side: StepContext, pack: Pack) -> PackOutcome:
-    """The losses of a micro-batch, where a pair's depends on no other pair."""
-    terms = pack_terms(policy, side, pack)
-    loss = pair_loss(terms.own, terms.compared(side.dpo), terms.pairing, side.dpo, terms.weights)
-    return PackOutcome(pack, terms, loss)
+def pack_outcome(policy: Policy, context: StepContext, pack: Pack) -> PackOutcome:
+    """The losses of a micro-batch, where the loss of a pair does not depend on other pairs."""
+    completions = pack_completions(policy, context, pack)
+    return PackOutcome(pack, completions, pair_loss(completions, context.dpo))
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs:
-    """The pairs of several micro-batches of all workers as one."""
+    """The pairs of several micro-batches of all ranks as one."""
 
     pairs: Pairs
-    policy: ChosenRejected  # the policy's numbers in them, by which a loss can be derived
-    own: slice  # this worker's
+    policy: (
+        ChosenRejected  # the policy's log-probabilities in them: leaves, with respect to which a loss can be derived
+    )
+    own: slice  # the pairs of this rank
 
 
-def joined_pairs(several: Sequence[PackTerms], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
-    """What a loss that compares over the batch sees."""
+def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
+    """The input of a loss that compares over the batch."""
+    views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
-    def columns(terms: PackTerms) -> list[torch.Tensor]:
-        sides = (terms.policy, terms.reference, terms.num_tokens, terms.scores)
-        return [values.detach().double() for side in sides for values in (side.chosen, side.rejected)]
+    def stacked(view: PairSums) -> dict[str, torch.Tensor]:
+        """[pairs, 2] each, by name."""
+        assert view.scores is not None
+        both = {
+            "policy": view.policy,
+            "reference": view.reference,
+            "num_tokens": view.num_tokens,
+            "scores": view.scores,
+        }
+        return {name: torch.stack([one.chosen, one.rejected], dim=1).detach().double() for name, one in both.items()}
 
-    rows = torch.cat([torch.stack(columns(terms), dim=1) for terms in several])
+    columns = [stacked(view) for view in views]
+    rows = torch.cat([torch.cat(list(by_name.values()), dim=1) for by_name in columns])
     joined, own = ranks.concatenate(rows)
-    policy, reference, num_tokens, scores = (ChosenRejected(*joined[:, i : i + 2].unbind(1)) for i in range(0, 8, 2))
-    policy = policy.map(lambda values: values.requires_grad_())
-    return JoinedPairs(compare(policy, reference, num_tokens, dpo, scores), policy, own)
+    both = {
+        name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
+    }
+    policy = both["policy"].map(lambda values: values.requires_grad_())
+    sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], scores=both["scores"])
+    return JoinedPairs(compare(sums, dpo), policy, own)

@@ -263,7 +263,7 @@ def _loop(t: Training) -> list[ValidationReport]:
         ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True)
         for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
-            current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
+            current = train_step(t.policy, t.context, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
             validating, saving = step != total and _due(step, dpo.val_period), _saving(t, step)

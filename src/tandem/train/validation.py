@@ -1,30 +1,29 @@
-"""Validation sets in; the same metrics as in training out, over all pairs, whatever the batch."""
+"""Validation sets in; the same metrics as in training out, over all pairs, independent of the batch size."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tandem.config.losses import scope_of
 from tandem.failpoints import fail_point
-from tandem.loss.objective import combined_losses, pair_loss
 from tandem.model.policy import Policy
 from tandem.packing.batches import Batches
-from tandem.packing.layout import IntArray, Pack
+from tandem.packing.layout import IntArray
 from tandem.packing.packer import Packer
 from tandem.train.metrics import PairLedger, PairTable, check_pairs, summarise
-from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_outcome, pack_terms
+from tandem.train.step import pack_outcomes
+from tandem.train.terms import StepContext
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named set, how it is packed, and what its pairs are compared with."""
+    """A named set, how it is packed, and the context of its steps."""
 
     name: str
     packer: Packer
-    side: StepContext
+    context: StepContext
     batch_size: int
     max_batches: int | None
 
@@ -52,21 +51,21 @@ class ValidationReport:
 def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
     """`check` is called between packs, and may end it by raising."""
     started = time.perf_counter()
-    side, packer = validation.side, validation.packer
-    table = measure(policy, side, packer, validation.batch_size, validation.max_batches, check)
-    metrics = summarise(table, side.dpo, side.precision, packer.store)
+    context, packer = validation.context, validation.packer
+    table = measure(policy, context, packer, validation.batch_size, validation.max_batches, check)
+    metrics = summarise(table, context.dpo, context.precision, packer.store)
     return ValidationReport(validation.split, metrics, len(table), validation.data, time.perf_counter() - started)
 
 
 def portions(packer: Packer, batch_size: int) -> list[IntArray]:
-    """A set in its order, so many pairs at a time: what is packed together."""
+    """A set in its order, in portions of this many pairs: those that are packed together."""
     return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
 
 
 @torch.no_grad()
 def measure(
     policy: Policy,
-    side: StepContext,
+    context: StepContext,
     packer: Packer,
     batch_size: int,
     max_batches: int | None = None,
@@ -77,25 +76,12 @@ def measure(
     packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()
     with policy.computing():
-        for outcome in _outcomes(policy, side, packs):
+        # A loss that compares over the batch compares over the whole set, so that no batch size changes it.
+        for outcome in pack_outcomes(policy, context, packs):
             ledger.add(outcome)
             fail_point("validation.pack")
             check()
     ledger.send()
-    table, _ = ledger.read(side.ranks)
+    table, _ = ledger.read(context.ranks)
     check_pairs(table, np.concatenate(measured), packer.store)
     return table
-
-
-def _outcomes(policy: Policy, side: StepContext, packs: Iterable[Pack]) -> Iterator[PackOutcome]:
-    """Of every pack; a loss that compares over the batch sees the whole set, so that no batch size changes it."""
-    dpo = side.dpo
-    if scope_of(dpo.preference_loss) == "pair":
-        yield from (pack_outcome(policy, side, pack) for pack in packs)
-        return
-    packs = list(packs)
-    terms = [pack_terms(policy, side, pack) for pack in packs]
-    joined = joined_pairs(terms, dpo, side.ranks)
-    parts = combined_losses(joined.pairs, dpo)[joined.own].split([pack.num_pairs for pack in packs])
-    for pack, one, part in zip(packs, terms, parts, strict=True):
-        yield PackOutcome(pack, one, pair_loss(one.own, one.compared(dpo), one.pairing, dpo, batch_losses=part))

@@ -82,9 +82,9 @@ def preference(prompt, *completions, pairs=((0, 1),), scores=(), unscored=(), pl
         array(prompt),
         tuple(array(ids) for ids in completions),
         pairs,
-        scores or tuple(2.0 - i for i in range(len(completions))),
         place,
         tuple(array(positions) for positions in unscored),
+        {"score": scores or tuple(2.0 - i for i in range(len(completions)))},
     )
 
 

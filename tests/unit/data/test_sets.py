@@ -245,6 +245,8 @@ def asked(monkeypatch) -> list[tuple[str, DatasetFields]]:
     opened_sets: list[tuple[str, DatasetFields]] = []
 
     class Nothing:
+        columns = ()
+
         def __len__(self) -> int:
             return 0
 

@@ -324,7 +324,7 @@ def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_rea
         f"    {source}:2: a list, not a JSON object with a prompt and completions.\n"
         f"    {source}:3, {source}:4: the same.\n"
         f"  All of them: {rejects}\n"
-        "Mend them."
+        "Fix them."
     )
 
 
@@ -335,7 +335,7 @@ def test_skipping_stops_beyond_the_share_of_bad_rows_and_not_at_it(source):
         f"{source}: 1 of 4 rows are malformed, over data.max_bad_share=0.24:\n"
         "  empty prompt: 1\n"
         f"    {source}:4: prompt is empty.\n"
-        "Mend them, or set data.max_bad_share=0.25."
+        "Fix them, or set data.max_bad_share=0.25."
     )
 
 
@@ -357,14 +357,14 @@ def test_filtering_stops_beyond_its_share_and_not_at_it(source):
         f"{source}: 1 of 4 rows were filtered, over data.max_filtered_share=0.1:\n"
         "  equal completions: 1\n"
         f"    {source}:4: chosen and rejected are identical, so there is no preference to learn.\n"
-        "Mend the file, or set data.max_filtered_share=0.25."
+        "Fix the file, or set data.max_filtered_share=0.25."
     )
 
 
 def test_only_over_long_rows_are_answered_with_the_limit(source):
     write(source, pair(), pair("what a question this is, and how long"))
     assert refusal(source, Data(), max_length=20).endswith(
-        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt or truncate_completion, mend the "
+        "Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt or truncate_completion, fix the "
         "file, or "
         "set data.max_filtered_share=0.5."
     )
@@ -376,7 +376,7 @@ def test_a_file_without_any_usable_preference_is_refused(source):
         f"{source}: no usable preference among 1 rows:\n"
         "  equal completions: 1\n"
         f"    {source}:1: chosen and rejected are identical, so there is no preference to learn.\n"
-        "Mend the file."
+        "Fix the file."
     )
 
 
@@ -386,11 +386,11 @@ def test_malformed_and_filtered_rows_are_told_at_once(source):
         f"{source}: 1 of 6 rows are malformed:\n"
         "  malformed JSON: 1\n"
         f"    {source}:6: column 15: malformed JSON: Expecting ',' delimiter.\n"
-        "Mend them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.17.\n"
+        "Fix them, or leave them out: data.on_bad_row=skip data.max_bad_share=0.17.\n"
         f"{source}: 1 of 6 rows were filtered, over data.max_filtered_share=0.1:\n"
         "  equal completions: 1\n"
         f"    {source}:5: chosen and rejected are identical, so there is no preference to learn.\n"
-        "Mend the file, or set data.max_filtered_share=0.17."
+        "Fix the file, or set data.max_filtered_share=0.17."
     )
 
 
@@ -398,7 +398,7 @@ def test_most_of_a_file_is_not_offered_to_be_left_out(source):
     """A JSON array in a file of lines: its last element is a row by itself."""
     source.write_text("[\n" + ",\n".join(map(json.dumps, [pair(), pair("so"), pair("why")])) + "\n]\n")
     assert refusal(source, Data()).endswith(
-        "Mend them. It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, "
+        "Fix them. It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, "
         ".parquet and "
         ".arrow are read too, each also .gz or .zst."
     )
@@ -407,7 +407,7 @@ def test_most_of_a_file_is_not_offered_to_be_left_out(source):
 def test_what_is_too_long_however_it_is_cut_is_not_told_to_be_cut_so(source):
     write(source, pair("a prompt of many letters"), pair("another one of many letters"))
     told = refusal(source, Data(overlong="truncate_completion"), max_length=4)
-    assert told.endswith("Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt, or mend the file.")
+    assert told.endswith("Raise policy.max_total_sequence_length, set data.overlong=truncate_prompt, or fix the file.")
 
 
 # The cache

@@ -13,7 +13,7 @@ from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.store import opening
 from tandem.data.store.opening import open_store
 from tandem.data.store.token_store import TokenStore
-from tandem.data.store.writer import SCHEMA
+from tandem.data.store.tokens_file import SCHEMA
 from tandem.data.text.template import Template
 from tandem.errors import DataError
 from tandem.storage.cache import read_manifest, write_manifest

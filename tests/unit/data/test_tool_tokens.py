@@ -165,7 +165,6 @@ def preference(prompt, *completions, unscored=()) -> TokenizedPreference:
         np.array(prompt, np.int32),
         tuple(np.array(completion, np.int32) for completion in completions),
         ((0, 1),),
-        (float("nan"),) * len(completions),
         "pairs.jsonl:1",
         tuple(np.array(positions, np.int32) for positions in unscored),
     )
@@ -217,7 +216,7 @@ def test_packed_logps_of_scored_tokens_equal_those_of_each_sequence_alone(arrang
     # Every third token is a tool's, but no completion's first.
     with_tools = [
         TokenizedPreference(
-            p.prompt, p.completions, p.pairs, p.scores, p.place, tuple(np.arange(2, len(c), 3) for c in p.completions)
+            p.prompt, p.completions, p.pairs, p.place, tuple(np.arange(2, len(c), 3) for c in p.completions)
         )
         for p in plain[:2]
     ]

@@ -13,11 +13,12 @@ import pytest
 import torch
 from declared import needed_settings
 
+from tandem.completions import ChosenRejected
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.declare import Loss, loss
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import compare
-from tandem.loss.pairs import ChosenRejected, Pairs
+from tandem.loss.pairs import Pairs, PairSums
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 
@@ -25,7 +26,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 SETTINGS = {"robust": {"label_smoothing": 0.1}}
 
 
-def sides(chosen, rejected, **kwargs) -> ChosenRejected:
+def both(chosen, rejected, **kwargs) -> ChosenRejected:
     return ChosenRejected(torch.tensor(chosen, **kwargs), torch.tensor(rejected, **kwargs))
 
 
@@ -36,9 +37,9 @@ def make_pairs(
     scores: ChosenRejected | None = None,
 ) -> Pairs:
     pairs = len(policy.chosen)
-    num_tokens = num_tokens or sides([2] * pairs, [4] * pairs)
-    scores = scores or sides([1.0] * pairs, [0.0] * pairs, dtype=policy.chosen.dtype)
-    return compare(policy, reference, num_tokens, Dpo(), scores)
+    num_tokens = num_tokens or both([2] * pairs, [4] * pairs)
+    scores = scores or both([1.0] * pairs, [0.0] * pairs, dtype=policy.chosen.dtype)
+    return compare(PairSums(policy=policy, reference=reference, num_tokens=num_tokens, scores=scores), Dpo())
 
 
 def loss_of(name: str, pairs: Pairs, **settings) -> torch.Tensor:
@@ -48,7 +49,7 @@ def loss_of(name: str, pairs: Pairs, **settings) -> torch.Tensor:
     return LOSSES[name].function(pairs, **{key: given[key] for key in arguments})
 
 
-WORKED = make_pairs(sides([-3.0], [-5.0]), sides([-4.0], [-4.0]))
+WORKED = make_pairs(both([-3.0], [-5.0]), both([-4.0], [-4.0]))
 
 BY_HAND = {
     "dpo": 0.598139,  # -log s(0.2)
@@ -139,14 +140,14 @@ def test_what_a_setting_does(name, setting, by_hand):
     ],
 )
 def test_where_a_loss_starts_while_policy_and_reference_are_equal(name, by_hand):
-    start = make_pairs(sides([-3.0, -40.0], [-5.0, -2.0]), sides([-3.0, -40.0], [-5.0, -2.0]))
+    start = make_pairs(both([-3.0, -40.0], [-5.0, -2.0]), both([-3.0, -40.0], [-5.0, -2.0]))
     assert loss_of(name, start).tolist() == pytest.approx([by_hand, by_hand], abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 @pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].start is not None])
 def test_the_declared_start_is_the_loss_while_policy_and_reference_are_equal(name, beta):
-    equal = sides([-3.0, -40.0], [-5.0, -2.0], dtype=torch.float64)
+    equal = both([-3.0, -40.0], [-5.0, -2.0], dtype=torch.float64)
     chosen = Dpo(preference_loss=name, reference_policy_kl_penalty=beta, **needed_settings(name))
     start = LOSSES[name].start_value(chosen)
     assert loss_of(name, make_pairs(equal, equal), beta=beta).tolist() == pytest.approx([start, start], rel=1e-12)
@@ -155,12 +156,12 @@ def test_the_declared_start_is_the_loss_while_policy_and_reference_are_equal(nam
 def test_only_losses_of_scores_or_without_a_reference_have_no_declared_start():
     without = [name for name, declared in LOSSES.items() if declared.start is None]
     assert without == [
-        name for name, declared in LOSSES.items() if declared.needs_scores or not declared.needs_reference
+        name for name, declared in LOSSES.items() if "score" in declared.columns or not declared.needs_reference
     ]
 
 
 # Pair A is the worked one. Pair B: pi -6 and -5, ref -2 and -7, so r_c = -4, r_r = 2.
-TWO = make_pairs(sides([-3.0, -6.0], [-5.0, -5.0]), sides([-4.0, -2.0], [-4.0, -7.0]))
+TWO = make_pairs(both([-3.0, -6.0], [-5.0, -5.0]), both([-4.0, -2.0], [-4.0, -7.0]))
 
 
 def test_aot_compares_sorted_margins_over_the_batch():
@@ -193,12 +194,13 @@ def test_aot_of_one_pair_is_dpo():
 
 def test_length_normalised_dpo_is_dpo_of_averages():
     policy, reference, lengths = (
-        sides([-3.0, -6.0], [-5.0, -5.0]),
-        sides([-4.0, -2.0], [-4.0, -7.0]),
-        sides([2, 9], [4, 3]),
+        both([-3.0, -6.0], [-5.0, -5.0]),
+        both([-4.0, -2.0], [-4.0, -7.0]),
+        both([2, 9], [4, 3]),
     )
-    averaged = compare(policy, reference, lengths, Dpo(preference_average_log_probs=True))
-    summed = compare(policy, reference, lengths, Dpo())
+    sums = PairSums(policy=policy, reference=reference, num_tokens=lengths)
+    averaged = compare(sums, Dpo(preference_average_log_probs=True))
+    summed = compare(sums, Dpo())
     assert torch.allclose(loss_of("sigmoid_norm", summed), loss_of("dpo", averaged))
 
 
@@ -208,20 +210,20 @@ def test_robust_without_noise_is_dpo():
 
 def test_robust_is_unbiased_under_flipped_labels():
     """With eps of the labels flipped its mean is the loss of the true labels: what the paper builds it for."""
-    flipped = make_pairs(sides([-5.0], [-3.0]), sides([-4.0], [-4.0]))
+    flipped = make_pairs(both([-5.0], [-3.0]), both([-4.0], [-4.0]))
     mean = 0.9 * loss_of("robust", WORKED) + 0.1 * loss_of("robust", flipped)
     assert torch.allclose(mean, loss_of("dpo", WORKED))
 
 
 def test_exo_is_a_distance_from_the_smoothed_label():
     # s(beta d) = 1 - eps at d = 10 * log(0.9 / 0.1): nothing is left to learn.
-    there = make_pairs(sides([10 * math.log(9)], [0.0]), sides([0.0], [0.0]))
+    there = make_pairs(both([10 * math.log(9)], [0.0]), both([0.0], [0.0]))
     assert loss_of("exo_pair", there, label_smoothing=0.1).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_forward_and_backward_rpo_change_places_with_given_and_implied():
     # implied 0.2 and given 1 against implied 1 and given 0.2
-    swapped = make_pairs(sides([10.0], [0.0]), sides([0.0], [0.0]), scores=sides([0.2], [0.0]))
+    swapped = make_pairs(both([10.0], [0.0]), both([0.0], [0.0]), scores=both([0.2], [0.0]))
     assert torch.allclose(loss_of("rpo_fwd_kl", WORKED), loss_of("rpo_bwd_kl", swapped))
 
 
@@ -245,9 +247,9 @@ def test_the_gradient_matches_finite_differences(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_stay_finite_at_huge_margins(name, chosen, rejected, dtype):
     policy = ChosenRejected(*(torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)))
-    reference = sides([-5e3], [-5e3], dtype=dtype)
+    reference = both([-5e3], [-5e3], dtype=dtype)
     for beta in (0.1, 10.0):
-        loss = loss_of(name, make_pairs(policy, reference, sides([1], [1])), beta=beta)
+        loss = loss_of(name, make_pairs(policy, reference, both([1], [1])), beta=beta)
         assert loss.dtype == dtype and torch.isfinite(loss).all()
         gradients = torch.autograd.grad(loss.sum(), [policy.chosen, policy.rejected], materialize_grads=True)
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -255,7 +257,7 @@ def test_loss_and_gradient_stay_finite_at_huge_margins(name, chosen, rejected, d
 
 def test_the_odds_keep_their_digits_near_certainty():
     # p = exp(-1e-4): log p - log(1 - p) = -1e-4 - log(9.9995e-5) = 9.210290
-    pairs = make_pairs(sides([-2e-4], [-4e-4]), sides([0.0], [0.0]))
+    pairs = make_pairs(both([-2e-4], [-4e-4]), both([0.0], [0.0]))
     equal_odds = 2e-4 / 2 + math.log(2)
     assert loss_of("orpo", pairs).item() == pytest.approx(equal_odds, abs=1e-7)
     from tandem.loss.losses import _log_odds
@@ -264,8 +266,8 @@ def test_the_odds_keep_their_digits_near_certainty():
 
 
 def test_discopop_is_logistic_far_below_zero_and_exponential_far_above():
-    below = make_pairs(sides([-100.0], [0.0]), sides([0.0], [0.0]))
-    above = make_pairs(sides([100.0], [0.0]), sides([0.0], [0.0]))
+    below = make_pairs(both([-100.0], [0.0]), both([0.0], [0.0]))
+    above = make_pairs(both([100.0], [0.0]), both([0.0], [0.0]))
     assert loss_of("discopop", below).item() == pytest.approx(10.000045, abs=1e-5)  # -log s(-10)
     assert loss_of("discopop", above).item() == pytest.approx(math.exp(-10), rel=1e-5)
 

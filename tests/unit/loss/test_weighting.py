@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tandem.completions import CompletionLogps, sum_completions
-from tandem.loss.pairs import Pairing, pair_sums, wpo_weights
+from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
+from tandem.loss.pairs import log_likeliness, pair_sums, prefix_sums, wpo_weights
 
 # Three completions of 2, 3 and 1 tokens, then padding; the first is in two pairs with partners of other lengths.
 LENGTHS = torch.tensor([2, 3, 1])
@@ -15,13 +15,31 @@ TOKENS = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 77.0, 88.0])
 PAIRING = Pairing(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 1]), torch.tensor([0]))
 
 
-def sums_of(tokens: torch.Tensor) -> CompletionLogps:
-    return sum_completions(tokens, LENGTHS, COMPLETION)
+def ld_sums(
+    tokens: torch.Tensor, alpha: float | None, lengths=LENGTHS, completion=COMPLETION, pairing=PAIRING
+) -> ChosenRejected:
+    own = sum_completions(tokens, lengths, completion)
+    prefix = prefix_sums(tokens, own.num_tokens, pairing)
+    record = Completions(
+        policy=own.total,
+        reference=own.total,
+        num_tokens=own.num_tokens,
+        drift=own.total,
+        preference=torch.zeros_like(lengths),
+        pairing=pairing,
+        policy_prefix=prefix,
+        reference_prefix=prefix,
+    )
+    return pair_sums(record, alpha).policy
 
 
 def ld(tokens: torch.Tensor, alpha: float | None) -> list[list[float]]:
-    sides = pair_sums(tokens, sums_of(tokens), PAIRING, alpha)
-    return [sides.chosen.tolist(), sides.rejected.tolist()]
+    both = ld_sums(tokens, alpha)
+    return [both.chosen.tolist(), both.rejected.tolist()]
+
+
+def weights_of(tokens: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    return wpo_weights(log_likeliness(tokens, squares, LENGTHS, COMPLETION), PAIRING)
 
 
 def test_tokens_beyond_the_shorter_completion_of_the_pair_count_alpha():
@@ -46,8 +64,7 @@ def test_packed_sums_equal_a_loop_over_pairs(alpha):
     tokens = -3 * torch.rand(int(lengths.sum()) + 7, generator=generator)
     completion = torch.cat([torch.arange(30).repeat_interleave(lengths), torch.full((7,), 30)])
     winners, losers = torch.randint(0, 30, (2, 50), generator=generator)
-    sums = sum_completions(tokens, lengths, completion)
-    sides = pair_sums(tokens, sums, Pairing(winners, losers, winners[:1]), alpha)
+    both = ld_sums(tokens, alpha, lengths, completion, Pairing(winners, losers, winners[:1]))
     parts = tokens[: int(lengths.sum())].split(lengths.tolist())
 
     def plain(own: int, other: int) -> float:
@@ -55,14 +72,14 @@ def test_packed_sums_equal_a_loop_over_pairs(alpha):
         return sum(weight * token for weight, token in zip(weights, parts[own].tolist(), strict=True))
 
     pairs = list(zip(winners.tolist(), losers.tolist(), strict=True))
-    assert sides.chosen.tolist() == pytest.approx([plain(winner, loser) for winner, loser in pairs], abs=1e-4)
-    assert sides.rejected.tolist() == pytest.approx([plain(loser, winner) for winner, loser in pairs], abs=1e-4)
+    assert both.chosen.tolist() == pytest.approx([plain(winner, loser) for winner, loser in pairs], abs=1e-4)
+    assert both.rejected.tolist() == pytest.approx([plain(loser, winner) for winner, loser in pairs], abs=1e-4)
 
 
 def test_the_gradient_of_a_token_is_its_weight_summed_over_its_pairs():
     tokens = TOKENS.clone().requires_grad_()
-    sides = pair_sums(tokens, sums_of(tokens), PAIRING, 0.25)
-    (sides.chosen.sum() + sides.rejected.sum()).backward()
+    both = ld_sums(tokens, 0.25)
+    (both.chosen.sum() + both.rejected.sum()).backward()
     # first completion: 1 + 1, 1 + 0.25; second: 1 + 1, 1 + 0.25, 0.25 + 0.25; third: 1 + 1; padding: none
     assert tokens.grad.tolist() == pytest.approx([2, 1.25, 2, 1.25, 0.5, 2, 0, 0])
 
@@ -71,8 +88,8 @@ def test_the_gradient_of_the_sums_matches_finite_differences():
     tokens = TOKENS.double().requires_grad_()
 
     def weighted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        sides = pair_sums(values, sums_of(values), PAIRING, 0.25)
-        return sides.chosen, sides.rejected
+        both = ld_sums(values, 0.25)
+        return both.chosen, both.rejected
 
     assert torch.autograd.gradcheck(weighted, tokens)
 
@@ -82,9 +99,9 @@ def test_the_gradient_of_the_sums_matches_finite_differences():
 def test_a_token_that_is_not_finite_spoils_the_pairs_of_its_completion_and_no_other(alpha, bad):
     tokens = TOKENS.clone()
     tokens[2] = bad  # of the second completion
-    sides = pair_sums(tokens, sums_of(tokens), PAIRING, alpha)
-    assert torch.isfinite(sides.chosen).all()
-    assert torch.isfinite(sides.rejected).tolist() == [False, True, False]
+    both = ld_sums(tokens, alpha)
+    assert torch.isfinite(both.chosen).all()
+    assert torch.isfinite(both.rejected).tolist() == [False, True, False]
 
 
 def test_short_completions_behind_a_long_pack_keep_their_digits():
@@ -92,32 +109,31 @@ def test_short_completions_behind_a_long_pack_keep_their_digits():
     tokens = torch.cat([torch.full((40_000,), -9.123456), torch.tensor([-0.001, -0.002, -0.003])])
     completion = torch.arange(3).repeat_interleave(lengths)
     pairing = Pairing(torch.tensor([1]), torch.tensor([2]), torch.tensor([1]))
-    sides = pair_sums(tokens, sum_completions(tokens, lengths, completion), pairing, 0.0)
-    assert sides.chosen.item() == pytest.approx(-0.001, rel=1e-5)
-    assert sides.rejected.item() == pytest.approx(-0.002, rel=1e-5)
+    both = ld_sums(tokens, 0.0, lengths, completion, pairing)
+    assert both.chosen.item() == pytest.approx(-0.001, rel=1e-5)
+    assert both.rejected.item() == pytest.approx(-0.002, rel=1e-5)
 
 
 def test_an_empty_pack_has_no_pairs():
-    none = torch.zeros(0, dtype=torch.long)
+    none, padding = torch.zeros(0, dtype=torch.long), torch.zeros(4, dtype=torch.long)
     tokens, pairing = torch.zeros(4), Pairing(none, none, none)
-    sums = sum_completions(tokens, none, torch.zeros(4, dtype=torch.long))
-    assert pair_sums(tokens, sums, pairing, 0.5).chosen.shape == (0,)
-    assert wpo_weights(tokens, tokens, none, torch.zeros(4, dtype=torch.long), pairing).shape == (0,)
+    assert ld_sums(tokens, 0.5, none, padding, pairing).chosen.shape == (0,)
+    assert wpo_weights(log_likeliness(tokens, tokens, none, padding), pairing).shape == (0,)
 
 
 def test_wpo_weighs_a_pair_by_both_mean_likelihoods_less_what_a_sample_would_have():
     squares = torch.tensor([-0.5, -1.5, -2.0, -2.0, -2.0, -5.0, 0.0, 0.0])
     # means of log pi - log sum pi^2: (-0.5 - 0.5) / 2 = -0.5; (-1 - 2 - 3) / 3 = -2; -1
-    weights = wpo_weights(TOKENS, squares, LENGTHS, COMPLETION, PAIRING)
+    weights = weights_of(TOKENS, squares)
     assert weights.tolist() == pytest.approx([math.exp(-2.5), math.exp(-1.5), math.exp(-3.0)])
 
 
 def test_wpo_weighs_an_even_choice_by_one():
     """Among v equally likely tokens log pi = log sum pi^2 = -log v: on the policy's own samples nothing changes."""
     even = torch.full((8,), -math.log(50))
-    assert wpo_weights(even, even, LENGTHS, COMPLETION, PAIRING).tolist() == [1.0, 1.0, 1.0]
+    assert weights_of(even, even).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_no_gradient_flows_through_the_weights_of_wpo():
     tokens = TOKENS.clone().requires_grad_()
-    assert not wpo_weights(tokens, TOKENS, LENGTHS, COMPLETION, PAIRING).requires_grad
+    assert not weights_of(tokens, TOKENS).requires_grad

@@ -170,7 +170,7 @@ def test_a_wpo_step_multiplies_losses_by_weights_without_gradient(architecture, 
     want = gradients(by_hand, weighted + share * sft)
 
     model = tiny_model(architecture)
-    side = StepContext(
+    context = StepContext(
         LiveReference(as_policy(tiny_model(architecture, seed=1))),
         dpo.model_copy(update={"sft_loss_weight": share}),
         join_process_group(),
@@ -179,7 +179,7 @@ def test_a_wpo_step_multiplies_losses_by_weights_without_gradient(architecture, 
     packs = [pack_of(several)] if num_packs == 1 else [lay_out([i], [p], length=128) for i, p in enumerate(several)]
     recorder = Recorder(model)
     step = train_step(
-        as_policy(model), side, packs, GlobalBatch(0, np.arange(3), len(losses)), recorder, max_grad_norm=None
+        as_policy(model), context, packs, GlobalBatch(0, np.arange(3), len(losses)), recorder, max_grad_norm=None
     )
     store = Selection({}, np.arange(3))
     vars(store)["num_pairs"] = np.array([len(preference.pairs) for preference in several])

@@ -32,7 +32,6 @@ def pack(length: int, *, prompt: int = 3, completions: tuple[int, int] = (2, 4))
         np.ones(prompt, np.int32),
         tuple(np.ones(size, np.int32) for size in completions),
         preference.pairs,
-        preference.scores,
         "",
     )
     return lay_out([0], [sized], length=length, arrangement="repeated")

@@ -50,7 +50,7 @@ def lists_of(pack: Pack, window: int | None = None):
 
 def preference(prompt: int, *completions: int) -> TokenizedPreference:
     parts = tuple(np.ones(n, np.int32) for n in completions)
-    return TokenizedPreference(np.ones(prompt, np.int32), parts, ((0, 1),), (0.0,) * len(parts), "x")
+    return TokenizedPreference(np.ones(prompt, np.int32), parts, ((0, 1),), "x")
 
 
 @st.composite

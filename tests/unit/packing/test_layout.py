@@ -15,7 +15,6 @@ def preference(prompt, *completions, pairs=((0, 1),)) -> TokenizedPreference:
         np.array(prompt, np.int32),
         tuple(np.array(completion, np.int32) for completion in completions),
         pairs,
-        (float("nan"),) * len(completions),
         "pairs.jsonl:1",
     )
 

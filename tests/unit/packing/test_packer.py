@@ -45,7 +45,6 @@ def store(*sizes: tuple[int, int, int]) -> Store:
             np.full(prompt, 1, np.int32),
             (np.full(first, 2, np.int32), np.full(second, 3, np.int32)),
             ((0, 1),),
-            (float("nan"),) * 2,
             f"pairs.jsonl:{number}",
         )
         for number, (prompt, first, second) in enumerate(sizes, start=1)

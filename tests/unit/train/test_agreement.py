@@ -1,7 +1,7 @@
 """What ranks derive is compared before a step, and the pairs of a step are compared with its batch."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ def computed(*packers, preferences):
     packs = [pack for packer in packers for pack in packer.micro_batches(preferences)]
     columns = [np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in packs), strict=True)]
     num_preferences = sum(len(pack.preferences) for pack in packs)
-    rest = len(fields(PairTable)) - 4
-    return PairTable(np.zeros(num_preferences), *columns, *([np.zeros(len(columns[0]))] * rest))
+    preference, winner, loser = columns
+    return PairTable(sft=np.zeros(num_preferences), preference=preference, winner=winner, loser=loser, columns={})
 
 
 def ranks_with_rows(packer, *lengths):
@@ -98,15 +98,15 @@ def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
     packer = setup.validation["default"].alone()
     part = validation.portions(packer, 8)[0]
     monkeypatch.setattr(validation.PairLedger, "table", computed(packer, preferences=part), raising=False)
-    monkeypatch.setattr(validation, "_outcomes", lambda policy, side, packs: iter(()))
+    monkeypatch.setattr(validation, "pack_outcomes", lambda policy, context, packs: iter(()))
 
     class NoPolicy:
         def computing(self):
             return torch.no_grad()
 
-    side = StepContext(None, setup.config.dpo, join_process_group(), "float32")  # type: ignore[arg-type]
+    context = StepContext(None, setup.config.dpo, join_process_group(), "float32")  # type: ignore[arg-type]
     with pytest.raises(DefectError, match="of the 8 pairs of this batch 1 were not computed, and 0 "):
-        validation.measure(NoPolicy(), side, packer, 8, 1)  # type: ignore[arg-type]
+        validation.measure(NoPolicy(), context, packer, 8, 1)  # type: ignore[arg-type]
 
 
 def test_the_same_setup_derives_the_same_and_names_what_decides_the_batches(setup, tmp_path):

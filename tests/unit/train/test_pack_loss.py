@@ -42,9 +42,9 @@ def started():
     tokens = [plain_token_logps(plain, setup.train.store[index])[:2] for index in order]
 
     def pair_table(dpo: Dpo) -> PairTable:
-        side, ledger = StepContext(Uniform(), dpo, ranks, "float32"), PairLedger()
+        context, ledger = StepContext(Uniform(), dpo, ranks, "float32"), PairLedger()
         for pack in packs:
-            ledger.add(pack_outcome(policy, side, pack))
+            ledger.add(pack_outcome(policy, context, pack))
         ledger.send(torch.tensor(7.0))
         table, also = ledger.read(ranks)
         assert also == [7.0]
@@ -61,7 +61,7 @@ def test_tokens_beyond_the_shorter_completion_count_alpha(started):
         sums = [logps[:shared].sum() + ALPHA * logps[shared:].sum() for logps in (chosen, rejected)]
         by_hand.append(-F.logsigmoid(BETA * (sums[0] - sums[1])).item())
     assert any(len(chosen) != len(rejected) for chosen, rejected in tokens)
-    assert pair_table(Dpo(ld_alpha=ALPHA)).loss == pytest.approx(by_hand, abs=1e-4)
+    assert pair_table(Dpo(ld_alpha=ALPHA))["loss"] == pytest.approx(by_hand, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -79,24 +79,22 @@ def test_tokens_beyond_the_shorter_completion_count_alpha(started):
 def test_a_chosen_loss_is_that_of_each_pair(started, dpo, formula):
     pair_table, tokens, _ = started
     by_hand = [formula(chosen, rejected).item() for chosen, rejected in tokens]
-    assert pair_table(dpo).loss == pytest.approx(by_hand, rel=1e-4)
+    assert pair_table(dpo)["loss"] == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_the_table_holds_the_numbers_of_each_pair(started):
     pair_table, tokens, order = started
     table = pair_table(Dpo(ld_alpha=ALPHA, sft_average_log_probs=True))
-    chosen, rejected = ([pair[side] for pair in tokens] for side in (0, 1))
+    chosen, rejected = ([pair[number] for pair in tokens] for number in (0, 1))
     assert table.preference.tolist() == order
     assert table.winner.tolist() == [0] * len(order)
     assert table.loser.tolist() == [1] * len(order)
-    for side, (logps, own, drift, reference, lengths) in {
-        0: (chosen, table.logp_chosen, table.drift_chosen, table.reference_chosen, table.tokens_chosen),
-        1: (rejected, table.logp_rejected, table.drift_rejected, table.reference_rejected, table.tokens_rejected),
-    }.items():
-        assert own == pytest.approx([one.sum().item() for one in logps], rel=1e-4), side
-        assert drift == pytest.approx([one.square().sum().item() / 2 for one in logps], rel=1e-4), side
-        assert reference.tolist() == [0.0] * len(order), side
-        assert lengths.tolist() == [len(one) for one in logps], side
+    for which, logps in {"chosen": chosen, "rejected": rejected}.items():
+        assert table[f"logp_{which}"] == pytest.approx([one.sum().item() for one in logps], rel=1e-4), which
+        drift = [one.square().sum().item() / 2 for one in logps]
+        assert table[f"drift_{which}"] == pytest.approx(drift, rel=1e-4), which
+        assert table[f"reference_{which}"].tolist() == [0.0] * len(order), which
+        assert table[f"tokens_{which}"].tolist() == [len(one) for one in logps], which
     assert table.sft == pytest.approx([-one.mean().item() for one in chosen], rel=1e-4)
 
 
@@ -130,7 +128,7 @@ def test_a_pair_names_its_completions_within_its_preference():
 
     def preference(lengths, pairs):
         completions = tuple(rng.integers(0, 9, size).astype(np.int32) for size in lengths)
-        return TokenizedPreference(np.arange(3, dtype=np.int32), completions, pairs, (float("nan"),) * len(lengths), "")
+        return TokenizedPreference(np.arange(3, dtype=np.int32), completions, pairs, "")
 
     two, three = preference([2, 2], ((1, 0),)), preference([1, 2, 3], ((2, 0), (2, 1), (0, 1)))
     pack = lay_out([7, 4], [two, three], length=32)

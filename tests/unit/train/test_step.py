@@ -31,8 +31,8 @@ def start(*overrides):
     def load():
         return shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
 
-    side = StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
-    return setup, side, load()
+    context = StepContext(LiveReference(load()), setup.config.dpo, ranks, "float32")
+    return setup, context, load()
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def whole(policy):
     return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
-def in_bfloat16(setup, side, weights=torch.float32):
+def in_bfloat16(setup, context, weights=torch.float32):
     """The policy computing in bfloat16 over weights of this dtype."""
-    policy = load_policy(setup.source, setup.config.policy, side.ranks.device, dtype=weights)
-    return shard(policy, side.ranks, bfloat16=True)
+    policy = load_policy(setup.source, setup.config.policy, context.ranks.device, dtype=weights)
+    return shard(policy, context.ranks, bfloat16=True)
 
 
 def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
-    setup, side, policy = started
+    setup, context, policy = started
     batch = setup.batches.epoch(0)[0]
     culprit = int(batch.preferences[3])
 
@@ -75,7 +75,7 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
     before = whole(policy)
     step = train_step(
         policy,
-        side,
+        context,
         packs,
         batch,
         optimizer,
@@ -95,12 +95,12 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
 
 
 def test_clipping_scales_the_gradient_to_its_norm(started):
-    setup, side, policy = started
+    setup, context, policy = started
     batch = setup.batches.epoch(0)[0]
     # SGD-like: with eps far above any gradient, AdamW's first step is proportional to the clipped gradient.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e6, weight_decay=0.0, fused=True)
     before = whole(policy)
-    step = train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=0.5)
+    step = train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=0.5)
     norm = step.read(setup.train.store).metrics["grad_norm"]
     assert norm > 0.5
     moved = sum(((after - before[name]) ** 2).sum() for name, after in whole(policy).items()).sqrt().item()
@@ -109,23 +109,23 @@ def test_clipping_scales_the_gradient_to_its_norm(started):
 
 def test_weights_are_float32_after_a_forward_without_backward(started):
     """Otherwise an optimizer, a checkpoint or an export made then would hold other tensors than those trained."""
-    setup, side, _ = started
-    policy = in_bfloat16(setup, side)
+    setup, context, _ = started
+    policy = in_bfloat16(setup, context)
     before = list(policy.parameters())
     for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
         with torch.no_grad():
-            policy(policy.inputs(pack, side.ranks.device))
+            policy(policy.inputs(pack, context.ranks.device))
     assert all(
         now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True)
     )
 
 
 def test_weights_are_float32_after_a_step(started):
-    setup, side, _ = started
-    policy, batch = in_bfloat16(setup, side), setup.batches.epoch(0)[0]
+    setup, context, _ = started
+    policy, batch = in_bfloat16(setup, context), setup.batches.epoch(0)[0]
     before = list(policy.parameters())
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
-    train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
+    train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
     assert all(
         now is then and now.dtype == torch.float32 for now, then in zip(policy.parameters(), before, strict=True)
     )
@@ -133,15 +133,15 @@ def test_weights_are_float32_after_a_step(started):
 
 def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest():
     """At DPO's rates an update is below half a unit in the last place of a bfloat16 weight: rounding undoes it."""
-    setup, side, _ = start("policy.model_name=embedded")  # of so many weights that chances even out
+    setup, context, _ = start("policy.model_name=embedded")  # of so many weights that chances even out
     margins = {}
     for weights in ("float32", "bfloat16_stochastic", "bfloat16_nearest"):
         kwargs = OptimizerKwargs(lr=3e-6, weight_decay=0.0, betas=[0.9, 0.999], eps=1e-8)
         how = setup.config.policy.model_copy(update={"weights": weights, "optimizer": Optimizer(kwargs=kwargs)})
-        policy = in_bfloat16(setup, side, torch.float32 if weights == "float32" else torch.bfloat16)
+        policy = in_bfloat16(setup, context, torch.float32 if weights == "float32" else torch.bfloat16)
         optimizer = make_optimizer(policy.parameters(), how, seed=0)
         for batch in setup.batches.epoch(0)[:8]:
-            step = train_step(policy, side, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
+            step = train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
         margins[weights] = step.read(setup.train.store).metrics["rewards_margin_mean"]
     assert margins["float32"] > 0.005
     assert margins["bfloat16_stochastic"] == pytest.approx(margins["float32"], rel=0.3)
@@ -149,13 +149,13 @@ def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest
 
 
 def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(started):
-    setup, side, _ = started
-    policy = in_bfloat16(setup, side)
+    setup, context, _ = started
+    policy = in_bfloat16(setup, context)
     seen = []
     policy.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
     with policy.computing():
-        logps = policy(policy.inputs(pack, side.ranks.device))
+        logps = policy(policy.inputs(pack, context.ranks.device))
         logps.sum().backward()
     assert seen == [torch.bfloat16]
     assert logps.dtype == torch.float32
@@ -164,13 +164,15 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(starte
 
 
 def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
-    setup, side, policy = started
+    setup, context, policy = started
     batch = setup.batches.epoch(0)[0]
     plain = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
     chosen = [plain_token_logps(plain, setup.train.store[int(i)])[0].sum() for i in batch.preferences]
     (-torch.stack(chosen).mean()).backward()
     want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    sft_alone = StepContext(side.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), side.ranks, "float32")
+    sft_alone = StepContext(
+        context.reference, Dpo(preference_loss_weight=0.0, sft_loss_weight=1.0), context.ranks, "float32"
+    )
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     step = train_step(policy, sft_alone, packs_of(setup, batch), batch, optimizer, max_grad_norm=None)
     assert step.read(setup.train.store).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
@@ -193,10 +195,10 @@ def test_the_gradient_norm_of_many_numbers_is_exact_on_a_cpu():
 
 
 def test_a_step_over_other_pairs_than_its_batchs_is_found_out(started):
-    setup, side, policy = started
+    setup, context, policy = started
     batch, other = setup.batches.epoch(0)[:2]
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
-    step = train_step(policy, side, packs_of(setup, other), batch, optimizer, max_grad_norm=1.0)
+    step = train_step(policy, context, packs_of(setup, other), batch, optimizer, max_grad_norm=1.0)
     with pytest.raises(
         DefectError, match="of the 4 pairs of this batch 4 were not computed, and 4 were computed too often"
     ):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from tandem.columns import COLUMNS, NAMED
 from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
 
 MAX_EXPANSION = 100.0
@@ -47,6 +48,14 @@ class DatasetFields(Section):
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
+    weight_key: str | None = Field(
+        default=None,
+        description="field that holds the weight of a row, 0 or more, which multiplies the losses of its pairs; null: all 1",
+    )
+    margin_key: str | None = Field(
+        default=None,
+        description="field that holds the margin m by which chosen must be better: -log sigmoid(beta d - m); null: all 0",
+    )
     prompt_file: PathText | None = Field(
         default=None,
         description="text file whose {} is replaced by the prompt (in messages: by the last user turn)",
@@ -67,10 +76,17 @@ class DatasetFields(Section):
     @model_validator(mode="after")
     def _different_keys(self) -> "DatasetFields":
         keys = {"prompt_key": self.prompt_key, "chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+        keys |= {COLUMNS[name].key: key for name, key in self.columns.items()}
         for (one, value), (other, same) in combinations(keys.items(), 2):
             if value == same:
                 raise ValueError(f"{one} and {other} are both {value!r}, but must name different fields. Change one")
         return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that are read because a key names their field: {"weight": "importance"}."""
+        named = {column.name: getattr(self, column.key) for column in NAMED if column.key}
+        return {name: key for name, key in named.items() if key is not None}
 
 
 Dataset = Annotated[DatasetFields, BeforeValidator(_path_as_dataset, json_schema_input_type=str | DatasetFields)]
@@ -192,6 +208,15 @@ class Data(Section):
     @property
     def training_sets(self) -> list[DatasetFields]:
         return self.train if isinstance(self.train, list) else [self.train]
+
+    @property
+    def named_sets(self) -> dict[str, DatasetFields]:
+        """Every set by its key."""
+        several = isinstance(self.train, list)
+        names = [f"data.train[{i}]" if several else "data.train" for i in range(len(self.training_sets))]
+        validation = {"data.validation": self.validation} if self.validation else {}
+        others = {f"data.val_data_paths.{name}": dataset for name, dataset in self.val_data_paths.items()}
+        return {**dict(zip(names, self.training_sets, strict=True)), **validation, **others}
 
     @property
     def validation_sets(self) -> dict[str, DatasetFields]:

@@ -95,9 +95,9 @@ def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreferenc
             prompt=preference.prompt,
             completions=tuple(preference.completions[i] for i in pair),
             pairs=((0, 1),),
-            scores=tuple(preference.scores[i] for i in pair),
             place=preference.place,
             unscored=tuple(preference.unscored[i] for i in pair) if preference.unscored else (),
+            columns={"score": tuple(preference.scores[i] for i in pair)},
         )
 
 
@@ -307,7 +307,7 @@ def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int)
         prompt=prompt,
         completions=(chosen.ids[starts[0] :], rejected.ids[starts[1] :]),
         pairs=((0, 1),),
-        scores=(chosen.reward, rejected.reward),
+        columns={"score": (chosen.reward, rejected.reward)},
         place=place,
         unscored=unscored if any(len(positions) for positions in unscored) else (),
     )

@@ -55,6 +55,7 @@ class Preference:
     place: str
     tools: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()  # counted and reported; the row is used
+    columns: Mapping[str, float] = field(default_factory=dict)  # by name, those that keys of the data set name
 
 
 def checked(preference: Preference) -> Preference:
@@ -335,15 +336,18 @@ def _clean_within(value: Any, row: SourceRow, key: str) -> Any:
 
 
 def score_of(value: Any, row: SourceRow, where: str) -> float | None:
-    if value is None:
-        return None
+    return None if value is None else number_of(value, row, where, "score")
+
+
+def number_of(value: Any, row: SourceRow, where: str, what: str) -> float:
+    """A finite number within float32. `what` it is: a score, a weight, ..."""
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
         comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None
         hint = f" Write it with a decimal point: {comma[0].replace(',', '.')}." if comma else ""
-        raise RowError(row.place, "bad score", f"{where}: {value!r} is not a finite number.{hint}")
+        raise RowError(row.place, f"bad {what}", f"{where}: {value!r} is not a finite number.{hint}")
     if abs(value) > MAX_SCORE:
         number = f"{value:.3g}" if abs(value) < 10**300 else f"a number of {len(str(abs(value)))} digits"
-        message = f"{where}: {number} is too large. Scores are stored as float32, up to {MAX_SCORE:.1e}."
-        raise RowError(row.place, "bad score", message)
+        message = f"{where}: {number} is too large. {what.capitalize()}s are stored as float32, up to {MAX_SCORE:.1e}."
+        raise RowError(row.place, f"bad {what}", message)
     return float(value)

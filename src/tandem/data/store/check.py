@@ -4,6 +4,7 @@ A manifest's SHA-256 only shows that a file is the one the manifest was written 
 anybody, and numpy follows whatever offsets and lengths it is given.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tandem.columns import COLUMNS, Column
 from tandem.data.store.pool import bounded_memory
 
 # Batches are mapped, not copied: only compressed ones, which tandem never writes, take memory.
@@ -19,6 +21,7 @@ READ_BYTES = 1024**3
 REJECT_BYTES = 1024**2  # of one line; what tandem writes is much shorter
 
 Count = Annotated[int, Field(ge=0)]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # part of the names of folders
 Limit = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 
 
@@ -53,9 +56,10 @@ class _MadeOf(_Strict):
 
 
 class _Facts(_Strict):
-    """What a store's manifest says."""
+    """The contents of a store's manifest."""
 
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # part of the names of folders
+    fingerprint: Fingerprint
+    tokens_fingerprint: Fingerprint | None = None
     format: str
     format_reason: str
     made_of: _MadeOf
@@ -68,7 +72,7 @@ class _Facts(_Strict):
 
 
 def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse a store's manifest that lacks a fact, or has one of another type."""
+    """Refuse a store's manifest in which a value is missing or has the wrong type."""
     try:
         _Facts.model_validate(manifest)
     except ValidationError as error:
@@ -92,12 +96,17 @@ def check_rejects(file: Path) -> None:
                 raise ValueError(f"{file}:{number}: not a row that was left out") from None
 
 
-def open_batches(path: Path, schema: pa.Schema) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow file, memory-mapped and fully validated: lists without nulls, end to end."""
+def open_batches(path: Path, schema: pa.Schema, optional: pa.Schema | None = None) -> list[pa.RecordBatch]:
+    """The record batches of an Arrow file, memory-mapped and fully validated: lists without nulls, end to end.
+
+    `optional`: further fields, which it may have.
+    """
     try:
         # Not closed: the batches refer to it.
         file = pa.memory_map(str(path))
         reader = pa.ipc.open_file(file)
+        more = [field for field in optional or () if reader.schema.get_field_index(field.name) >= 0]
+        schema = pa.schema([*schema, *more])
         if not reader.schema.equals(schema):
             raise ValueError(f"{path} has other columns than tandem writes")
         with bounded_memory(READ_BYTES):
@@ -144,8 +153,8 @@ def check_preferences(columns: Columns, where: str) -> None:
         problem = "a prompt or a completion has no tokens"
     elif (np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) != sizes["completions"]).any():
         problem = "lengths do not add up to the tokens of their completions"
-    elif (sizes["scores"] != completions).any() or np.isinf(values["scores"]).any():
-        problem = "scores do not fit the completions"
+    elif misfit := next((column for column in COLUMNS.values() if _misfits(column, columns, completions)), None):
+        problem = f"{misfit.stored_as} do{'' if misfit.per == 'completion' else 'es'} not fit the {misfit.per}s"
     elif sizes["winners"].min() < 1 or (sizes["winners"] != sizes["losers"]).any():
         problem = "winners and losers do not make pairs"
     elif not _are_indices(np.stack([values["winners"], values["losers"]]), np.repeat(completions, sizes["winners"])):
@@ -160,6 +169,17 @@ def check_preferences(columns: Columns, where: str) -> None:
         problem = "a token id is negative"
     if problem:
         raise ValueError(f"{where}: {problem}")
+
+
+def _misfits(column: Column, columns: Columns, completions: NDArray[np.int64]) -> bool:
+    """Whether a batch has other values of it than tandem writes. A column that a key names may be missing."""
+    if column.stored_as not in columns:
+        return column.key is None
+    offsets, values = columns[column.stored_as]
+    if column.per == "completion" and (np.diff(offsets) != completions).any():
+        return True
+    missing_is_allowed = math.isnan(column.default)
+    return bool((np.isinf(values) | (values < column.least) | (np.isnan(values) & (not missing_is_allowed))).any())
 
 
 def _are_indices(values: NDArray[np.int32], counts: NDArray[np.int64]) -> bool:

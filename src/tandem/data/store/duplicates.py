@@ -1,4 +1,4 @@
-"""TokenStores in; the same stores without repeated preferences out, or a refusal that says where they are: `data.duplicates`.
+"""TokenStores in; the same stores without repeated preferences out, or an error that names them: `data.duplicates`.
 
 Two preferences are duplicates when their prompts and their pairs of completions are the same tokens; scores do not count.
 """
@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from tandem.config.sections.datasets import Data
-from tandem.data.store.token_store import FORMAT_VERSION, TokenStore
-from tandem.data.store.writer import OPPOSED, SCHEMA, SHOWN_PER_REASON, TWICE, repeated
+from tandem.data.store.token_store import TokenStore
+from tandem.data.store.tokens_file import FORMAT_VERSION
+from tandem.data.store.writer import OPPOSED, SHOWN_PER_REASON, TWICE, repeated
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import DataError
 from tandem.storage.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
@@ -42,7 +43,7 @@ def without_duplicates(stores: Mapping[str, TokenStore], data: Data) -> dict[str
 def _find(stores: list[TokenStore]) -> list[dict[int, str]]:
     """Of each store, the rows that repeat an earlier one, with the place of that.
 
-    Only the digests of all rows are in memory. They tell which rows to compare; the tokens decide.
+    Only the digests of all rows are in memory. They select the rows to compare; the tokens decide.
     """
     digests = np.concatenate([np.zeros(0, np.uint64), *(store.digests for store in stores)])
     starts = np.cumsum([0, *(len(store) for store in stores)])
@@ -106,6 +107,8 @@ def _dropped(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
             _copy_rows(store.folder / "tokens.arrow", aside / "tokens.arrow", kept)
             _copy_rejects(store.folder / "rejects.jsonl", aside / "rejects.jsonl", rejects)
             facts: dict[str, Any] = {**_facts(store, kept, rejects, aside), "fingerprint": own}
+            if store.tokens_fingerprint != store.fingerprint:
+                facts["tokens_fingerprint"] = fingerprint(FORMAT_VERSION, store.tokens_fingerprint, of_rows)
             write_manifest(aside, **facts)
     try:
         return TokenStore(folder, read_manifest(folder))
@@ -117,10 +120,11 @@ def _copy_rows(source: Path, target: Path, kept: np.ndarray[Any, np.dtype[np.boo
     """The record batches of a store, less some rows, one batch at a time."""
     with (
         pa.memory_map(str(source)) as file,
+        pa.ipc.open_file(file) as reader,
         pa.OSFile(str(target), "wb") as sink,
-        pa.ipc.new_file(sink, SCHEMA) as writer,
+        pa.ipc.new_file(sink, reader.schema) as writer,
     ):
-        reader, start = pa.ipc.open_file(file), 0
+        start = 0
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             some = batch.filter(pa.array(kept[start : start + batch.num_rows]))
@@ -138,7 +142,7 @@ def _copy_rejects(source: Path, target: Path, rejects: list[dict[str, str]]) -> 
 def _facts(
     store: TokenStore, kept: np.ndarray[Any, np.dtype[np.bool_]], rejects: list[dict[str, str]], folder: Path
 ) -> dict[str, Any]:
-    """What the manifest of the store says, changed by the rows that are gone."""
+    """The manifest of the store, without the rows that were dropped."""
     facts = {key: value for key, value in read_manifest(store.folder).items() if key not in ("files", "packs")}
     counts, limits = facts["counts"], facts["made_of"]["limits"]
     notes, noted_at = repeated(store.digests[kept], folder / "tokens.arrow")

@@ -57,7 +57,7 @@ def _is_missing(preference: Preference) -> bool:
 
 
 def _written_already(prompt: str | tuple[Message, ...], template: Template) -> Iterator[str]:
-    """What is the work of a chat template and stands in the prompt already, where it will be plain text of one turn."""
+    """What a chat template would write and the prompt contains already: it becomes plain text of one turn."""
     asked = [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt if turn.role == "user"]
     if any(map(template.turn_tokens.search, asked)):
         yield TEMPLATED
@@ -83,7 +83,7 @@ def _misread(prompt: str, preference: Preference) -> Iterator[str]:
 
 
 def _left_out(preference: Preference, rendered: Rendered, text: str) -> Iterator[str]:
-    """What a chat template does not write, and what it has the model learn that nobody said."""
+    """What a chat template leaves out, and what it adds that is then scored."""
     turns = (Message("user", preference.prompt),) if isinstance(preference.prompt, str) else preference.prompt
     contents = [message.content for message in turns]
     lost = {
@@ -119,7 +119,7 @@ def _is_lost(words: str, text: str, others: Iterable[str]) -> bool:
 
 
 def _reasoning(preference: Preference) -> Iterator[str]:
-    """What the answers reason before they say it, where that stands apart."""
+    """The reasoning of the answers, where it is a separate field."""
     answers = [completion.answer for completion in preference.completions if not isinstance(completion.answer, str)]
     for message in chain.from_iterable(answers):
         yield from (said.strip() for key in REASONING if isinstance(said := message.more.get(key), str))

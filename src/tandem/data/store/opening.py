@@ -11,6 +11,7 @@ from typing import Any
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.data.formats.formats import unused_key
 from tandem.data.formats.prompt_files import Wording, wording_of
+from tandem.data.formats.row_columns import refused_as
 from tandem.data.read.files import SourceFile, find_files
 from tandem.data.read.hub import DATA_FILE
 from tandem.data.read.limits import REJECTS_BYTES
@@ -20,7 +21,8 @@ from tandem.data.store.duplicates import DUPLICATE
 from tandem.data.store.notes import NO_SYSTEM
 from tandem.data.store.pool import default_workers
 from tandem.data.store.processes import Processes
-from tandem.data.store.token_store import FORMAT_VERSION, Counts, TokenStore
+from tandem.data.store.token_store import Counts, TokenStore
+from tandem.data.store.tokens_file import FORMAT_VERSION
 from tandem.data.store.writer import Recipe, format_of, write_store
 from tandem.data.text.template import Template
 from tandem.data.text.tokenizer import state_of
@@ -99,11 +101,11 @@ def is_prepared(path: Path) -> bool:
 
 
 def _refuse_settings(source: str, keys: DatasetFields) -> None:
-    """How rows are read was settled when the set was prepared."""
+    """How rows are read was decided when the set was prepared."""
     for name, field in DatasetFields.model_fields.items():
         value = getattr(keys, name)
         if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):
-            raise DataError(f"{source}: prepared already, so that {name} = {value} has no say in it. Leave it out.")
+            raise DataError(f"{source}: prepared already, so {name} = {value} has no effect. Leave it out.")
 
 
 def _find_or_make(
@@ -128,10 +130,13 @@ def _find_or_make(
         "limits": limits,
         "text": _text_facts(processes),
     }
+    tokens = fingerprint(FORMAT_VERSION, made_of)
+    if keys.columns:
+        made_of["columns"] = keys.columns
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
-        _make(folder, name, files, keys, wording, processes, data, made_of, progress)
+        _make(folder, (name, tokens), files, keys, wording, processes, data, made_of, progress)
     try:
         return TokenStore(folder, read_manifest(folder))
     except (ValueError, OSError) as error:
@@ -140,7 +145,7 @@ def _find_or_make(
 
 def _make(
     folder: Path,
-    name: str,
+    fingerprints: tuple[str, str],  # of the set, and of its tokens alone
     files: list[SourceFile],
     keys: DatasetFields,
     wording: Wording,
@@ -161,9 +166,14 @@ def _make(
     with published(folder, "tokens") as aside:
         chunks = _chunks(files, progress, data.max_expansion)
         rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
-        facts = write_store(processes.prepared(recipe, chunks, _num_workers(data, files)), aside, rejects_bytes)
+        prepared = processes.prepared(recipe, chunks, _num_workers(data, files))
+        facts = write_store(prepared, aside, rejects_bytes, keys.columns)
         _refuse_changed(files, made_of)
         facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
+        name, tokens = fingerprints
+        # A row without a usable value is left out, and then the tokens are others too.
+        if keys.columns and not any(refused_as(column) in facts["counts"]["bad"] for column in keys.columns):
+            facts["tokens_fingerprint"] = tokens
         write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
 
 
@@ -187,7 +197,7 @@ def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expa
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
-    """A folder of `tandem prepare`, if it was made of what the configuration says, and its sources are as they were."""
+    """A folder of `tandem prepare`, if it was made with the settings of the configuration, and its sources have not changed."""
     try:
         manifest = read_manifest(folder, needed=("tokens.arrow", "rejects.jsonl"))
         version = manifest["format_version"]
@@ -266,7 +276,7 @@ def _num_workers(data: Data, files: list[SourceFile]) -> int:
 
 def judge(store: TokenStore, source: str, data: Data) -> None:
     """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
-    # Duplicates are left out because that was asked for: of a prepared set they are no surprise.
+    # Duplicates are left out because data.duplicates=drop asks for it, so they do not count here.
     kept = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
     counts = replace(store.counts, filtered=kept)
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
@@ -287,12 +297,12 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
         shares["data.max_filtered_share"] = _share_for(filtered, counts.rows)
     if bad and data.on_bad_row == "error":
         leave_out = f"leave them out: data.on_bad_row=skip data.max_bad_share={_share_for(bad, counts.rows)}"
-        problems.append(f"{bad} of {counts.rows} rows are malformed:\n{all_bad}\n{_mend(counts, leave_out)}")
+        problems.append(f"{bad} of {counts.rows} rows are malformed:\n{all_bad}\n{_how_to_fix(counts, leave_out)}")
     elif bad > data.max_bad_share * counts.rows:
         let_pass = f"set data.max_bad_share={_share_for(bad, counts.rows)}"
         problems.append(
             f"{bad} of {counts.rows} rows are malformed, over data.max_bad_share={data.max_bad_share}:\n{all_bad}\n"
-            f"{_mend(counts, let_pass)}"
+            f"{_how_to_fix(counts, let_pass)}"
         )
     if data.overlong == "error" and (over := counts.filtered.get("over-long")):
         problems.append(
@@ -314,16 +324,16 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
 
 
 def _share_for(count: int, rows: int) -> float:
-    """The smallest share, in whole percent, that lets so many rows pass: 8 of 113 -> 0.08."""
+    """The smallest share, in whole percent, that lets this many rows pass: 8 of 113 -> 0.08."""
     return math.ceil(100 * count / rows) / 100
 
 
-def _mend(counts: Counts, or_else: str) -> str:
-    """What to do about malformed rows. To leave out most of a file is no way out; often it is another kind of file."""
+def _how_to_fix(counts: Counts, or_else: str) -> str:
+    """What to do about malformed rows. Leaving out most of a file is not suggested: often it is another kind of file."""
     bad = sum(counts.bad.values())
     if bad <= counts.rows / 2:
-        return f"Mend them, or {or_else}."
-    return f"Mend them. {NOT_JSON}" if counts.bad.get("malformed JSON", 0) > bad / 2 else "Mend them."
+        return f"Fix them, or {or_else}."
+    return f"Fix them. {NOT_JSON}" if counts.bad.get("malformed JSON", 0) > bad / 2 else "Fix them."
 
 
 def _remedy(counts: Counts, data: Data) -> str:
@@ -332,11 +342,11 @@ def _remedy(counts: Counts, data: Data) -> str:
     if "over-long" in counts.filtered:
         cuts = [cut for cut in ("truncate_prompt", "truncate_completion") if cut != data.overlong]
         ways = ["raise policy.max_total_sequence_length", f"set data.overlong={' or '.join(cuts)}"]
-    ways.append("mend the file")
+    ways.append("fix the file")
     if counts.accepted:
         ways.append(f"set data.max_filtered_share={_share_for(sum(counts.filtered.values()), counts.rows)}")
-    told = ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
-    return f"{told[0].upper()}{told[1:]}."
+    text = ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _examples(store: TokenStore, counts: dict[str, int]) -> str:
@@ -344,7 +354,7 @@ def _examples(store: TokenStore, counts: dict[str, int]) -> str:
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")
         examples = [(e["place"], e["message"]) for e in store.examples if e["reason"] == reason]
-        for message in dict.fromkeys(message for _, message in examples):  # what is alike is said once
+        for message in dict.fromkeys(message for _, message in examples):  # equal messages are printed once
             places = [place for place, same in examples if same == message]
             lines.append(f"    {places[0]}: {message}")
             lines += [f"    {', '.join(places[1:])}: the same."] if places[1:] else []

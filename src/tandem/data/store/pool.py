@@ -26,7 +26,7 @@ R = TypeVar("R")
 METHOD = "fork" if sys.platform == "linux" else "spawn"
 COLLECT_AFTER = 200_000  # new objects. Rows make many and no circles: looking every 700 is in vain
 PR_SET_PDEATHSIG = 1
-# Memory that a template may take beside what the process has already.
+# Memory that a template may take in addition to what the process has already.
 TEMPLATE_BYTES = 4 * 1024**3
 ENDING_SECONDS = 5.0  # that a process may take to end once its pipe is closed
 
@@ -258,7 +258,7 @@ def _end_quietly() -> None:
 
 
 def in_a_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
-    """What work returns, done in a process that may take so many seconds and so many more bytes than this one.
+    """What work returns, done in a process with a limit on its seconds and on the bytes it takes beyond this one's.
 
     Raises Stalled, Died or MemoryError where that is not enough. Where processes are not forked, it is done in this one.
     """
@@ -284,8 +284,8 @@ def in_a_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
 def bounded_memory(num_bytes: int | None = None) -> Iterator[None]:
     """Within: MemoryError, not a machine brought down, where a template writes without end.
 
-    A library that is not Python's ends the process: for what calls one, use a worker. `num_bytes`: beside what the process
-    has; None: what a template may take.
+    A library not written in Python ends the process: use a worker for what calls one. `num_bytes`: in addition to what the
+    process has; None: what a template may take.
     """
     num_bytes = TEMPLATE_BYTES if num_bytes is None else num_bytes
     try:

@@ -1,4 +1,4 @@
-"""Chunks of rows in; what a recipe makes of them, in processes of their own, out."""
+"""Chunks of rows in; what a recipe makes of them, in separate processes, out."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from tandem.errors import ConfigError, DataError
 
 # What a chat template may take for one row. A sound one takes a thousandth of a second.
 ROW_SECONDS = 30.0
-# Chunks of a set after which processes are not kept: they have grown, and to start others takes little beside it.
+# Chunks of a set after which processes are not kept: they have grown, and starting others takes little in comparison.
 KEPT_AFTER = 100
 ANOTHER_TOKENIZER = "Give another by policy.tokenizer.name, or another model."
 
@@ -83,7 +83,7 @@ def _out_of_memory(chunk: Chunk) -> DataError:
 
 
 def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
-    """In a process of its own: a chunk by its recipe, or the probe."""
+    """In a separate process: a chunk by its recipe, or the probe."""
     if asked is not None:
         recipe, chunk = asked
         try:

@@ -47,8 +47,19 @@ class Selection:
 
     @cached_property
     def fingerprint(self) -> str:
-        chosen = blake2b(self.rows.astype(np.int64).tobytes()).hexdigest()
-        return fingerprint([store.fingerprint for store in self.stores], chosen)
+        return self._fingerprint([store.fingerprint for store in self.stores])
+
+    @cached_property
+    def tokens_fingerprint(self) -> str:
+        return self._fingerprint([store.tokens_fingerprint for store in self.stores])
+
+    def _fingerprint(self, stores: list[str]) -> str:
+        return fingerprint(stores, blake2b(self.rows.astype(np.int64).tobytes()).hexdigest())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that some store has because a key named them."""
+        return tuple(dict.fromkeys(name for store in self.stores for name in store.columns))
 
     @cached_property
     def num_pairs(self) -> NDArray[np.int64]:
@@ -109,7 +120,7 @@ def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str,
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt stands on both sides.
+    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt is in both parts.
 
     The choice depends on the prompts and the seed alone, not on the order of the rows.
     """

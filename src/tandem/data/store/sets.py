@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.losses import needs_scores, spelled
+from tandem.columns import COLUMNS
+from tandem.config.losses import needs_scores, spelled, unsupported_column
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import Data, DatasetFields
 from tandem.config.sections.section import EMBEDDED
+from tandem.data.formats.row_columns import unread_in
 from tandem.data.store.duplicates import without_duplicates
 from tandem.data.store.opening import TooFewUsableError, open_store
 from tandem.data.store.processes import Processes
@@ -30,13 +32,13 @@ PERCENT = 100
 LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
 IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
 
-# Opens a bar for a piece of work in so many steps, or percent; the function it yields is told how many were done.
+# Opens a bar for a piece of work of a number of steps, or percent; the function it yields takes how many were done.
 ProgressBar = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a training set stands among the training preferences, and how often an epoch passes over it."""
+    """Which of the training preferences belong to a training set, and how often an epoch passes over it."""
 
     start: int
     end: int
@@ -61,9 +63,9 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it says so.
+    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it asks for one.
 
-    What is wrong with one set is told together with what is wrong with the others.
+    Errors of several sets are reported together.
     """
 
     def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
@@ -90,7 +92,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
             try:
                 read[split] = opened(split, one, embedded, processes)
             except (ConfigError, DataError) as error:
-                # Rows are read alike for every set: what is said of keys names those of this one.
+                # Messages about rows name the keys of data.train: those of this set take their place.
                 told = of_set(str(error), split)
                 problems[split] = type(error)(f"{told}\n{IN_LIST}" if "data.train[" in told else told)
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
@@ -105,6 +107,8 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     sets = _joined(stores, [one.weight for one in given], read, validation, config)
     for store in (sets.train, *sets.validation.values()):
         _check_scores(store, config)
+    for split, store in sets.read.items():
+        _check_columns(split, store, config)
     return sets
 
 
@@ -183,8 +187,32 @@ def _check_scores(store: Preferences, config: Config) -> None:
         )
 
 
+def _check_columns(split: str, store: TokenStore, config: Config) -> None:
+    """Refuse a prepared set with a column that the loss does not support; for others the configuration is refused."""
+    for column in store.columns:
+        if why := unsupported_column(config.dpo.preference_loss, column):
+            reason, others = why
+            key = COLUMNS[column].key
+            raise DataError(
+                f"{split}: {store.folder} was prepared with a {column}, which {reason}. Prepare it again without {key}, or "
+                f"choose {others}."
+            )
+
+
+def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
+    """Which columns of the data are used, and which fields would be used if their keys were set."""
+    used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
+    unread = [
+        of_set(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
+        for split, store in sets.read.items()
+        for column in unread_in(store.notes)
+    ]
+    rows = {"columns": "; ".join(used), "columns not used": "; ".join(unread)}
+    return [(label, text) for label, text in rows.items() if text]
+
+
 def of_set(message: str, split: str) -> str:
-    """What is said of data.train, said of the set that it is about."""
+    """A message about data.train with the keys of the set that it is about."""
     kind, _, name = split.partition("-")
     if kind == "train":
         keys = f"data.train[{name}]" if name else "data.train"

@@ -1,4 +1,4 @@
-"""Chunks of rows in; what becomes of them, by a recipe, written as it comes, and counted, out."""
+"""Chunks of rows in; tokenised, checked and counted by a recipe, and written to disk, out."""
 
 import json
 from collections import Counter
@@ -18,47 +18,34 @@ from tandem.config.sections.datasets import MAX_EXPANSION, DatasetFields
 from tandem.data.formats.formats import NOTHING_FITS, detect_format, read_preference
 from tandem.data.formats.preference import Preference
 from tandem.data.formats.prompt_files import Wording
+from tandem.data.formats.row_columns import with_columns
 from tandem.data.read.files import SourceFile
 from tandem.data.read.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, format_bytes
 from tandem.data.read.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.notes import notes_on
 from tandem.data.store.pool import TEMPLATE_BYTES, Watch, bounded_memory
+from tandem.data.store.tokens_file import as_stream, schema_with
 from tandem.data.text.template import Rendered, Template
 from tandem.data.text.tokens import TokenizedPreference, encode, fit_length, render
 from tandem.errors import DataError
 
 SHOWN_PER_REASON = 3
-# Rows whose keys are looked at until they tell a format.
+# Rows whose keys are compared with the formats.
 ROWS_TRIED = 1000
 # Texts encoded together: their tokens are all in memory until over-long ones are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
 # What a tokenizer may take for some texts. Fast ones take 170 bytes a character, and encode 1,000,000 characters a second.
 ENCODE_BYTES, BYTES_PER_CHARACTER = 4 * 1024**3, 1024
-CHARACTERS_PER_SECOND = 10_000  # beside what a row may take
+CHARACTERS_PER_SECOND = 10_000  # in addition to the limit of a row
 # Lengths at which over-long preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
 TWICE = "preferences that stand in it already"
 OPPOSED = "preferences that another row states the other way round"
-NOTHING = np.zeros(0, np.int32)
-
-SCHEMA = pa.schema(
-    {
-        "prompt": pa.large_list(pa.int32()),
-        "completions": pa.large_list(pa.int32()),  # of one preference, end to end
-        "lengths": pa.large_list(pa.int32()),  # tokens of each completion
-        "unscored": pa.large_list(pa.int32()),  # positions in `completions` of tokens that are not scored
-        "winners": pa.large_list(pa.int32()),
-        "losers": pa.large_list(pa.int32()),
-        "scores": pa.large_list(pa.float32()),
-        "digest": pa.uint64(),  # of the tokens: equal for duplicates
-        "place": pa.large_string(),
-    }
-)
 
 
 @dataclass(slots=True)
 class Prepared:
-    """What became of the rows of a chunk, or of several."""
+    """The outcome of the rows of a chunk, or of several."""
 
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -90,7 +77,7 @@ class Recipe:
         if chunk.has_bom:
             prepared.note("byte-order mark at the start of a file", chunk.file)
         rows = self._tokenized(template, _numbered_rows(chunk), prepared, watch)
-        return settle(rows, prepared, self.max_length, self.overlong, self.default_scores)
+        return settle(rows, prepared, self.max_length, self.overlong, self.default_scores, tuple(self.keys.columns))
 
     def _tokenized(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
@@ -137,6 +124,7 @@ class Recipe:
             return row
         try:
             preference = read_preference(row, self.keys, self.format_name, self.wording)
+            preference = with_columns(preference, row, self.keys)
             return render(preference, template, self.pairing)
         except RowError as error:
             return error
@@ -148,8 +136,9 @@ def settle(
     max_length: int,
     overlong: str,
     default_scores: tuple[float | None, float | None] = (None, None),
+    columns: tuple[str, ...] = (),
 ) -> Prepared:
-    """Accept or reject tokenised rows, and count what is worth a count."""
+    """Accept or reject tokenised rows, and count what is worth a count. `columns`: those that keys name."""
     accepted, lengths = [], []
     for row in rows:
         if isinstance(row, TokenizedPreference):
@@ -162,16 +151,19 @@ def settle(
             continue
         row = _with_scores(row, *default_scores)
         accepted.append(row)
-        if any(row.scores[winner] < row.scores[loser] for winner, loser in row.pairs):
+        scores = row.scores
+        if any(scores[winner] < scores[loser] for winner, loser in row.pairs):
             prepared.note("chosen scored below rejected", row.place)
     prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
     prepared.digests = b"".join(map(digest_of, accepted))
-    prepared.batch = _stream(accepted, prepared.digests) if accepted else b""
+    prepared.batch = as_stream(accepted, prepared.digests, columns) if accepted else b""
     return prepared
 
 
-def write_store(chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = REJECTS_BYTES) -> dict[str, Any]:
-    """Write `tokens.arrow` and `rejects.jsonl`, of what became of the rows, into a folder; return what a manifest should say
+def write_store(
+    chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = REJECTS_BYTES, columns: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Write `tokens.arrow` and `rejects.jsonl`, the outcome of the rows, into a folder; return what a manifest should say
     about them.
 
     rejects_bytes: that `rejects.jsonl` may take. All rejects are counted, listed or not.
@@ -186,7 +178,7 @@ def write_store(chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = R
     with (
         _RejectsFile(folder / "rejects.jsonl", rejects_bytes) as rejects,
         pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
-        pa.ipc.new_file(sink, SCHEMA) as writer,
+        pa.ipc.new_file(sink, schema_with(columns)) as writer,
     ):
         for prepared in chunks:
             for batch in pa.ipc.open_stream(prepared.batch) if prepared.batch else ():
@@ -278,7 +270,7 @@ def _place_of(tokens: Path, row: int) -> str:
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float = MAX_EXPANSION) -> tuple[str, str]:
-    """The name of the files' format and why: as given, or told by the first row whose keys fit one."""
+    """The name of the files' format and why: as given, or detected from the first row whose keys fit one."""
     if keys.dataset_name != "auto":
         return keys.dataset_name, "as data.*.dataset_name says"
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
@@ -313,18 +305,19 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
         return row
     losers = {loser for _, loser in row.pairs}
     winners = {winner for winner, _ in row.pairs} - losers  # several where the best rank is shared
-    defaults = [best if i in winners else other for i in range(len(row.scores))]
+    scores = row.scores
+    defaults = [best if i in winners else other for i in range(len(scores))]
     filled = [
         default if isnan(score) and default is not None else score
-        for score, default in zip(row.scores, defaults, strict=True)
+        for score, default in zip(scores, defaults, strict=True)
     ]
-    return replace(row, scores=tuple(filled))
+    return replace(row, columns={**row.columns, "score": tuple(filled)})
 
 
 def digest_of(row: TokenizedPreference) -> bytes:
     """Of the tokens of a preference. That of one pair and its opposite, which prefers the other, differ in one bit.
 
-    The order in which completions stand makes no other preference.
+    The order of the completions does not matter.
     """
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
     completions = [completion.tobytes() for completion in row.completions]
@@ -334,46 +327,3 @@ def digest_of(row: TokenizedPreference) -> bytes:
         digest.update(b"|" + completion)
     number = int.from_bytes(digest.digest(), "little")
     return (number & ~1 | opposite).to_bytes(8, "little")
-
-
-def _stream(rows: list[TokenizedPreference], digests: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(_record_batch(rows, digests))
-    return sink.getvalue().to_pybytes()
-
-
-def _record_batch(rows: list[TokenizedPreference], digests: bytes) -> pa.RecordBatch:
-    completions = [completion for row in rows for completion in row.completions]
-    num_completions, num_pairs = [len(row.completions) for row in rows], [len(row.pairs) for row in rows]
-    unscored = [_flat_unscored(row) for row in rows]
-    lengths = np.array([len(completion) for completion in completions], np.int32)
-    return pa.record_batch(
-        [
-            _lists(np.concatenate([row.prompt for row in rows]), [len(row.prompt) for row in rows]),
-            _lists(np.concatenate(completions), [sum(map(len, row.completions)) for row in rows]),
-            _lists(lengths, num_completions),
-            _lists(np.concatenate(unscored), [len(positions) for positions in unscored]),
-            _lists(np.array([winner for row in rows for winner, _ in row.pairs], np.int32), num_pairs),
-            _lists(np.array([loser for row in rows for _, loser in row.pairs], np.int32), num_pairs),
-            _lists(np.array([score for row in rows for score in row.scores], np.float32), num_completions),
-            pa.array(np.frombuffer(digests, np.dtype("<u8"))),
-            pa.array([row.place for row in rows], pa.large_string()),
-        ],
-        schema=SCHEMA,
-    )
-
-
-def _lists(values: NDArray[Any], sizes: list[int]) -> pa.LargeListArray:
-    """Values laid end to end, and how many are each row's."""
-    offsets = np.cumsum([0, *sizes], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-
-
-def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
-    """Positions over all completions, end to end. Lengths [4, 5], unscored [1], [2] -> 1, 6."""
-    if not row.unscored:
-        return NOTHING
-    starts = np.cumsum([0, *(len(completion) for completion in row.completions)])
-    flat = [part + start for part, start in zip(row.unscored, starts, strict=False)]
-    return np.concatenate(flat).astype(np.int32)

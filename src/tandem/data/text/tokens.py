@@ -1,13 +1,14 @@
 """Tokenises Preferences: prompt ids, ids per completion, and the pairs (winner, loser)."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations, groupby, islice, pairwise, product
 from typing import Any
 
 import numpy as np
 
+from tandem.columns import COLUMNS
 from tandem.data.formats.preference import Preference, empty_completion, is_empty
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import SHIELD, split_shielded
@@ -28,9 +29,21 @@ class TokenizedPreference:
     prompt: IntArray
     completions: tuple[IntArray, ...]
     pairs: tuple[tuple[int, int], ...]
-    scores: tuple[float, ...]  # NaN if the data has none
     place: str
     unscored: tuple[IntArray, ...] = ()  # per completion; empty if all tokens are scored
+    columns: Mapping[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # the columns of `tandem.columns` that the data has
+
+    def values(self, column: str) -> tuple[float, ...]:
+        """The values of a column: one per completion, or a single one; defaults if the data has none."""
+        declared, given = COLUMNS[column], self.columns.get(column)
+        return (declared.default,) * declared.count(len(self.completions)) if given is None else given
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """Per completion; NaN if the data has none."""
+        return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
         """The positions of the scored tokens of a completion."""
@@ -169,13 +182,14 @@ def _checked(
     if not pairs:
         which = "the completions" if len(completions) == 2 else "the completions of every pair"
         return RowError(place, "equal completions", f"{which} are identical as tokens.", kind="filtered")
+    scores = tuple(float("nan") if c.score is None else c.score for c in preference.completions)
     return TokenizedPreference(
         prompt=prompt,
         completions=completions,
         pairs=pairs,
-        scores=tuple(float("nan") if c.score is None else c.score for c in preference.completions),
         place=place,
         unscored=_unscored(encoded, parts),
+        columns={"score": scores, **{name: (value,) for name, value in preference.columns.items()}},
     )
 
 

@@ -124,7 +124,7 @@ def _tiny_pack(policy: Policy) -> Pack:
     def preference(start: int) -> TokenizedPreference:
         # prompt of 3, completions of 2 and 3
         prompt, chosen, rejected = np.split(np.arange(start, start + 8, dtype=np.int32), [3, 5])
-        return TokenizedPreference(prompt, (chosen, rejected), ((0, 1),), (float("nan"),) * 2, "trial")
+        return TokenizedPreference(prompt, (chosen, rejected), ((0, 1),), "trial")
 
     # With varlen attention, prompts are not shared.
     arrangement = ("repeated" if policy.attention == "varlen" else "shared") if policy.packed else "separate"

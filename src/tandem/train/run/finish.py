@@ -198,12 +198,12 @@ def _validated_and_saved(t: Training) -> list[ValidationReport]:
 
 def write_per_pair(t: Training, path: Path) -> None:
     """The policy as it is now, on every pair of the training set and of the validation sets."""
-    sides = {"train": t.side, **{validation.split: validation.side for validation in t.validation_sets}}
+    contexts = {"train": t.context, **{validation.split: validation.context for validation in t.validation_sets}}
     batch_size = t.setup.config.policy.train_global_batch_size
 
     def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
         for split, packer in t.setup.packers().items():
-            yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
+            yield split, measure(t.policy, contexts[split], packer, batch_size, check=t.stopping.check), packer.store
 
     if t.ranks.is_first:
         PerPairFile(path, t.setup.config.dpo).write(tables())

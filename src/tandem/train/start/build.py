@@ -54,7 +54,7 @@ class Training:
     setup: Setup
     run: Path
     policy: Policy
-    side: StepContext
+    context: StepContext
     validation_sets: list[ValidationSet]
     optimizer: Any
     scheduler: Any
@@ -72,7 +72,7 @@ class Training:
 
     @property
     def ranks(self) -> Ranks:
-        return self.side.ranks
+        return self.context.ranks
 
     def validate(self) -> list[ValidationReport]:
         """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
@@ -167,7 +167,7 @@ def build(
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
     ranking = Ranking(setup.tracked, higher_is_better=checkpointing.higher_is_better, records=metrics.records())
-    sides = {
+    contexts = {
         split: StepContext(reference, setup.config.dpo, ranks, setup.precision)
         for split, reference in loaded.references.items()
     }
@@ -175,8 +175,8 @@ def build(
         setup=setup,
         run=run,
         policy=policy,
-        side=sides["train"],
-        validation_sets=_validation_sets(setup, sides),
+        context=contexts["train"],
+        validation_sets=_validation_sets(setup, contexts),
         optimizer=optimizer,
         scheduler=scheduler,
         fingerprints=fingerprints,
@@ -227,13 +227,13 @@ def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
     return found
 
 
-def _validation_sets(setup: Setup, sides: dict[str, StepContext]) -> list[ValidationSet]:
+def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
     dpo = setup.config.dpo
     return [
         ValidationSet(
             name,
             packer,
-            sides[f"validation-{name}"],
+            contexts[f"validation-{name}"],
             setup.validation_batch_size,
             dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
         )

@@ -124,13 +124,13 @@ def _places_of_references(
     }
     packers = setup.packers()
     places = {
-        name: reference_name(weights, packer.store.fingerprint, arrangement=packer.arrangement, **computed)
+        name: reference_name(weights, packer.store.tokens_fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()
     }
     started = ranks.from_first(lambda: _started_with(run) if checkpoints(setup.checkpoint_dir(run)) else {})
     for name, packer in packers.items():
         before = started.get(name, places[name])
-        if before == places[name] or not before.startswith(tokens_prefix(packer.store.fingerprint)):
+        if before == places[name] or not before.startswith(tokens_prefix(packer.store.tokens_fingerprint)):
             continue
         # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
         num_values = int(packer.store.num_scored_tokens.sum())

@@ -12,7 +12,7 @@ from tandem.config.schema import Config
 from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
 from tandem.data.preflight import Preflight, preflights
 from tandem.data.store.selection import Preferences
-from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
+from tandem.data.store.sets import ProgressBar, Sets, columns_in_words, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
@@ -113,6 +113,7 @@ class Setup:
             ("model", _named(c.policy.model_name, self.source.folder)),
             ("text", template),
             *sets_in_words(self.sets, c),
+            *columns_in_words(self.sets),
             (
                 "loss",
                 f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"
