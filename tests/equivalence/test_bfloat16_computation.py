@@ -138,7 +138,7 @@ def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
     overrides = [BFLOAT16, "policy.weights=bfloat16_stochastic", "policy.train_global_batch_size=32"]
     setup = set_up(load_config(None, [*overrides, "policy.packing.pack_length=384"]).config, ranks.device)
     policy = load_sharded(setup, setup.source, ranks)
-    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))[:10]
+    packs = list(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))[:10]
     assert len(packs) == 10
 
     def backward(pack):

@@ -164,10 +164,10 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
     setup = set_up(load_config(None, ["policy.model_name=model", *given]).config, torch.device("cpu"))
     shown = {name: one["pack_length"] for name, one in found["training"]["sets"].items()}
     shown |= {name: one["pack_length"] for name, (one,) in found["packs"].items()}
-    assert shown == {name: packer.length for name, packer in setup.packers().items()}
-    assert (found["num_steps"], found["training"]["length"]) == (setup.num_steps, setup.rows)
-    if setup.batches.packs is not None:
-        assert found["packs"]["train"][0]["num_packs"] == len(setup.batches.packs)
+    assert shown == {name: packer.length for name, packer in setup.plan.packers().items()}
+    assert (found["num_steps"], found["training"]["length"]) == (setup.plan.num_steps, setup.plan.rows)
+    if setup.plan.batches.packs is not None:
+        assert found["packs"]["train"][0]["num_packs"] == len(setup.plan.batches.packs)
 
 
 @pytest.mark.parametrize(

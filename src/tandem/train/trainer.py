@@ -12,12 +12,14 @@ import torch
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
+from tandem.data.preflight import preflights
 from tandem.data.store.sets import of_set
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.model.checks.positions import long_sequences
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share
+from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import replacing, write_atomically
@@ -76,7 +78,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
-        reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
+        reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
         _warn_of_epochs(setup, reporter)
         if per_pair is None:
             reporter.result(run)
@@ -86,17 +88,17 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         ranks.agreed(lambda: _take(stack, run, setup, loaded), by=ranks.is_first)
         reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
         if extended_from is not None:
-            reporter.say(f"Extended from {extended_from} to {setup.num_steps} steps")
+            reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
         if ranks.count > 1:
             reporter.say(f"Ranks: {ranks.count}")
-        reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
-        reporter.choices(setup.choices())
+        reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
+        reporter.choices(describe_choices(setup))
         reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
-        reporter.say(f"Rows: {setup.rows}")
-        reporter.say(f"Computed: {setup.computation()}")
+        reporter.say(f"Rows: {setup.plan.rows}")
+        reporter.say(f"Computed: {describe_computation(setup)}")
         if not fresh and not checkpoints(kept) and (earlier := earlier_run(run, loaded)):
             reporter.warn(earlier[0], command=earlier[1])
-        if filler := much_filler(setup.train, loaded.config.policy):
+        if filler := much_filler(setup.plan.train, loaded.config.policy):
             reporter.warn(filler)
         _warn_of_lost_updates(setup, reporter)
         _warn_of_slow_arithmetic(setup, reporter)
@@ -115,7 +117,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
                 _tell_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
-                if told := out_of_memory(error, setup.train.length, loaded.config.policy):
+                if told := out_of_memory(error, setup.plan.train.length, loaded.config.policy):
                     raise told from None
                 raise
     reporter.result(run)
@@ -138,7 +140,7 @@ def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> No
     if kept != run / "checkpoints":
         stack.enter_context(held(kept, "checkpointing.checkpoint_dir"))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    refuse_in_the_way(kept, setup.num_steps)
+    refuse_in_the_way(kept, setup.plan.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
     remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
     refuse_shortening(run, setup)
@@ -192,20 +194,22 @@ def _warn_of_other_pairs(t: Training) -> None:
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
     asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
-    if asked is not None and setup.num_steps < asked:
+    if asked is not None and setup.plan.num_steps < asked:
         hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
-        reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
-    wanted = setup.config.policy.optimizer.kwargs.lr
-    if setup.highest_rate > 1.01 * wanted:
         reporter.warn(
-            f"policy.scheduler raises the learning rate to {setup.highest_rate:g}, above policy.optimizer.kwargs.lr = "
+            f"dpo.max_num_steps = {asked}, but {hold} {setup.plan.num_steps}. dpo.max_num_epochs makes it longer."
+        )
+    wanted = setup.config.policy.optimizer.kwargs.lr
+    if setup.plan.highest_rate > 1.01 * wanted:
+        reporter.warn(
+            f"policy.scheduler raises the learning rate to {setup.plan.highest_rate:g}, above policy.optimizer.kwargs.lr = "
             f"{wanted:g}. Of torch's schedulers, eta_min is a learning rate, not a share of one."
         )
-    if setup.highest_rate < 0.99 * wanted:
-        steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
-        more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
+    if setup.plan.highest_rate < 0.99 * wanted:
+        steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
+        more = "A greater dpo.max_num_steps" if setup.plan.num_steps == asked else "More epochs (dpo.max_num_epochs)"
         reporter.warn(
-            f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
+            f"in {steps} the learning rate never rises above {setup.plan.highest_rate:g} of {wanted:g}. "
             f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
 
@@ -216,9 +220,9 @@ def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
     if setup.ends_with_epochs:
         reporter.warn(
             f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
-            f"step {setup.num_steps}. Raise dpo.max_num_epochs to extend it."
+            f"step {setup.plan.num_steps}. Raise dpo.max_num_epochs to extend it."
         )
-    elif setup.num_steps == dpo.max_num_steps:
+    elif setup.plan.num_steps == dpo.max_num_steps:
         reporter.warn(
             f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
             "Raise dpo.max_num_steps to extend it, or set it to null."
@@ -230,7 +234,7 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
-    for text in long_sequences(setup.sets, setup.source, setup.reference_source):
+    for text in long_sequences(setup.plan.sets, setup.source, setup.reference_source):
         reporter.warn(text)
 
 
@@ -249,7 +253,7 @@ def _tell_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Rep
 
 def _loop(t: Training) -> list[ValidationReport]:
     """Train to the last step; return the validation before the first."""
-    dpo, total = t.setup.config.dpo, t.setup.num_steps
+    dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
     before = _validated_before(t)
     if dpo.val_at_start and t.progress.step == 0:
         before = t.validate()
@@ -260,7 +264,7 @@ def _loop(t: Training) -> list[ValidationReport]:
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
         if t.progress.owes_validation and t.progress.step < total:
             _validate_and_save(t, saving=False)
-        ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True)
+        ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.plan.train), strict=True)
         for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
             current = train_step(t.policy, t.side, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
@@ -317,9 +321,9 @@ def _places(t: Training) -> Iterator[Progress]:
     """Where the run stands after each step still to do."""
     place = t.progress
     epoch, done = place.epoch, place.batch
-    while place.step < t.setup.num_steps:
-        for number in range(done + 1, len(t.setup.batches.epoch(epoch)) + 1):
-            if place.step == t.setup.num_steps:
+    while place.step < t.setup.plan.num_steps:
+        for number in range(done + 1, len(t.setup.plan.batches.epoch(epoch)) + 1):
+            if place.step == t.setup.plan.num_steps:
                 return
             place = replace(t.progress, step=place.step + 1, epoch=epoch, batch=number)
             yield place
@@ -328,9 +332,9 @@ def _places(t: Training) -> Iterator[Progress]:
 
 def _remaining(t: Training) -> Iterator[GlobalBatch]:
     """The batches of those steps."""
-    epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.num_steps - t.progress.step
+    epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.plan.num_steps - t.progress.step
     while left:
-        batches = t.setup.batches.epoch(epoch)[done : done + left]
+        batches = t.setup.plan.batches.epoch(epoch)[done : done + left]
         yield from batches
         epoch, done, left = epoch + 1, 0, left - len(batches)
 
@@ -346,13 +350,13 @@ def _due(step: int, period: int) -> bool:
 
 def _saving(t: Training, step: int) -> bool:
     checkpointing = t.setup.config.checkpointing
-    return checkpointing.enabled and step != t.setup.num_steps and _due(step, checkpointing.save_period)
+    return checkpointing.enabled and step != t.setup.plan.num_steps and _due(step, checkpointing.save_period)
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
     """Read a step's numbers, write and show them."""
     try:
-        report = pending.read(t.setup.train.store)
+        report = pending.read(t.setup.plan.train.store)
     except (DefectError, NonFiniteError) as error:
         raise type(error)(f"step {step}: {error}") from None
     record = {
@@ -370,14 +374,14 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
     }
     t.record(record)
     t.stopping.took("step", report.seconds)
-    t.reporter.step(record, t.setup.num_steps)
+    t.reporter.step(record, t.setup.plan.num_steps)
     bar(1, t.reporter.numbers(record))
 
 
 def _gather_rejects(setup: Setup, run: Path) -> None:
     """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
     with replacing(run / "rejects.jsonl") as out:
-        for split, store in setup.sets.read.items():
+        for split, store in setup.plan.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:
                     reject = json.loads(line)

@@ -122,7 +122,7 @@ class _Nothing:
 
 
 def test_the_sample_holds_the_longest_preference():
-    store = set_up(load_config(None, SHORT).config, torch.device("cpu")).train.store
+    store = set_up(load_config(None, SHORT).config, torch.device("cpu")).plan.train.store
     sample = audit._sample(store, 512)
     assert sample.tolist()[:3] == [0, 1, 2]
     assert store.longest[sample].max() == store.longest.max()
@@ -157,7 +157,7 @@ def test_the_reference_pass_can_be_ended_behind_any_pack(tmp_path):
     frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     given = {"place": tmp_path / "reference", "progress": end_behind_the_second}
     with pytest.raises(Ended):
-        reference.cached_reference(lambda: frozen, setup.train, ranks, **given)
+        reference.cached_reference(lambda: frozen, setup.plan.train, ranks, **given)
     assert told == [0, 0]
     assert not list(tmp_path.iterdir())
 
@@ -172,13 +172,13 @@ def test_cached_reference_equals_the_live_one(tmp_path):
     frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     cached = reference.cached_reference(
         lambda: frozen,
-        setup.train,
+        setup.plan.train,
         ranks,
         place=tmp_path / "reference",
         progress=lambda n: None,
     )
     live = reference.LiveReference(frozen)
-    for pack in setup.train.micro_batches(np.array([5, 2, 300, 17])):  # other neighbours than in the cached pass
+    for pack in setup.plan.train.micro_batches(np.array([5, 2, 300, 17])):  # other neighbours than in the cached pass
         inputs = frozen.inputs(pack, ranks.device)
         torch.testing.assert_close(
             cached.token_logps(pack, inputs)[: inputs.num_scored],

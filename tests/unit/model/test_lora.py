@@ -20,6 +20,7 @@ from tandem.model.files.tiny import tiny_model
 from tandem.model.head import chunked_logps
 from tandem.model.lora import layers as module
 from tandem.model.lora.layers import TrainingDropout, load_adapted, lora_layers, plan_lora, start_fingerprint
+from tandem.report.choices import describe_choices
 from tandem.train.start import references
 from tandem.train.start.setup import set_up
 
@@ -339,7 +340,7 @@ def test_dropout_is_drawn_where_gradients_are_computed_and_nowhere_else():
 
 
 def test_what_is_in_force_is_said(tmp_path, adapter):
-    said = dict(set_up(load_config(None, ["policy.lora.enabled=true"]).config, CPU).choices())
+    said = dict(describe_choices(set_up(load_config(None, ["policy.lora.enabled=true"]).config, CPU)))
     assert said["adapters"] == (
         "LoRA, dim 16, alpha 32, on 28 layers (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj); "
         "155,648 parameters trained, 1,049,728 frozen"
@@ -350,7 +351,7 @@ def test_what_is_in_force_is_said(tmp_path, adapter):
         "parameter"
     )
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.1"]
-    said = dict(set_up(load_config(None, settings).config, CPU).choices())
+    said = dict(describe_choices(set_up(load_config(None, settings).config, CPU)))
     assert said["adapters"].endswith(f"; starting from {adapter}")
     assert said["reference"] == "cached, the base model with the adapter it starts from"
     assert said["dropout"] == "0.1 of the adapters' inputs, in training steps"

@@ -116,4 +116,4 @@ def test_a_model_that_caps_its_scores_is_refused():
 
 def test_a_run_without_shared_prompts_is_set_up():
     given = ["policy.attention=varlen", "policy.packing.share_prompts=false"]
-    assert set_up(load_config(None, given).config, CPU).train.arrangement == "repeated"
+    assert set_up(load_config(None, given).config, CPU).plan.train.arrangement == "repeated"

@@ -13,6 +13,7 @@ from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
 from tandem.model.files.source import ModelSource
 from tandem.prepare import prepare_data
+from tandem.report.choices import describe_choices, describe_computation
 from tandem.train import memory as row_length
 from tandem.train.memory import (
     GIB,
@@ -134,13 +135,13 @@ def test_a_set_packed_once_is_packed_alike_on_every_card(monkeypatch):
 )
 def test_the_rows_of_a_run_are_told_with_their_reason(overrides, said):
     setup = set_up(load_config(None, overrides).config, torch.device("cpu"))
-    assert setup.rows == said
+    assert setup.plan.rows == said
 
 
 def test_a_length_that_batches_do_not_fill_by_half_is_told_of():
     def told(*overrides):
         config = load_config(None, list(overrides)).config
-        return much_filler(set_up(config, torch.device("cpu")).train, config.policy)
+        return much_filler(set_up(config, torch.device("cpu")).plan.train, config.policy)
 
     assert told() is told("policy.packing.pack_length=30000") is None
     assert told("policy.packing.pack_length=60000") == (
@@ -164,19 +165,19 @@ def test_a_length_that_batches_do_not_fill_by_half_is_told_of():
                 "policy.packing.share_prompts=false",
                 "policy.activation_checkpointing=selective",
             ],
-            "on the CPU; attention: a sequence at a time; layers: not compiled; half of their products computed again in the "
-            "backward",
+            "on the CPU; attention: a sequence at a time; layers: not compiled; half of their matrix products "
+            "recomputed in the backward pass",
         ),
     ],
 )
 def test_how_a_run_is_computed_is_told(overrides, said):
-    assert set_up(load_config(None, overrides).config, torch.device("cpu")).computation() == said
+    assert describe_computation(set_up(load_config(None, overrides).config, torch.device("cpu"))) == said
 
 
 def test_a_rate_that_the_schedule_does_not_reach_is_told():
     def told(*overrides):
         setup = set_up(load_config(None, ["policy.optimizer.kwargs.lr=1e-3", *overrides]).config, torch.device("cpu"))
-        return dict(setup.choices())["optimizer"]
+        return dict(describe_choices(setup))["optimizer"]
 
     assert told().startswith("AdamW, learning rate 0.001, weight decay")
     assert told("dpo.max_num_steps=1").startswith(
@@ -190,7 +191,7 @@ def test_rows_that_were_prepared_are_told_as_such(tmp_path, monkeypatch):
     limit = "policy.max_total_sequence_length=512"
     given = [f"data.train={tmp_path}/out/train", "policy.packing.mode=dataset", limit]
     setup = set_up(load_config(None, given).config, torch.device("cpu"))
-    assert setup.rows == "640 tokens (auto: the longest packs that were prepared)"
+    assert setup.plan.rows == "640 tokens (auto: the longest packs that were prepared)"
 
 
 @pytest.mark.parametrize("pairs", [4, 12, 128])
@@ -198,7 +199,7 @@ def test_packs_of_an_auto_length_are_prepared_as_training_looks_for_them(pairs, 
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     config = load_config(None, ["policy.packing.mode=dataset", f"policy.train_global_batch_size={pairs}"]).config
     prepared = prepare_data(config, no_bar).packs["train"]
-    assert [outlook.pack_length for outlook in prepared] == [set_up(config, torch.device("cpu")).train.length]
+    assert [outlook.pack_length for outlook in prepared] == [set_up(config, torch.device("cpu")).plan.train.length]
 
 
 def test_workers_share_what_does_not_pass(monkeypatch):

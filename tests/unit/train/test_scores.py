@@ -12,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.config.losses import without_reference
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
+from tandem.report.choices import describe_choices
 from tandem.report.reporter import Reporter
 from tandem.train import trainer
 from tandem.train.start import references
@@ -64,7 +65,7 @@ def setup_of(file, *overrides):
 
 
 def scores_of(file, *overrides):
-    return [preference.scores for preference in setup_of(file, *overrides).train.store]
+    return [preference.scores for preference in setup_of(file, *overrides).plan.train.store]
 
 
 def refusal(file, *overrides):
@@ -128,7 +129,7 @@ def test_one_score_missing_of_four_is_refused(write):
 
 def test_losses_that_read_no_scores_take_any_data(write):
     file = write(UNSCORED)
-    assert len(setup_of(file, "dpo.preference_loss=ipo").train.store) == 2
+    assert len(setup_of(file, "dpo.preference_loss=ipo").plan.train.store) == 2
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_a_live_reference_is_refused_where_none_is_compared_with():
 def test_no_reference_finds_every_token_certain(write):
     setup = setup_of(write(SCORED))
     policy = references.load_policy(setup.source, setup.config.policy, setup.device)
-    pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    pack = next(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))
     inputs = policy.inputs(pack, setup.device)
     logps = NoReference().token_logps(pack, inputs)
     assert logps.shape == policy(inputs).shape
@@ -266,7 +267,7 @@ def test_the_audit_says_that_there_is_no_reference(write, tmp_path, capsys):
 
 
 def choices_of(file, *overrides):
-    return dict(setup_of(file, *overrides).choices())
+    return dict(describe_choices(setup_of(file, *overrides)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.errors import ConfigError
 from tandem.model.files.tiny import tiny_model
 from tandem.paths import check_models
+from tandem.report.choices import describe_choices
 from tandem.report.reporter import Reporter
 from tandem.train import trainer
 
@@ -87,7 +88,7 @@ def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
 
 def test_a_run_as_long_as_its_warm_up_is_not(tmp_path, capsys):
     setup = trainer.set_up(load_config(None, []).config, trainer.join_process_group().device)
-    assert setup.highest_rate == 1e-3
+    assert setup.plan.highest_rate == 1e-3
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert capsys.readouterr().out == ""
 
@@ -153,7 +154,7 @@ def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
 )
 def test_the_precision_in_force_is_said(overrides, said):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
-    assert dict(setup.choices())["precision"] == said
+    assert dict(describe_choices(setup))["precision"] == said
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_the_precision_in_force_is_said(overrides, said):
 )
 def test_whether_the_sft_term_is_a_sum_is_said(overrides, said):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
-    assert dict(setup.choices()).get("SFT term") == said
+    assert dict(describe_choices(setup)).get("SFT term") == said
 
 
 def test_a_schedule_that_raises_the_rate_above_the_one_that_is_set_is_warned_of(tmp_path, capsys):

@@ -58,12 +58,12 @@ def put_back_exported(t: Training, per_pair: Path) -> None:
 
 def _exported(t: Training, per_pair: Path) -> Path:
     """The checkpoint of the exported step, verified unless it is the one that was loaded."""
-    place = t.saver.folder / f"step_{exported_step(t.run, t.setup.num_steps)}"
+    place = t.saver.folder / f"step_{exported_step(t.run, t.setup.plan.num_steps)}"
     try:
         if step_of(place) != t.progress.step:
             read_manifest(place)
     except ValueError:
-        is_last = step_of(place) == t.setup.num_steps
+        is_last = step_of(place) == t.setup.plan.num_steps
         which = "its last step is gone" if is_last else f"step {step_of(place)}, which it exported, is gone or damaged"
         raise CheckpointError(
             f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of {which}, so there is nothing to measure. Train "
@@ -88,8 +88,9 @@ def _best(t: Training) -> tuple[Path, str]:
     since = t.ranking.num_since_best()
     validations = "validation was" if since == 1 else f"{since} validations were"
     text = (
-        f"stopped early at step {t.progress.step} of {t.setup.num_steps}: the last {validations} no better than that of step "
-        f"{t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step {step_of(place)} is exported."
+        f"stopped early at step {t.progress.step} of {t.setup.plan.num_steps}: the last {validations} no better than that of "
+        f"step {t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step "
+        f"{step_of(place)} is exported."
     )
     if (start := t.ranking.better_start()) is not None:
         text += f" No step was as good as the model before training ({start:.4f})."

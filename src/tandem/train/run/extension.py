@@ -31,7 +31,7 @@ def last_step(run: Path) -> int:
 
 def check_extension(run: Path, setup: Setup) -> int | None:
     """The step from which a finished run is extended; None if it is asked for as many steps as it has."""
-    trained, asked = last_step(run), setup.num_steps
+    trained, asked = last_step(run), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
         raise CheckpointError(
@@ -55,7 +55,7 @@ def check_extension(run: Path, setup: Setup) -> int | None:
 
 def refuse_shortening(run: Path, setup: Setup) -> None:
     """A run that is not finished, and was trained further already than it is asked for now."""
-    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.num_steps
+    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.plan.num_steps
     if trained > asked:
         raise CheckpointError(
             f"{run} has trained {trained} steps already; it cannot be shortened to {asked}. With dpo.max_num_steps and "

@@ -202,7 +202,7 @@ def write_per_pair(t: Training, path: Path) -> None:
     batch_size = t.setup.config.policy.train_global_batch_size
 
     def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
-        for split, packer in t.setup.packers().items():
+        for split, packer in t.setup.plan.packers().items():
             yield split, measure(t.policy, sides[split], packer, batch_size, check=t.stopping.check), packer.store
 
     if t.ranks.is_first:

@@ -51,15 +51,15 @@ def derived(setup: Setup, run: Path) -> dict[str, str]:
         "the precision": setup.precision,
         "compiled layers": setup.compiles,
         "the directory of checkpoints": real_path(setup.checkpoint_dir(run)),
-        "the number of steps": setup.num_steps,
-        "the number of pairs": setup.num_pairs_trained,
-        "the batches": _digest_of_batches(setup.batches),
+        "the number of steps": setup.plan.num_steps,
+        "the number of pairs": setup.plan.num_pairs,
+        "the batches": _digest_of_batches(setup.plan.batches),
         "the pairs packed together in validation": setup.validation_batch_size,
     }
-    for split, packer in setup.packers().items():
+    for split, packer in setup.plan.packers().items():
         facts |= _of_packer(split, packer)
-    for number, batch in enumerate(setup.batches.epoch(0)[:COMPARED_BATCHES], start=1):
-        rounds = setup.train.rounds(batch.preferences, batch.bounds)
+    for number, batch in enumerate(setup.plan.batches.epoch(0)[:COMPARED_BATCHES], start=1):
+        rounds = setup.plan.train.rounds(batch.preferences, batch.bounds)
         facts[f"the number of rounds of batch {number}"] = len(rounds)
         packs = [part for one in rounds for part in (np.array([one.length, len(one.packs)]), *one.packs)]
         facts[f"the packs of batch {number}"] = _digest(*packs, np.array([len(part) for part in packs]))

@@ -156,7 +156,7 @@ def build(
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
     )
-    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
+    scheduler = make_scheduler(optimizer, setup.config.policy, setup.plan.num_steps)
     fingerprints = _fingerprints(setup, ranks, loaded.weights) | values_from_environment(given)
     # Before it all workers draw alike (new weights must agree), from here on each its own.
     torch.manual_seed(setup.config.run.seed + ranks.number)
@@ -221,7 +221,7 @@ def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ran
 
 def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
     """What a run trains on and from, by content. weights: of the start model."""
-    found = {"training data": setup.train.store.fingerprint, "start model": weights}
+    found = {"training data": setup.plan.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
         found["reference model"] = ranks.one_then_all(lambda: weights_fingerprint(other))
     return found
@@ -237,7 +237,7 @@ def _validation_sets(setup: Setup, sides: dict[str, StepContext]) -> list[Valida
             setup.validation_batch_size,
             dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
         )
-        for name, packer in setup.validation.items()
+        for name, packer in setup.plan.validation.items()
     ]
 
 
@@ -298,7 +298,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     On a GPU the first batch's longest rows follow, as long as they are before the last are packed anew, and twice: the second
     time stands beside gradients, as in most of a step, and tells the memory that a run needs.
     """
-    packer, on_gpu = setup.train, setup.device.type == "cuda"
+    packer, on_gpu = setup.plan.train, setup.device.type == "cuda"
     smallest = int(np.argmin(packer.sizes))
     lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
     if lengths:
@@ -312,7 +312,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     policy.zero_grad()
     if not on_gpu:
         return None
-    first = setup.batches.epoch(0)[0]
+    first = setup.plan.batches.epoch(0)[0]
     bins = packer.bins(first.preferences, first.bounds)
     length = packer.longest_row(bins)
     longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
@@ -336,9 +336,9 @@ def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ran
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
     if not count:
         return None
-    name = next(iter(setup.validation))
-    prompts = prompts_of(setup.validation[name].store, tokenizer, count)
-    if not setup.compares:
+    name = next(iter(setup.plan.validation))
+    prompts = prompts_of(setup.plan.validation[name].store, tokenizer, count)
+    if not setup.uses_reference:
         return Samples(tokenizer, prompts, None)
     asked, other = references["train"], setup.reference_source
     model = asked.policy if isinstance(asked, LiveReference) else policy

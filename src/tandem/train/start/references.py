@@ -62,8 +62,8 @@ def make_references(
     check: Callable[[], None],
 ) -> dict[str, Reference]:
     """The reference for the training set and every validation set, by split."""
-    packers = setup.packers()
-    if not setup.compares:
+    packers = setup.plan.packers()
+    if not setup.uses_reference:
         return dict.fromkeys(packers, NoReference())
     other = setup.reference_source
     source, lora = (setup.source, setup.lora) if other is None else (other, None)
@@ -99,7 +99,7 @@ def make_references(
                 place=folder / places[name],
                 progress=advance,
                 # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
-                portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
+                portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
             )
     ranks.agreed(
         lambda: write_atomically(run / REFERENCES, json.dumps(places, indent=1), "references"), by=ranks.is_first
@@ -122,7 +122,7 @@ def _places_of_references(
         "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
-    packers = setup.packers()
+    packers = setup.plan.packers()
     places = {
         name: reference_name(weights, packer.store.fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()
@@ -159,7 +159,7 @@ def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks,
     """Packed = plain, for the policy or for a reference that is another model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
-        found = audit(policy, setup.train, ranks, precision=setup.precision, model=model)
+        found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
     rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"
     reporter.say(
         f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
@@ -181,7 +181,7 @@ def audit_start(
     reporter: Reporter,
 ) -> None:
     """Policy = reference where the reference is the start model; and what the start model makes of the data."""
-    same = setup.compares and setup.reference_source is None
+    same = setup.uses_reference and setup.reference_source is None
     if same:
         with policy.computing():
             difference = audit_reference(policy, found, references["train"], ranks)
@@ -189,7 +189,7 @@ def audit_start(
     else:
         reporter.say(f"  policy and reference are not compared: {_why_not(setup)}")
     reporter.say("Start model on the chosen completions")
-    packers = setup.packers()
+    packers = setup.plan.packers()
     for split, reference in references.items():
         # Read from the start's cache over the whole set; without it there is only what the audit looked at.
         if same and isinstance(reference, CachedReference):
@@ -202,7 +202,7 @@ def audit_start(
 
 
 def _why_not(setup: Setup) -> str:
-    return "the reference is another model" if setup.compares else "the loss has no reference"
+    return "the reference is another model" if setup.uses_reference else "the loss has no reference"
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
