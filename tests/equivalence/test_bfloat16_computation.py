@@ -102,7 +102,7 @@ def test_what_is_computed_with_is_right_on_average():
     assert (after != before).float().mean().item() == pytest.approx(1 / 32, rel=0.05)
 
 
-def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is():
+def test_a_frozen_weight_under_an_adapter_is_used_in_the_same_precision_as_the_model():
     """One cached reference serves both."""
     ranks = join_process_group()
 
@@ -154,7 +154,7 @@ def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
     with policy.computing():
         for pack in packs[:4]:
             backward(pack)
-    with policy.computing():  # goes on with the sums that are there
+    with policy.computing():  # adds to the existing sums
         for pack in packs[4:]:
             backward(pack)
             assert all(parameter.grad is None for _, parameter in policy.trained())

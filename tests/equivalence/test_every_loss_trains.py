@@ -1,6 +1,6 @@
 """Every loss through the whole trainer: it starts where its formula says, stays finite, and knows nothing of packs.
 
-The embedded model is policy and reference alike, so that every ratio is 0 before the first step; losses without a
+The embedded model is both policy and reference, so every ratio is 0 before the first step; losses without a
 reference are written out over the plain forward.
 """
 

@@ -61,7 +61,7 @@ def set_up_with(*overrides):
 
 
 def cached_values(cache, setup, besides):
-    """Of the training set, as they stand in the reference's cache, in the one place that was not there before."""
+    """The reference of the training set, from the one cache folder that is new."""
     places = [path for path in cache.iterdir() if path.name not in besides]
     (place,) = [path for path in places if read_manifest(path)["tokens"] == setup.plan.train.store.fingerprint]
     values = np.fromfile(place / "logps.f32", np.float32)
@@ -177,7 +177,7 @@ def test_adapters_start_as_the_base_model_and_share_its_cached_reference(trained
     assert_cached_is(plain_model(MODEL), folder / "cache", set_up_with())
 
 
-def test_what_a_run_learns_is_what_peft_and_a_plain_loop_learn(trained):
+def test_a_run_trains_the_same_adapters_as_peft_in_a_plain_loop(trained):
     """By hand: peft's own model, one sequence at a time, full logits, the adapter switched off as the reference."""
     _, _, run = trained
     setup = set_up_with(*SMALL)
@@ -280,8 +280,10 @@ def test_a_reference_cached_by_float32_weights_is_not_that_of_the_same_weights_f
         assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4), run
 
 
-def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
-    start = shutil.copytree(embedded_model(), tmp_path / "start")  # of so many weights that chances even out
+def test_merging_into_bfloat16_keeps_the_training_result(tmp_path):
+    start = shutil.copytree(
+        embedded_model(), tmp_path / "start"
+    )  # with enough weights that random rounding averages out
     plain_model(start).to(torch.bfloat16).save_pretrained(start)
     gentle = ["policy.optimizer.kwargs.lr=5e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=6"]
     common = [*LORA, *gentle, "dpo.val_at_end=true", "checkpointing.enabled=false", f"policy.model_name={start}"]
@@ -308,7 +310,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
     assert largest_difference(*files) == 0.0
 
 
-def test_layers_that_compute_again_draw_the_same_dropout(tmp_path):
+def test_recomputed_layers_draw_the_same_dropout(tmp_path):
     settings = [*SMALL, "policy.lora.dropout=0.2", "dpo.max_num_steps=2", "checkpointing.enabled=false"]
     kept, again = (
         metrics_of(run_few(tmp_path / how, *settings, f"policy.activation_checkpointing={how}"))
@@ -429,8 +431,8 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={tmp_path}/small")
     assert str(refused.value) == (
-        f"reference.model = {tmp_path}/small: it knows 96 tokens, {MODEL} 2048; a reference reads the policy's tokens. "
-        "Choose one with the same vocabulary."
+        f"reference.model = {tmp_path}/small: its vocabulary has 96 tokens, that of {MODEL} 2048, and a reference reads the "
+        "policy's tokens. Choose one with the same vocabulary."
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")
@@ -444,6 +446,6 @@ def test_a_reference_whose_tokens_mean_something_else_is_refused(other, tmp_path
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={mine}")
     assert str(refused.value) == (
-        f"reference.model = {mine}: its tokenizer calls token 1 '<|sm_trait|>', the policy's '<|im_start|>'; a reference reads "
-        "the policy's tokens. Choose one with the same vocabulary."
+        f"reference.model = {mine}: token 1 is '<|sm_trait|>' in its tokenizer and '<|im_start|>' in the policy's, and a "
+        "reference reads the policy's tokens. Choose one with the same vocabulary."
     )

@@ -26,7 +26,7 @@ from tandem.packing import packs as packs_module
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import make_packer
 from tandem.train import trainer
-from tandem.train.memory import ON_A_CPU
+from tandem.train.memory import CPU_ROW_TOKENS
 from tandem.train.optimizer import make_optimizer
 from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
@@ -163,12 +163,12 @@ def test_the_plain_run_has_seven_steps_and_moves_the_weights_far_beyond_the_boun
     assert largest_difference(weights_of(plain), start) > 1000 * WEIGHTS
 
 
-def test_no_two_cuts_lay_the_epoch_out_alike(mixed):
+def test_no_two_cuts_lay_the_epoch_out_the_same_way(mixed):
     setup = setup_of(mixed)
 
     def layout(**settings):
         packer = make_packer(
-            setup.plan.train.store, Packing(**settings), usual_auto=ON_A_CPU, pairs_per_batch=PAIRS, seed=42
+            setup.plan.train.store, Packing(**settings), usual_auto=CPU_ROW_TOKENS, pairs_per_batch=PAIRS, seed=42
         )
         epoch = [packer.micro_batches(batch.preferences) for batch in setup.plan.batches.epoch(0)]
         return tuple((pack.tree.shape, *pack.preferences.tolist()) for packs in epoch for pack in packs)
@@ -186,7 +186,7 @@ IN_ORDER = ["data.shuffle=false", "policy.train_global_batch_size=12", "dpo.sft_
 
 @pytest.fixture(scope="module")
 def pair_by_pair(folder):
-    """Each of the six pairs of four completions as a row of its own."""
+    """Each of the six pairs of four completions as a separate row."""
     rows = [
         {"prompt": row["context"], "chosen": better["completion"], "rejected": worse["completion"]}
         for row in RANKED
@@ -231,7 +231,7 @@ def test_a_preference_split_over_rows_trains_like_one_in_a_row(share_prompts, to
 # The whole set packed once
 
 
-# Drawn, the packs of a set are others than the same preferences give when they are packed anew.
+# With shuffled packing, the packs of a set differ from packing the same preferences again.
 DATASET = packing(mode="dataset", pack_length=256, algorithm=SHUFFLE)
 
 
@@ -301,7 +301,7 @@ def test_the_trainer_passes_over_every_pack_of_the_set_once_an_epoch(over_packs,
 
 
 @pytest.mark.parametrize("settings", [{"mode": "none"}, {"mode": "batch", "pack_length": 512}], ids=str)
-def test_batches_of_whole_packs_train_like_the_same_preferences_packed_anew(settings, over_packs, mixed):
+def test_batches_of_whole_packs_train_like_the_same_preferences_packed_again(settings, over_packs, mixed):
     batches = setup_of(mixed, *DATASET).plan.batches
     given = [batch for epoch in (0, 1) for batch in batches.epoch(epoch)]
     lines, weights = by_hand(setup_of(mixed, *packing(**settings)), given)
@@ -333,7 +333,7 @@ def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit
     saving = [*DATASET, "checkpointing.enabled=true", "checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = run(tmp_path / "whole", mixed, *saving)
     assert [line["step"] for line in metrics_of(whole)] == [1, 2, 3, 4, 5, 6]
-    for last in (3, 5):  # to go on inside the first epoch, and inside the second
+    for last in (3, 5):  # to resume inside the first epoch, and inside the second
         with killed_after(last):
             run(tmp_path / "cut", mixed, *saving)
     cut = run(tmp_path / "cut", mixed, *saving)
@@ -344,7 +344,7 @@ def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit
 @pytest.mark.parametrize("algorithm", [DECREASING, SHUFFLE, EXACT])
 def test_a_seed_decides_packs_and_their_order(algorithm, mixed, tmp_path, monkeypatch):
     def found(seed, place):
-        monkeypatch.setattr(packs_module, "cache_dir", lambda: tmp_path / place)  # made anew, not found
+        monkeypatch.setattr(packs_module, "cache_dir", lambda: tmp_path / place)  # made again, not found
         batches = setup_of(mixed, f"run.seed={seed}", *packing(mode="dataset", pack_length=256, algorithm=algorithm))
         batches = batches.plan.batches
         order = [np.concatenate([batch.preferences for batch in batches.epoch(e)]).tolist() for e in (0, 1)]

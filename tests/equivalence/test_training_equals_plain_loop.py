@@ -55,7 +55,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_learns_what_the_plain_loop_learns(cut, by_hand, tmp_path):
+def test_every_cut_trains_the_same_model_as_the_plain_loop(cut, by_hand, tmp_path):
     losses, norms, weights = by_hand
     run = short_run(tmp_path / "run", *CUTS[cut])
     lines = metrics_of(run)

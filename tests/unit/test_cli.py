@@ -18,7 +18,7 @@ from tandem.cli import main as cli
 from tandem.config.load import load_config
 from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
 
-NO_RUN = "it holds no config.yaml, so it is no run"
+NO_RUN = "it has no config.yaml, so it is not a run"
 NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name)."
 
 # Runs the command, then says on the last line of standard error whether torch was imported.
@@ -302,7 +302,7 @@ def test_resume_refuses_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path):
     assert run_here(monkeypatch, capsys, "train", "--resume", str(tmp_path)) == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}: it holds no config.yaml, so it is no run.\n",
+        f"tandem: error: --resume {tmp_path}: it has no config.yaml, so it is not a run.\n",
     )
 
 
@@ -321,7 +321,8 @@ def test_resume_refuses_what_is_inside_a_run_and_names_the_run(monkeypatch, caps
     assert run_here(monkeypatch, capsys, "train", "--resume", f"{tmp_path}/{inside}") == (
         4,
         "",
-        f"tandem: error: --resume {tmp_path}/{inside}: it holds no config.yaml, so it is no run. Is --resume {tmp_path} meant?\n",
+        f"tandem: error: --resume {tmp_path}/{inside}: it has no config.yaml, so it is not a run. Is --resume "
+        f"{tmp_path} meant?\n",
     )
 
 

@@ -114,8 +114,8 @@ def _packs_per_batch(setup: Setup) -> str:
     pairs = plan.batches.pairs_per_pack()
     packs = max(1, round(setup.config.policy.train_global_batch_size / pairs.mean()))
     return (
-        f", about {packs} of {len(pairs):,} packs of {pairs.mean():.1f} pairs on average, filled by whole packs of "
-        f"{plan.train.length:,} tokens ({plan.train.algorithm})"
+        f", in about {packs} of {len(pairs):,} packs of {plan.train.length:,} tokens ({plan.train.algorithm}), "
+        f"{pairs.mean():.1f} pairs per pack on average"
     )
 
 

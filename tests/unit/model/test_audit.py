@@ -404,7 +404,7 @@ def test_a_resumed_run_whose_reference_is_gone_says_that_it_is_computed_again(tm
     train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *given]), Reporter("normal"))
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is computed again, with "
+        f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is recomputed with "
         "transformers 99.0, and may differ by rounding."
     ) in said
 

@@ -53,7 +53,7 @@ def test_ranks_with_equal_rows_compute_every_pair_of_a_batch_once(setup):
     )
 
 
-def test_ranks_with_different_rows_are_found_out(setup):
+def test_ranks_with_different_rows_are_detected(setup):
     preferences = setup.plan.batches.epoch(0)[0].preferences
     table = computed(*ranks_with_rows(setup.plan.train, 1024, 512), preferences=preferences)
     missing = len(set(preferences) - set(table.preference))
@@ -92,7 +92,7 @@ def test_a_preference_twice_in_a_batch_has_its_pairs_twice(tmp_path):
         check_pairs(exchanged, twice, packer.store)
 
 
-def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
+def test_a_validation_that_leaves_out_a_pair_is_detected(setup, monkeypatch):
     whole = Packer.micro_batches
     monkeypatch.setattr(Packer, "micro_batches", lambda self, these, bounds=None: whole(self, these[1:], bounds))
     monkeypatch.setattr(validation.PairLedger, "read", lambda self, ranks: (self.table, []))
@@ -139,7 +139,7 @@ def test_what_another_rank_would_train_otherwise_is_among_the_differences(setup,
     assert any(one.startswith(f"{named}: ") for one in found), found
 
 
-def test_ranks_themselves_are_no_difference(setup, tmp_path):
+def test_rank_numbers_are_not_a_difference(setup, tmp_path):
     other = set_up_with("policy.train_global_batch_size=64", "data.num_workers=1", "run.name=x", share=Share(1, 2))
     assert differences([derived(setup, tmp_path), derived(other, tmp_path)]) == []
 
@@ -166,7 +166,7 @@ def test_the_message_names_the_differences_and_the_ranks():
     with pytest.raises(RanksDifferError) as refused:
         refuse_different_ranks(Several(theirs, mine | {"a": "9"}), lambda: mine)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "the ranks would not train the same:\n"
+        "the ranks differ and would not train the same model:\n"
         "  a: 1 on rank 0; 9 on ranks 1, 2\n"
         "  b: 2 on ranks 0, 2; 8 on rank 1\n"
         "  d: 4 on ranks 0, 2; 7 on rank 1\n"

@@ -74,7 +74,7 @@ def test_numbers_without_a_meaning_are_left_out(run, loss, absent):
     assert all(list(line) == [name for name in FIELDS if name not in absent] for line in lines)
 
 
-def test_several_completions_are_told_apart(run, tmp_path):
+def test_several_completions_are_distinguished(run, tmp_path):
     three = {
         "context": [{"role": "user", "content": "Hi"}],
         "completions": [
@@ -119,8 +119,8 @@ def test_a_finished_run_without_its_checkpoint_has_nothing_to_measure(run, tmp_p
     with pytest.raises(CheckpointError) as error:
         run("checkpointing.enabled=false")
     assert str(error.value) == (
-        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, but the checkpoint of its last step is gone, so there is "
-        "nothing to measure. Train again, with --fresh."
+        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, but the checkpoint of its last step is missing, so there "
+        "is nothing to measure. Train again with --fresh."
     )
 
 

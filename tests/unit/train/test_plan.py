@@ -59,7 +59,7 @@ def test_fewer_pairs_than_a_batch_are_refused_with_a_batch_size_that_works():
         ([1] * 45, ["dpo.max_num_steps=5"], ["policy.train_global_batch_size=8", "5"]),
         ([1] * 8, [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=3", "24"]),
         ([1], [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=20", "20"]),
-        # A preference of three pairs is a batch by itself, however small batches are.
+        # A preference of three pairs is a batch alone, however small batches are.
         ([3] * 30, [], ["policy.train_global_batch_size=4", "29"]),
     ],
 )
@@ -134,7 +134,7 @@ def line(number: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("weight", "told"),
+    ("weight", "reported"),
     [
         (
             0.1,
@@ -143,14 +143,14 @@ def line(number: int) -> str:
         (0.34, None),
     ],
 )
-def test_a_set_of_which_no_epoch_takes_anything_is_refused(tmp_path, weight, told):
+def test_a_set_whose_weight_leaves_no_preference_in_an_epoch_is_refused(tmp_path, weight, reported):
     (tmp_path / "a.jsonl").write_text("".join(line(i) for i in range(4)))
     (tmp_path / "b.jsonl").write_text("".join(line(i) for i in range(10, 13)))
     few = f"{{data_path:{tmp_path}/b.jsonl,weight:{weight}}}"
     config = load_config(None, [f"data.train=[{tmp_path}/a.jsonl,{few}]", B2]).config
-    if told is None:
+    if reported is None:
         assert set_up(config, CPU).plan.batches.num_pairs_of(0) == 5
         return
     with pytest.raises(DataError) as refused:
         set_up(config, CPU)
-    assert str(refused.value) == f"{tmp_path}/b.jsonl: {told} 0.34 or more."
+    assert str(refused.value) == f"{tmp_path}/b.jsonl: {reported} 0.34 or more."

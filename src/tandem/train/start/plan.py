@@ -99,9 +99,8 @@ def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
 
     45 pairs, 1 epoch: batches of 2, 22 steps. 8 pairs: batches of 1, 3 epochs, 24 steps.
     """
-    mode = (
-        "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
-    )  # whole packs make batches large
+    # Whole packs make batches large, so packing by batch is suggested too.
+    mode = "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
     enough = min(ENOUGH_STEPS, config.dpo.max_num_steps or ENOUGH_STEPS)
     size = 1 << (batches.batch_size.bit_length() - 1)
     while size > 1 and len(_pairs_per_step(replace(batches, batch_size=size), config)) < enough:

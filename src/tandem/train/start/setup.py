@@ -1,4 +1,4 @@
-"""From a configuration to everything a run needs before weights load: stores, packers, schedule, and the checks."""
+"""Checks a configuration against its model, data and machine, and returns the Setup of a run. No weights are loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,11 @@ from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable, real_path
 from tandem.train.memory import (
     RowLength,
-    expected_need,
+    auto_row_length,
+    describe_rows,
+    estimate_memory,
+    refuse_certain_overflow,
     refuse_large_masks,
-    refuse_what_is_too_large,
-    usual_row,
-    why,
 )
 from tandem.train.optimizer import check_scheduler, highest_rate
 from tandem.train.start.machine import Machine, check_machine
@@ -86,10 +86,10 @@ class Setup:
 def set_up(
     config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE, memory: int | None = None
 ) -> Setup:
-    """Read, tokenise and check everything that can be told wrong without the weights. `share`: this worker's.
+    """Tokenise the data and run every check that does not need the weights. share: which part of each batch this rank gets.
 
-    `memory`: of the smallest device of all ranks, so that all choose the same rows; None: of this one. Ranks run this at
-    different times, so nothing in it may wait for another.
+    memory: bytes of the smallest device of all ranks, so that all choose the same row length; None: of this device. Ranks
+    run this at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
     given = config.reference.cache_dir
@@ -103,7 +103,7 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run works on, whatever machine it runs on."""
+    """The model, the data and the steps of a run, the same on every machine."""
 
     config: Config
     source: ModelSource
@@ -114,7 +114,7 @@ class Inputs:
 
 
 def check_model(config: Config) -> ModelSource:
-    """What is wrong whatever the data and the machine: of the schedule, and of the model."""
+    """Find and check the model, and check the settings that need neither data nor a device."""
     check_cache_dir()
     check_scheduler(config.policy)
     source = find_model(config.policy)
@@ -124,11 +124,11 @@ def check_model(config: Config) -> ModelSource:
 
 def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
     """Tokenise and check the sets, and plan the steps over them."""
-    named = find_tokenizer(config.policy, source)
-    tokenizer = load_tokenizer(named)
-    check_export(tokenizer, named, source.config)
+    folder = find_tokenizer(config.policy, source)
+    tokenizer = load_tokenizer(folder)
+    check_export(tokenizer, folder, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
-    reference_source = _other_reference(config, source, tokenizer)
+    reference_source = _find_reference(config, source, tokenizer)
     sets = open_sets(config, template, bar)
     _check_sets(sets, config, source)
     check_positions(sets, source, reference_source)
@@ -172,17 +172,17 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int
     Of the model only its sizes matter here: with other sets and their schedule in `inputs` this gives a plan for the same model.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
-    need = expected_need(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
-    usual = usual_row(need, config.policy, device, memory)
+    need = estimate_memory(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
+    usual = auto_row_length(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual, share)
     for packer in (train, *validation.values()):
         refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
-    refuse_what_is_too_large(need, train, schedule.batches.epoch(0)[0], config.policy, device, memory)
+    refuse_certain_overflow(need, train, schedule.batches.epoch(0)[0], config.policy, device, memory)
     return Plan(
         sets=inputs.sets,
         train=train,
         validation=validation,
-        rows=why(train, config.policy, usual),
+        rows=describe_rows(train, config.policy, usual),
         batches=schedule.batches,
         num_steps=schedule.num_steps,
         num_pairs=schedule.num_pairs,
@@ -193,39 +193,39 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int
 def _packers(
     sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
 ) -> tuple[Packer, dict[str, Packer]]:
-    """Of the training set and of every validation set, whose rows have the same lengths: nothing more is compiled."""
+    """The packers of the training set and of each validation set. Row lengths are the same, so layers compile once."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
-    of_all = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
+    shared = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
     rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
-    train = make_packer(sets.train, packing, **rows, pairs_per_batch=pairs, **of_all)
+    train = make_packer(sets.train, packing, **rows, pairs_per_batch=pairs, **shared)
     validation = {
-        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **of_all)
+        name: make_packer(store, packing, usual_auto=train.length, pairs_per_batch=None, **shared)
         for name, store in sets.validation.items()
     }
     return train, validation
 
 
 def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
-    """What the configuration asks of the sets that only they can tell."""
+    """Check settings that refer to the sets: the tracked metric, validation samples, and the vocabulary."""
     tracked = tracked_metric(config.checkpointing.metric_name, list(sets.validation))
     check_direction(tracked, higher_is_better=config.checkpointing.higher_is_better)
     if config.checkpointing.metric_name and tracked and tracked.split != "train" and not config.dpo.validates:
         raise ConfigError(
-            f"checkpointing.metric_name = {config.checkpointing.metric_name}: nothing is ever validated (dpo.val_period, "
-            "val_at_start, val_at_end). Validate, or track train:loss."
+            f"checkpointing.metric_name = {config.checkpointing.metric_name}: no validation is configured, so this "
+            "metric would never be measured. Set dpo.val_period, dpo.val_at_start or dpo.val_at_end, or track train:loss."
         )
     check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
-            "take prompts from. Give data.validation, or set it to 0."
+            "take prompts from. Set data.validation, or set it to 0."
         )
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
 
 
-def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
-    """The model named as the reference; refused where it would read the policy's token ids as other tokens."""
+def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
+    """Return reference.model; refuse one whose token ids mean other tokens than the policy's."""
     name = config.reference.model
     if name is None:
         return None
@@ -233,16 +233,16 @@ def _other_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mod
     check_packable(other, config.policy)
     if other.vocabulary != source.vocabulary:
         raise ConfigError(
-            f"reference.model = {name}: it knows {other.vocabulary} tokens, {source.name} {source.vocabulary}; a reference reads "
-            "the policy's tokens. Choose one with the same vocabulary."
+            f"reference.model = {name}: its vocabulary has {other.vocabulary} tokens, that of {source.name} {source.vocabulary}, "
+            "and a reference reads the policy's tokens. Choose one with the same vocabulary."
         )
     if (other.folder / "tokenizer.json").is_file() and hasattr(tokenizer, "get_vocab"):
         theirs = {number: token for token, number in load_tokenizer(other.folder).get_vocab().items()}
         for token, number in tokenizer.get_vocab().items():
             if theirs.get(number, token) != token:
                 raise ConfigError(
-                    f"reference.model = {name}: its tokenizer calls token {number} {theirs[number]!r}, the policy's {token!r}; a "
-                    "reference reads the policy's tokens. Choose one with the same vocabulary."
+                    f"reference.model = {name}: token {number} is {theirs[number]!r} in its tokenizer and {token!r} in the "
+                    "policy's, and a reference reads the policy's tokens. Choose one with the same vocabulary."
                 )
     return other
 
@@ -251,6 +251,6 @@ def _check_vocabulary(store: Preferences, source: ModelSource) -> None:
     highest = store.highest_token_id
     if highest >= source.vocabulary:
         raise ConfigError(
-            f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model knows only "
+            f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model has only "
             f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
         )
