@@ -317,7 +317,7 @@ def test_rows_fit_the_smallest_card_of_all_ranks(monkeypatch):
     need = need_of("1.5B", policy)
     assert auto_row_length(need, policy, card).tokens == 16384
     assert auto_row_length(need, policy, card, memory=60 * GIB).tokens == 8192
-    with pytest.raises(OutOfMemoryError, match="of a GPU that has 24:"):
+    with pytest.raises(OutOfMemoryError, match="and the GPU has 24:"):
         refuse_certain_overflow(need, *of_rows(2048), policy, card, memory=24 * GIB)
     with pytest.raises(ConfigError, match=r"and this device has 1\.0 GiB"):
         refuse_large_masks(65_536, 2_048, Policy(attention="sdpa"), card, memory=GIB)

@@ -180,8 +180,8 @@ def test_a_schedule_that_raises_the_rate_above_the_one_that_is_set_is_warned_of(
     schedule = "policy.scheduler={name:torch.optim.lr_scheduler.CosineAnnealingLR,kwargs:{T_max:3,eta_min:0.1}}"
     short_run(tmp_path / "run", schedule, few_pairs(tmp_path))
     assert " ".join(capsys.readouterr().out.split()).startswith(
-        "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. Of torch's "
-        "schedulers, eta_min is a learning rate, not a share of one."
+        "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. In torch's "
+        "schedulers eta_min is a learning rate, not a share of one."
     )
 
 
