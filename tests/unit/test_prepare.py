@@ -188,8 +188,8 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
         (
             ["policy.weights=bfloat16_stochastic", "policy.lora.enabled=true"],
             2,
-            "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are "
-            "trained are float32. Leave it out.",
+            "policy.weights = bfloat16_stochastic: with adapters the model's weights are frozen, and the adapters are "
+            "trained in float32. Leave it out.",
         ),
         (
             ["checkpointing.metric_name=val_loss"],
