@@ -61,7 +61,7 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
 def write_tokens(given: list[str], train: Path, held_out: Path) -> None:
     """The first pair of every preference as token ids, a JSON object a line."""
     setup = set_up(load_config(None, given).config, torch.device("cpu"))
-    for packer, place in ((setup.train, train), (setup.validation["default"], held_out)):
+    for packer, place in ((setup.plan.train, train), (setup.plan.validation["default"], held_out)):
         with place.open("w") as file:
             for index in range(len(packer.store)):
                 one = packer.store[index]

@@ -21,7 +21,7 @@ from tandem.config.keys import with_table
 from tandem.config.sections.policy import Policy
 from tandem.model.files.source import ModelSource
 from tandem.model.lora.layers import LoraPlan, plan_lora
-from tandem.train.memory import GIB, USED, Need, expected_need, usual_row
+from tandem.train.memory import GIB, USABLE_SHARE, MemoryEstimate, auto_row_length, estimate_memory
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/choosing.md"
@@ -82,12 +82,12 @@ def adapters_of(shape: str) -> LoraPlan | None:
     return plan_lora(source_of(shape), Policy.model_validate(LORA).lora, GPU, "bfloat16")
 
 
-def need_of(shape: str, way: Settings) -> tuple[Need, Policy]:
+def need_of(shape: str, way: Settings) -> tuple[MemoryEstimate, Policy]:
     policy, source = Policy.model_validate(way.keys), source_of(shape)
     plan = adapters_of(shape) if policy.lora.enabled else None
     if plan is not None:
         plan = replace(plan, quantization=way.quantization)
-    return expected_need(source, policy, plan, "bfloat16", 1, GPU), policy
+    return estimate_memory(source, policy, plan, "bfloat16", 1, GPU), policy
 
 
 def cells(shape: str, cards: Sequence[int] = CARDS) -> list[str]:
@@ -100,9 +100,9 @@ def cells(shape: str, cards: Sequence[int] = CARDS) -> list[str]:
         need, policy = need_of(shape, way)
         for card in missing:
             memory = card * 10**9
-            row = usual_row(need, policy, GPU, memory).tokens
-            expected = need.fixed + need.passing(row)
-            if row >= SHORTEST and expected <= USED * memory:
+            row = auto_row_length(need, policy, GPU, memory).tokens
+            expected = need.fixed + need.temporary(row)
+            if row >= SHORTEST and expected <= USABLE_SHARE * memory:
                 found[card] = f"{way.letter}: {row:,} tokens, {expected / GIB:.0f} GiB"
     return list(found.values())
 
@@ -122,7 +122,7 @@ def compared() -> str:
         options = dict(zip(given[::2], given[1::2], strict=True))
         shape, tokens = options.get("--shape", "qwen2.5-1.5b"), int(options.get("--pack-length", 16384))
         need, _ = need_of(shape, Settings("", OF_MEASUREMENT[options["--settings"]]))
-        computed = (need.fixed + need.passing(tokens)) / GIB
+        computed = (need.fixed + need.temporary(tokens)) / GIB
         rows.append(f"| {NAMES[shape]}, `{one['options']}` | {computed:.0f} | {one['tandem']['peak_gib']:.0f} |")
     return "\n".join(rows)
 

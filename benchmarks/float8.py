@@ -114,13 +114,13 @@ def logps(setup: Setup, ranks: Ranks, cuts: list[Any], *, float8: bool) -> list[
         compute_in_float8(decoder_layers(policy))
     found: dict[int, list[np.ndarray]] = {}
     for chosen in cuts:
-        for pack in setup.train.micro_batches(np.array(chosen)):
+        for pack in setup.plan.train.micro_batches(np.array(chosen)):
             inputs = policy.inputs(pack, ranks.device)
             with torch.no_grad():
                 values = policy(inputs)[: inputs.num_scored].double().cpu().numpy()
             parts = iter(np.split(values, np.cumsum(pack.completion_lengths)[:-1]))
             for preference in pack.preferences.tolist():
-                found[preference] = [next(parts) for _ in setup.train.store[preference].completions]
+                found[preference] = [next(parts) for _ in setup.plan.train.store[preference].completions]
     return [part for preference in sorted(found) for part in found[preference]]
 
 

@@ -61,7 +61,7 @@ def computed(setup: Setup, policy: Policy, order: np.ndarray) -> Cut:
     logps: dict[tuple[int, int], torch.Tensor] = {}
     with policy.computing():
         for start in range(0, len(order), BATCH):
-            for pack in setup.train.micro_batches(order[start : start + BATCH]):
+            for pack in setup.plan.train.micro_batches(order[start : start + BATCH]):
                 inputs = policy.inputs(pack, setup.device)
                 parts = policy(inputs)[: inputs.num_scored].double().cpu().split(pack.completion_lengths.tolist())
                 owners = pack.preferences[pack.owner].tolist()
@@ -75,7 +75,7 @@ def computed(setup: Setup, policy: Policy, order: np.ndarray) -> Cut:
 def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
     """Mean differences per token, as the audit takes them: the smallest, the mean and the largest of the completions."""
     found: dict[str, list[float]] = {"packed to plain": [], "plain, filler": [], "plain, perturbed": []}
-    store, device = setup.train.store, setup.device
+    store, device = setup.plan.train.store, setup.device
     with policy.computing():
         for (index, number), packed in cut.logps.items():
             if index >= AUDITED:
@@ -94,8 +94,8 @@ def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
 
 def error_of_gradient_sums(setup: Setup, policy: Policy) -> float:
     """Of packs of one preference each: how far their sum, as training makes it, is from the sum in float64."""
-    row = setup.train.length
-    packs = [setup.train.row([index], row) for index in range(min(PACKS, len(setup.train.store)))]
+    row = setup.plan.train.length
+    packs = [setup.plan.train.row([index], row) for index in range(min(PACKS, len(setup.plan.train.store)))]
     watched = dict(list(policy.trained())[:8])
     exact = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in watched.items()}
 
@@ -139,7 +139,7 @@ def main() -> None:
     ranks = join_process_group()
     rng = np.random.default_rng(0)
     setup, policy = made(o, "float32", "float32", o.rows[0], ranks)
-    order = np.arange(min(o.preferences, len(setup.train.store)))
+    order = np.arange(min(o.preferences, len(setup.plan.train.store)))
     exact = computed(setup, policy, order)
     setup, policy = made(o, "bfloat16", o.weights, o.rows[1], ranks)
     other = computed(setup, policy, rng.permutation(order))

@@ -12,7 +12,7 @@ from tandem.data.read.hub import is_hub_name
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.model.files.source import check_path, refuse_missing, refuse_revision
 from tandem.storage.cache import is_checkpoint
-from tandem.train.run.directory import choose_run_dir, is_finished, no_run, refuse_links
+from tandem.train.run.directory import choose_run_dir, is_finished, refuse_links, why_not_a_run
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
@@ -36,7 +36,7 @@ def check_resumed(run: Path) -> None:
     if not (run / "config.yaml").is_file():
         inside = (run.resolve().parent / "config.yaml").is_file()
         hint = f" Did you mean --resume {run.parent}?" if inside else ""
-        what = no_run(run) if run.exists() else "there is no such directory"
+        what = why_not_a_run(run) if run.exists() else "there is no such directory"
         raise CheckpointError(f"--resume {run}: {what}.{hint}")
 
 

@@ -30,7 +30,7 @@ from tandem.storage.cache import published, read_manifest, write_manifest
 from tandem.terminal.commands import key_of, override, tandem_command, with_override
 from tandem.train.start.machine import check_machine, this_device
 from tandem.train.start.plan import ENOUGH_STEPS
-from tandem.train.start.setup import Inputs, check_model, fit_rows, open_inputs
+from tandem.train.start.setup import Inputs, check_model, fit_to_machine, open_inputs
 from tandem.train.validation import portions
 
 SHOWN_TOKENS = 12
@@ -114,7 +114,7 @@ def prepare_data(
         folders=_write_folders(sets, packs, config, output, to_nemo),
         packs={name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
         training=_training_rows(inputs),
-        num_steps=inputs.plan.num_steps,
+        num_steps=inputs.schedule.num_steps,
         pairs_per_batch=pairs,
         packing=config.policy.packing.mode,
         weights={f"train-{i}": one.weight for i, one in enumerate(config.data.training_sets) if one.weight != 1},
@@ -128,18 +128,18 @@ def prepare_data(
 def _training_rows(inputs: Inputs) -> TrainingRows:
     """The rows that training packs on this machine, or why it would not start. Another machine may run it."""
     try:
-        setup = fit_rows(inputs, check_machine(inputs.config, inputs.source, this_device()))
+        setup = fit_to_machine(inputs, check_machine(inputs.config, inputs.source, this_device()))
     except (MachineError, OutOfMemoryError) as error:
         return TrainingRows("", {}, str(error))
     size, val_size = setup.config.policy.train_global_batch_size, setup.validation_batch_size
     rows: dict[str, Outlook] = {}
-    if setup.batches.packs is None:
-        batches = [batch.preferences for batch in setup.batches.epoch(0)]
-        rows["train"] = outlook(setup.train, packed_by_batch(setup.train, batches), size)
-    for name, packer in setup.validation.items():
+    if setup.plan.batches.packs is None:
+        batches = [batch.preferences for batch in setup.plan.batches.epoch(0)]
+        rows["train"] = outlook(setup.plan.train, packed_by_batch(setup.plan.train, batches), size)
+    for name, packer in setup.plan.validation.items():
         packed = packed_by_batch(packer, portions(packer, val_size))
         rows[f"validation-{name}"] = outlook(packer, packed, val_size)
-    return TrainingRows(setup.rows, rows, None)
+    return TrainingRows(setup.plan.rows, rows, None)
 
 
 def _write_folders(

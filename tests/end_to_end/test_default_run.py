@@ -32,20 +32,20 @@ def test_held_out_accuracy_rises_from_a_tie_to_over_nine_in_ten(default):
     assert validations[-1]["accuracy"] > 0.9
 
 
-def test_the_output_tells_the_whole_story(default):
-    _, said = default
+def test_the_output_has_every_section(default):
+    _, printed = default
     for words in (
         "prompt overlap with training 0, 8-gram overlap of completions",
         "Settings that affect the result",
         "Audit: 8 completions of up to",
         "Validation before training",
         "step 1/",
-        "What was exported",
+        "Exported model",
         "Done. Everything is in runs/default-1",
         "Next: a real model, then your own pairs (JSONL with prompt, chosen, rejected) as data.train.",
     ):
-        assert words in said
-    assert "\x1b[" not in said  # no colours, no bar, where there is no terminal
+        assert words in printed
+    assert "\x1b[" not in printed  # no colours, no bar, where there is no terminal
 
 
 def test_the_run_directory_holds_what_the_readme_lists(default):

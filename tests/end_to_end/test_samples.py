@@ -1,4 +1,4 @@
-"""Answers to validation prompts: the policy's beside the reference's, as transformers itself would generate them."""
+"""Answers to validation prompts: the policy's next to the reference's, as transformers would generate them."""
 
 import json
 
@@ -21,7 +21,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr(samples, "ANSWER_TOKENS", 12)
+    monkeypatch.setattr(samples, "MAX_ANSWER_TOKENS", 12)
 
 
 def lines(run, step):
@@ -36,7 +36,7 @@ def greedy(folder, prompt):
 
 
 @pytest.mark.parametrize("reference", ["cached", "live"])
-def test_the_policys_answers_stand_beside_the_references(tmp_path, reference):
+def test_answers_of_policy_and_reference_are_printed_together(tmp_path, reference):
     run = short_run(tmp_path / "run", *SETTINGS, f"reference.mode={reference}")
     before, after = lines(run, 0), lines(run, 4)
     assert [line["place"] for line in before] == [line["place"] for line in after]
@@ -59,6 +59,6 @@ def test_prompts_need_a_validation_set(tmp_path):
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", *SETTINGS, f"data.train.data_path={file}", "policy.train_global_batch_size=1")
     assert str(refused.value) == (
-        "logger.num_val_samples_to_print = 2, but there is no validation set to take prompts from. Give data.validation, or "
+        "logger.num_val_samples_to_print = 2, but there is no validation set to take prompts from. Set data.validation, or "
         "set it to 0."
     )

@@ -30,7 +30,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """By all three, killed after step 3 and gone on with from the checkpoint of step 2."""
+    """A run tracked by all three, killed after step 3 and resumed from the checkpoint of step 2."""
     run = tmp_path_factory.mktemp("tracked") / "run"
     settings = [*SETTINGS, *ALL_THREE, "logger.wandb.mode=offline", "logger.mlflow.experiment_name=mine"]
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def points_of(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def untimed(points):
-    """Without what differs when a step is done anew."""
+    """A record without what differs when a step is repeated."""
     return {name: values for name, values in points.items() if not name.startswith("timing/")}
 
 
@@ -59,7 +59,7 @@ def close_to(points):
     return {name: [(step, pytest.approx(value, rel=1e-6)) for step, value in of] for name, of in points.items()}
 
 
-def test_a_killed_and_tracked_run_comes_to_the_end_of_a_plain_one(tracked, plain):
+def test_a_killed_and_tracked_run_ends_with_the_metrics_of_an_uninterrupted_one(tracked, plain):
     for split in ("train", "validation-default", "exported-default"):
         assert metrics_of(tracked, split) == metrics_of(plain, split)
     assert largest_difference(weights_of(tracked), weights_of(plain)) == 0.0
@@ -137,7 +137,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_tracker_that_misbehaves_changes_nothing(what, monkeypatch, tmp_path, plain):
+def test_a_failing_tracker_does_not_affect_training(what, monkeypatch, tmp_path, plain):
     put_in_front(monkeypatch, tmp_path / "package", **BAD[what])
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 1.0)
     ended = []
@@ -169,16 +169,16 @@ def test_json_prints_every_record_and_the_result_and_nothing_else(tmp_path, monk
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code in (0, None)
-        said = capfd.readouterr()
-        *records, result = [json.loads(line) for line in said.out.splitlines()]
+        printed = capfd.readouterr()
+        *records, result = [json.loads(line) for line in printed.out.splitlines()]
         written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert records == (written if number == 1 else [])
         assert result["run_dir"] == str(run)
         assert list(result["final"]) == ["train", "validation-default", "timing/validation", "exported-default"]
         assert result["final"]["train"] == next(record for record in written[::-1] if record["split"] == "train")
         warning = "warning: in 5 steps the learning rate never rises above" if number == 1 else ""
-        assert said.err.startswith(warning)
-        assert len(said.err.splitlines()) == (number == 1)
+        assert printed.err.startswith(warning)
+        assert len(printed.err.splitlines()) == (number == 1)
 
 
 def test_what_varies_is_what_is_tracked_as_timing():

@@ -102,7 +102,7 @@ def test_what_is_computed_with_is_right_on_average():
     assert (after != before).float().mean().item() == pytest.approx(1 / 32, rel=0.05)
 
 
-def test_a_frozen_weight_under_an_adapter_is_computed_with_as_the_whole_model_is():
+def test_a_frozen_weight_under_an_adapter_is_used_in_the_same_precision_as_the_model():
     """One cached reference serves both."""
     ranks = join_process_group()
 
@@ -138,7 +138,7 @@ def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
     overrides = [BFLOAT16, "policy.weights=bfloat16_stochastic", "policy.train_global_batch_size=32"]
     setup = set_up(load_config(None, [*overrides, "policy.packing.pack_length=384"]).config, ranks.device)
     policy = load_sharded(setup, setup.source, ranks)
-    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))[:10]
+    packs = list(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))[:10]
     assert len(packs) == 10
 
     def backward(pack):
@@ -154,7 +154,7 @@ def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
     with policy.computing():
         for pack in packs[:4]:
             backward(pack)
-    with policy.computing():  # goes on with the sums that are there
+    with policy.computing():  # adds to the existing sums
         for pack in packs[4:]:
             backward(pack)
             assert all(parameter.grad is None for _, parameter in policy.trained())

@@ -1,6 +1,6 @@
 """Every loss through the whole trainer: it starts where its formula says, stays finite, and knows nothing of packs.
 
-The embedded model is policy and reference alike, so that every ratio is 0 before the first step; losses without a
+The embedded model is both policy and reference, so every ratio is 0 before the first step; losses without a
 reference are written out over the plain forward.
 """
 
@@ -149,7 +149,7 @@ def token_logps(file, pairing):
     setup = set_up(config, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
     found = []
-    for preference in setup.train.store:
+    for preference in setup.plan.train.store:
         with torch.no_grad():
             logps = plain_token_logps(model, preference)
         found += [[(logps[i], preference.scores[i]) for i in pair] for pair in preference.pairs]
@@ -218,5 +218,5 @@ def test_all_pairs_of_four_completions_train_the_same_without_packs(name, fours,
 def test_the_batch_takes_several_packs(pairs):
     settings = overrides("dpo", pairs, batch=4)
     setup = set_up(load_config(None, [*settings, *CUTS["packed"]]).config, torch.device("cpu"))
-    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    packs = list(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))
     assert len(packs) > 1 or len(packs[0].token_ids) > 1

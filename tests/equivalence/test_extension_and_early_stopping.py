@@ -81,7 +81,7 @@ def test_more_epochs_extend_a_run_too_and_again(tmp_path, data):
 
 
 @pytest.mark.parametrize("step", [5, 7])
-def test_killed_in_the_extension_it_resumes_to_the_same_end(finished, whole, data, step):
+def test_a_run_killed_in_the_extension_resumes_to_the_same_end(finished, whole, data, step):
     with killed_after(step):
         short_run(finished, *data, EIGHT)
     assert not (finished / "model").exists()
@@ -142,7 +142,7 @@ def test_a_run_without_its_last_checkpoint_is_not_extended(finished, data):
     place = finished / "checkpoints/step_4"
     place.rename(finished / "elsewhere")
     assert refused(finished, *data, EIGHT) == (
-        f"{finished} is finished, but the checkpoint of its last step, {place}, is gone, so it cannot be extended from 4 to 8 "
+        f"{finished} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended from 4 to 8 "
         "steps. Choose another run.dir, or --fresh without --resume."
     )
 
@@ -172,14 +172,14 @@ def test_a_run_whose_last_checkpoint_cannot_be_read_is_not_extended(finished, da
 def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
-        f"{run}/checkpoints/step_4: saved without the optimizer's states (checkpointing.save_optimizer=false), so the run cannot "
+        f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
         "be extended from 4 to 8 steps exactly. Choose another run.dir, or --fresh without --resume."
     )
 
 
 def test_a_run_is_not_shortened_and_as_many_steps_are_nothing_to_do(finished, data):
     assert refused(finished, *data, "dpo.max_num_steps=2") == (
-        f"{finished} is finished, with 4 steps; it cannot be shortened to 2. A longer one would extend it. Choose another "
+        f"{finished} is finished, with 4 steps; it can be extended, but not shortened to 2. Choose another "
         "run.dir, or --fresh without --resume."
     )
     before = (finished / "metrics.jsonl").read_bytes()
@@ -193,8 +193,8 @@ def test_an_unfinished_run_is_not_made_shorter_than_it_is_but_may_end_where_it_i
     with killed_after(5):
         short_run(run, *data, EIGHT)
     assert refused(run, *data, "dpo.max_num_steps=3") == (
-        f"{run} has trained 4 steps already; it cannot be shortened to 3. With dpo.max_num_steps and dpo.max_num_epochs ask for "
-        "4 or more, or choose another run.dir."
+        f"{run} has already trained 4 steps, so it cannot be shortened to 3. Set dpo.max_num_steps and dpo.max_num_epochs to "
+        "4 steps or more, or choose another run.dir."
     )
     short_run(run, *data, FOUR)
     assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4]
@@ -204,10 +204,10 @@ def test_under_a_schedule_that_is_a_share_of_the_run_its_length_stays(tmp_path, 
     by_share = [*data, "policy.scheduler={name: cosine, warmup_ratio: 0.1}"]
     run = short_run(tmp_path / "run", *by_share, FOUR)
     message = (
-        f"{run} holds a run with another configuration:\n"
+        f"{run} contains a run with another configuration:\n"
         "  dpo.max_num_steps: 4 there, 8 now\n"
-        "policy.scheduler is a share of the run, so its length decides the learning rate of every step.\n"
-        "Take the old values back, or choose another run.dir for another run."
+        "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
+        "Restore the old values, or choose another run.dir for a new run."
     )
     assert refused(run, *by_share, EIGHT) == message
 
@@ -223,9 +223,9 @@ def measured(monkeypatch):
     """Validation losses as they are in LOSSES, so that the best step is known."""
     real = build_module.validate
 
-    def told(policy, validation, check=lambda: None):
+    def reported(policy, validation, check=lambda: None):
         report = real(policy, validation, check)
-        step = told.step()
+        step = reported.step()
         report.metrics["loss"] = LOSSES.get(step, report.metrics["loss"])
         return report
 
@@ -236,8 +236,8 @@ def measured(monkeypatch):
         progress["step"] = self.progress.step
         return validate(self)
 
-    told.step = lambda: progress["step"]
-    monkeypatch.setattr(build_module, "validate", told)
+    reported.step = lambda: progress["step"]
+    monkeypatch.setattr(build_module, "validate", reported)
     monkeypatch.setattr(build_module.Training, "validate", noting)
 
 
@@ -258,9 +258,7 @@ def test_a_run_without_improvement_stops_and_exports_its_best_step(tmp_path, dat
     read_manifest(run / "checkpoints/step_4")
 
 
-def test_where_no_step_reaches_the_start_a_run_that_stops_early_says_so_of_what_it_exports(
-    tmp_path, data, measured, capsys, monkeypatch
-):
+def test_an_early_stop_says_if_no_step_was_as_good_as_the_start(tmp_path, data, measured, capsys, monkeypatch):
     monkeypatch.setitem(LOSSES, 0, 0.1)
     loaded = load_config(None, [*SHORT, *data, *EARLY, "dpo.val_at_start=true", f"run.dir={tmp_path}/run"])
     run = train(loaded, Reporter("normal"))
@@ -282,7 +280,7 @@ def test_killed_a_run_stops_early_at_the_same_step(tmp_path, data, measured, ste
     assert_same(cut, whole)
 
 
-def test_killed_while_the_best_is_exported_a_run_does_not_train_on(tmp_path, data, measured):
+def test_a_run_killed_while_exporting_its_best_step_does_not_train_further(tmp_path, data, measured):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
     with mock.patch("tandem.train.run.finish._export", side_effect=Killed), pytest.raises(Killed):
         short_run(tmp_path / "cut", *data, *EARLY)
@@ -290,7 +288,7 @@ def test_killed_while_the_best_is_exported_a_run_does_not_train_on(tmp_path, dat
     assert_same(cut, whole)
 
 
-def test_a_run_that_stopped_early_trains_on_with_more_patience_alone(tmp_path, data, measured):
+def test_a_run_that_stopped_early_continues_with_more_patience_alone(tmp_path, data, measured):
     run = short_run(tmp_path / "run", *data, *EARLY)
     assert refused(run, *data, *EARLY, "dpo.max_num_steps=9") == (
         f"{run} stopped early, 2 validations after its best at step 2, and under dpo.early_stopping_patience = 2 it would stop "
@@ -338,8 +336,8 @@ def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_pat
     with pytest.raises(CheckpointError) as error:
         short_run(run, *data, *EARLY, per_pair=tmp_path / "pairs")
     assert str(error.value) == (
-        f"--per-pair {tmp_path}/pairs: {run} is finished, but the checkpoint of step 2, which it exported, is gone or damaged, "
-        "so there is nothing to measure. Train again, with --fresh."
+        f"--per-pair {tmp_path}/pairs: {run} is finished, but the checkpoint of step 2, which it exported, is missing or "
+        "damaged, so there is nothing to measure. Train again with --fresh."
     )
 
 
@@ -381,7 +379,7 @@ def test_patience_counts_what_was_measured_since_the_best():
 
 
 @pytest.mark.slow
-def test_several_workers_extend_a_run_and_stop_early_together(tmp_path, data):
+def test_several_ranks_extend_a_run_and_stop_early_together(tmp_path, data):
     """The tokens of the completions never change: after the first validation nothing improves."""
     never = ["checkpointing.metric_name=val_tokens_chosen_mean", *EARLY]
     runs = {"long": [*data, FOUR], "./long": [*data, EIGHT], "early": [*data, *never]}

@@ -61,11 +61,11 @@ def set_up_with(*overrides):
 
 
 def cached_values(cache, setup, besides):
-    """Of the training set, as they stand in the reference's cache, in the one place that was not there before."""
+    """The reference of the training set, from the one cache folder that is new."""
     places = [path for path in cache.iterdir() if path.name not in besides]
-    (place,) = [path for path in places if read_manifest(path)["tokens"] == setup.train.store.fingerprint]
+    (place,) = [path for path in places if read_manifest(path)["tokens"] == setup.plan.train.store.fingerprint]
     values = np.fromfile(place / "logps.f32", np.float32)
-    return CachedReference(values, np.cumsum(setup.train.store.num_scored_tokens))
+    return CachedReference(values, np.cumsum(setup.plan.train.store.num_scored_tokens))
 
 
 def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 40)):
@@ -73,7 +73,7 @@ def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 40)):
     cached = cached_values(cache, setup, besides)
     with torch.no_grad():
         for index in indices:
-            want = torch.cat(plain_token_logps(model, setup.train.store[index]))
+            want = torch.cat(plain_token_logps(model, setup.plan.train.store[index]))
             torch.testing.assert_close(torch.from_numpy(cached.of_preference(index)), want, atol=2e-5, rtol=0)
 
 
@@ -125,7 +125,7 @@ def test_new_adapters_change_nothing(dropout, tolerance):
     base = as_policy(plain_model(MODEL), head_chunk=8192)
     adapted = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
     adapted.head_chunk = 8192
-    pack = next(setup.train.micro_batches(np.arange(4)))
+    pack = next(setup.plan.train.micro_batches(np.arange(4)))
     shard(adapted, ranks, bfloat16=False)
     with torch.no_grad():
         ours, plain = adapted(adapted.inputs(pack, CPU)), base(base.inputs(pack, CPU))
@@ -140,7 +140,7 @@ def test_layers_with_adapters_compile_whole(dropout):
     policy = shard(
         load_adapted(setup.source, setup.config.policy, CPU, setup.lora), join_process_group(), bfloat16=True
     )
-    inputs = policy.inputs(next(setup.train.micro_batches(np.arange(2))), CPU)
+    inputs = policy.inputs(next(setup.plan.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():
         want = policy(inputs)
     for layer in decoder_layers(policy):
@@ -177,7 +177,7 @@ def test_adapters_start_as_the_base_model_and_share_its_cached_reference(trained
     assert_cached_is(plain_model(MODEL), folder / "cache", set_up_with())
 
 
-def test_what_a_run_learns_is_what_peft_and_a_plain_loop_learn(trained):
+def test_a_run_trains_the_same_adapters_as_peft_in_a_plain_loop(trained):
     """By hand: peft's own model, one sequence at a time, full logits, the adapter switched off as the reference."""
     _, _, run = trained
     setup = set_up_with(*SMALL)
@@ -193,10 +193,10 @@ def test_what_a_run_learns_is_what_peft_and_a_plain_loop_learn(trained):
                 parameter.copy_(own[name.removeprefix("base_model.model.")])
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
     losses = []
-    for batch in setup.batches.epoch(0)[:4]:
+    for batch in setup.plan.batches.epoch(0)[:4]:
         margins = []
         for index in batch.preferences:
-            preference = setup.train.store[int(index)]
+            preference = setup.plan.train.store[int(index)]
             chosen, rejected = (logps.sum() for logps in plain_token_logps(model, preference))
             with torch.no_grad():
                 ref_chosen, ref_rejected = (logps.sum() for logps in plain_token_logps(base, preference))
@@ -240,7 +240,7 @@ def test_adapters_alone_are_loaded_by_peft_with_the_same_logps(trained):
     base = plain_model(MODEL)
     with torch.no_grad():
         for index in (0, 7, 40):
-            preference = setup.train.store[index]
+            preference = setup.plan.train.store[index]
             adapted = torch.cat(plain_token_logps(model, preference))
             torch.testing.assert_close(torch.cat(plain_token_logps(by_hand, preference)), adapted, atol=0, rtol=0)
             torch.testing.assert_close(torch.cat(plain_token_logps(merged, preference)), adapted, atol=1e-5, rtol=0)
@@ -280,8 +280,10 @@ def test_a_reference_cached_by_float32_weights_is_not_that_of_the_same_weights_f
         assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4), run
 
 
-def test_merging_into_bfloat16_keeps_what_was_learned(tmp_path):
-    start = shutil.copytree(embedded_model(), tmp_path / "start")  # of so many weights that chances even out
+def test_merging_into_bfloat16_keeps_the_training_result(tmp_path):
+    start = shutil.copytree(
+        embedded_model(), tmp_path / "start"
+    )  # with enough weights that random rounding averages out
     plain_model(start).to(torch.bfloat16).save_pretrained(start)
     gentle = ["policy.optimizer.kwargs.lr=5e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=6"]
     common = [*LORA, *gentle, "dpo.val_at_end=true", "checkpointing.enabled=false", f"policy.model_name={start}"]
@@ -308,7 +310,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
     assert largest_difference(*files) == 0.0
 
 
-def test_layers_that_compute_again_draw_the_same_dropout(tmp_path):
+def test_recomputed_layers_draw_the_same_dropout(tmp_path):
     settings = [*SMALL, "policy.lora.dropout=0.2", "dpo.max_num_steps=2", "checkpointing.enabled=false"]
     kept, again = (
         metrics_of(run_few(tmp_path / how, *settings, f"policy.activation_checkpointing={how}"))
@@ -334,7 +336,7 @@ def test_a_trained_adapter_is_the_start_and_the_reference(adapter, tmp_path, mod
     by_peft = with_adapter(MODEL, adapter)
     if mode == "cached":
         assert_cached_is(by_peft, cache, setup)
-    chosen = [setup.train.store[int(i)] for i in setup.batches.epoch(0)[0].preferences]
+    chosen = [setup.plan.train.store[int(i)] for i in setup.plan.batches.epoch(0)[0].preferences]
     with torch.no_grad():
         sums = [plain_token_logps(by_peft, preference)[0].sum().item() for preference in chosen]
     assert first["logps_chosen_mean"] == pytest.approx(np.mean(sums), rel=1e-6)
@@ -379,8 +381,8 @@ def test_another_model_is_the_reference(other, tmp_path):
     base, frozen = plain_model(MODEL), plain_model(other)
     losses = []
     with torch.no_grad():
-        for index in setup.batches.epoch(0)[0].preferences:
-            preference = setup.train.store[int(index)]
+        for index in setup.plan.batches.epoch(0)[0].preferences:
+            preference = setup.plan.train.store[int(index)]
             (chosen, rejected), (ref_chosen, ref_rejected) = (
                 [logps.sum() for logps in plain_token_logps(model, preference)] for model in (base, frozen)
             )
@@ -429,8 +431,8 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={tmp_path}/small")
     assert str(refused.value) == (
-        f"reference.model = {tmp_path}/small: it knows 96 tokens, {MODEL} 2048; a reference reads the policy's tokens. "
-        "Choose one with the same vocabulary."
+        f"reference.model = {tmp_path}/small: its vocabulary has 96 tokens, that of {MODEL} 2048, and a reference reads the "
+        "policy's tokens. Choose one with the same vocabulary."
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")
@@ -444,6 +446,6 @@ def test_a_reference_whose_tokens_mean_something_else_is_refused(other, tmp_path
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={mine}")
     assert str(refused.value) == (
-        f"reference.model = {mine}: its tokenizer calls token 1 '<|sm_trait|>', the policy's '<|im_start|>'; a reference reads "
-        "the policy's tokens. Choose one with the same vocabulary."
+        f"reference.model = {mine}: token 1 is '<|sm_trait|>' in its tokenizer and '<|im_start|>' in the policy's, and a "
+        "reference reads the policy's tokens. Choose one with the same vocabulary."
     )

@@ -213,8 +213,8 @@ def test_prompts_that_are_not_shared_change_nothing(name, arrangement, hands):
 
 
 @pytest.mark.parametrize("formula", [aot, aot_unpaired])
-def test_sorted_preference_by_preference_the_loss_would_be_another(formula):
-    """Otherwise the tests above could not tell a batch from its packs."""
+def test_sorting_within_each_preference_would_change_the_loss(formula):
+    """Otherwise the tests above could not distinguish a batch from its packs."""
     model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     with torch.no_grad():
         alone = [formula(whole_batch(model, frozen, [one])) * len(one.pairs) for one in preferences()]
@@ -322,7 +322,7 @@ def test_validation_of_some_batches_is_over_those_alone():
     assert report.metrics["loss"] == pytest.approx(want.item(), rel=1e-5)
 
 
-# What is said of a loss that is not finite
+# What is printed of a loss that is not finite
 
 
 def spoiled():
@@ -339,9 +339,9 @@ def spoiled():
 
 
 def test_a_sorted_loss_that_is_not_finite_stops_the_run_and_blames_no_pair():
-    said = spoiled()
-    assert said.startswith("loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. ")
-    assert "memory:" not in said
+    printed = spoiled()
+    assert printed.startswith("loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. ")
+    assert "memory:" not in printed
 
 
 def test_a_sorted_loss_that_is_not_finite_is_not_called_finite():

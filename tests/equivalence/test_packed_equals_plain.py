@@ -47,7 +47,7 @@ def assert_same(got, want, *, logps=2e-5, relative=2e-5):
 def test_packed_logps_and_gradients_equal_each_sequence_alone(architecture, arrangement):
     rng = np.random.default_rng(7)
     preferences = [random_preference(rng, num_completions=n) for n in (2, 3, 4)]
-    # Longer than any window: 50 tokens of prompt, completions behind each other far from it in the row.
+    # Longer than any window: 50 tokens of prompt, completions one after another, far from it in the row.
     preferences.append(random_preference(rng, num_completions=3, max_prompt=50, max_completion=30))
     model = tiny_model(architecture)
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(1))

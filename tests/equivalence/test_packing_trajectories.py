@@ -26,7 +26,7 @@ from tandem.packing import packs as packs_module
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import make_packer
 from tandem.train import trainer
-from tandem.train.memory import ON_A_CPU
+from tandem.train.memory import CPU_ROW_TOKENS
 from tandem.train.optimizer import make_optimizer
 from tandem.train.start.setup import set_up
 from tandem.train.step import train_step
@@ -163,14 +163,14 @@ def test_the_plain_run_has_seven_steps_and_moves_the_weights_far_beyond_the_boun
     assert largest_difference(weights_of(plain), start) > 1000 * WEIGHTS
 
 
-def test_no_two_cuts_lay_the_epoch_out_alike(mixed):
+def test_no_two_cuts_lay_the_epoch_out_the_same_way(mixed):
     setup = setup_of(mixed)
 
     def layout(**settings):
         packer = make_packer(
-            setup.train.store, Packing(**settings), usual_auto=ON_A_CPU, pairs_per_batch=PAIRS, seed=42
+            setup.plan.train.store, Packing(**settings), usual_auto=CPU_ROW_TOKENS, pairs_per_batch=PAIRS, seed=42
         )
-        epoch = [packer.micro_batches(batch.preferences) for batch in setup.batches.epoch(0)]
+        epoch = [packer.micro_batches(batch.preferences) for batch in setup.plan.batches.epoch(0)]
         return tuple((pack.tree.shape, *pack.preferences.tolist()) for packs in epoch for pack in packs)
 
     layouts = [layout(mode="none"), *(layout(**dict(zip(KEYS, cut, strict=True))) for cut in CUTS)]
@@ -186,7 +186,7 @@ IN_ORDER = ["data.shuffle=false", "policy.train_global_batch_size=12", "dpo.sft_
 
 @pytest.fixture(scope="module")
 def pair_by_pair(folder):
-    """Each of the six pairs of four completions as a row of its own."""
+    """Each of the six pairs of four completions as a separate row."""
     rows = [
         {"prompt": row["context"], "chosen": better["completion"], "rejected": worse["completion"]}
         for row in RANKED
@@ -215,14 +215,14 @@ def wide(folder):
 @pytest.fixture(scope="module")
 def unsplit(folder, wide):
     setup = setup_of(wide, *packing(pack_length=1024))
-    assert all(len(pack.tree) == 1 for pack in setup.train.micro_batches(np.arange(5)))
+    assert all(len(pack.tree) == 1 for pack in setup.plan.train.micro_batches(np.arange(5)))
     return run(folder / "unsplit", wide, *packing(pack_length=1024))
 
 
 @pytest.mark.parametrize(("share_prompts", "together"), [(True, 1), (False, 3)])
 def test_a_preference_split_over_rows_trains_like_one_in_a_row(share_prompts, together, unsplit, wide, tmp_path):
     short = packing(pack_length=128, share_prompts=share_prompts, packs_per_micro_batch=together)
-    packer = setup_of(wide, *short).train
+    packer = setup_of(wide, *short).plan.train
     assert packer.lengths == (128,)
     assert (packer.sizes[[0, 2, 4]] > 128).all()
     assert_same_run(run(tmp_path / "run", wide, *short), unsplit)
@@ -231,7 +231,7 @@ def test_a_preference_split_over_rows_trains_like_one_in_a_row(share_prompts, to
 # The whole set packed once
 
 
-# Drawn, the packs of a set are others than the same preferences give when they are packed anew.
+# With shuffled packing, the packs of a set differ from packing the same preferences again.
 DATASET = packing(mode="dataset", pack_length=256, algorithm=SHUFFLE)
 
 
@@ -247,7 +247,9 @@ DATASET = packing(mode="dataset", pack_length=256, algorithm=SHUFFLE)
 )
 @pytest.mark.parametrize("size", [24, 32])
 def test_an_epoch_of_packs_holds_every_preference_once_and_no_batch_too_many_pairs(settings, size, mixed):
-    batches = setup_of(mixed, f"policy.train_global_batch_size={size}", *packing(mode="dataset", **settings)).batches
+    batches = setup_of(
+        mixed, f"policy.train_global_batch_size={size}", *packing(mode="dataset", **settings)
+    ).plan.batches
     for epoch in range(3):
         found = batches.epoch(epoch)
         assert sorted(np.concatenate([batch.preferences for batch in found]).tolist()) == list(range(16))
@@ -257,7 +259,9 @@ def test_an_epoch_of_packs_holds_every_preference_once_and_no_batch_too_many_pai
 
 def test_a_batch_smaller_than_a_pack_is_not_overfilled_by_several_preferences(mixed):
     try:
-        batches = setup_of(mixed, "policy.train_global_batch_size=4", *packing(mode="dataset", pack_length=512)).batches
+        batches = setup_of(
+            mixed, "policy.train_global_batch_size=4", *packing(mode="dataset", pack_length=512)
+        ).plan.batches
     except TandemError:
         return  # refused is as good
     for batch in batches.epoch(0):
@@ -287,7 +291,7 @@ def over_packs(folder, mixed):
 
 def test_the_trainer_passes_over_every_pack_of_the_set_once_an_epoch(over_packs, mixed):
     _, seen = over_packs
-    batches = setup_of(mixed, *DATASET).batches
+    batches = setup_of(mixed, *DATASET).plan.batches
     steps = len(batches.epoch(0))
     first, second = seen[:steps], seen[steps:]
     for epoch in (first, second):
@@ -297,8 +301,8 @@ def test_the_trainer_passes_over_every_pack_of_the_set_once_an_epoch(over_packs,
 
 
 @pytest.mark.parametrize("settings", [{"mode": "none"}, {"mode": "batch", "pack_length": 512}], ids=str)
-def test_batches_of_whole_packs_train_like_the_same_preferences_packed_anew(settings, over_packs, mixed):
-    batches = setup_of(mixed, *DATASET).batches
+def test_batches_of_whole_packs_train_like_the_same_preferences_packed_again(settings, over_packs, mixed):
+    batches = setup_of(mixed, *DATASET).plan.batches
     given = [batch for epoch in (0, 1) for batch in batches.epoch(epoch)]
     lines, weights = by_hand(setup_of(mixed, *packing(**settings)), given)
     assert_same_steps(metrics_of(over_packs[0]), lines, besides=["lr"])
@@ -317,8 +321,8 @@ def by_hand(setup, batches):
     lines = []
     for number, batch in enumerate(batches, start=1):
         unbound = GlobalBatch(batch.epoch, batch.preferences, batch.num_pairs)
-        packs = setup.train.micro_batches(unbound.preferences)
-        report = train_step(policy, context, packs, unbound, optimizer, 1.0).read(setup.train.store)
+        packs = setup.plan.train.micro_batches(unbound.preferences)
+        report = train_step(policy, context, packs, unbound, optimizer, 1.0).read(setup.plan.train.store)
         own = {"step": number, "split": "train", "num_tokens": 0, "pack_fill": 0, "lr": 0}
         lines.append({**own, **report.metrics, "num_pairs": report.num_pairs})
     exported = {name.removeprefix("model."): p.detach() for name, p in policy.named_parameters()}
@@ -329,7 +333,7 @@ def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit
     saving = [*DATASET, "checkpointing.enabled=true", "checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = run(tmp_path / "whole", mixed, *saving)
     assert [line["step"] for line in metrics_of(whole)] == [1, 2, 3, 4, 5, 6]
-    for last in (3, 5):  # to go on inside the first epoch, and inside the second
+    for last in (3, 5):  # to resume inside the first epoch, and inside the second
         with killed_after(last):
             run(tmp_path / "cut", mixed, *saving)
     cut = run(tmp_path / "cut", mixed, *saving)
@@ -340,9 +344,9 @@ def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit
 @pytest.mark.parametrize("algorithm", [DECREASING, SHUFFLE, EXACT])
 def test_a_seed_decides_packs_and_their_order(algorithm, mixed, tmp_path, monkeypatch):
     def found(seed, place):
-        monkeypatch.setattr(packs_module, "cache_dir", lambda: tmp_path / place)  # made anew, not found
+        monkeypatch.setattr(packs_module, "cache_dir", lambda: tmp_path / place)  # made again, not found
         batches = setup_of(mixed, f"run.seed={seed}", *packing(mode="dataset", pack_length=256, algorithm=algorithm))
-        batches = batches.batches
+        batches = batches.plan.batches
         order = [np.concatenate([batch.preferences for batch in batches.epoch(e)]).tolist() for e in (0, 1)]
         return [pack.tolist() for pack in batches.packs], order
 
@@ -390,7 +394,7 @@ def validated(models, mixed, held_out):
         setup = setup_of(mixed, f"data.validation.data_path={held_out}", *packing(**settings))
         policy, frozen = models[settings["mode"] != "none"]
         context = StepContext(LiveReference(frozen), setup.config.dpo, join_process_group(), "float32")
-        packer = setup.validation["default"]
+        packer = setup.plan.validation["default"]
         reports = [validate(policy, ValidationSet("default", packer, context, batch_size, most)) for most in (None, 2)]
         return [{**report.metrics, "num_pairs": report.num_pairs} for report in reports]
 

@@ -63,7 +63,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, caps
     ],
     ids=["cut", "a flipped bit"],
 )
-def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damaged):
+def test_damaged_metrics_are_reported_and_the_run_resumes(tmp_path, capsys, damaged):
     whole = short_run(tmp_path / "whole", *SAVING)
     with killed_after(5):
         short_run(tmp_path / "cut", *SAVING)
@@ -72,15 +72,15 @@ def test_damaged_metrics_are_told_of_and_the_run_goes_on(tmp_path, capsys, damag
     cut = short_run(tmp_path / "cut", *SAVING, "checkpointing.keep_top_k=1")
     assert sorted(path.name for path in (cut / "checkpoints").glob("step_*")) == ["step_2", "step_4", "step_6"]
     assert (
-        f"warning: {metrics} is not as it was when step 4 was saved: the lines of some steps are lost, and with them how good "
-        "the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
+        f"warning: {metrics} changed since step 4 was saved: some lines are lost, so earlier checkpoints can no longer be "
+        "ranked and are all kept. Training is not affected."
     ) in " ".join(capsys.readouterr().out.split())
     lines = [line for line in metrics.read_text(errors="replace").splitlines() if '"split": "train"' in line]
     assert [json.loads(line)["step"] for line in lines[-2:]] == [5, 6]
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_what_a_killed_process_was_still_writing_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     half = tmp_path / f"cut/checkpoints/.step_4.{GREATEST_PID - 1}"  # of a process that is not there
@@ -92,11 +92,11 @@ def test_what_a_killed_process_was_still_writing_is_removed(tmp_path):
     assert [line["step"] for line in metrics_of(cut)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_whole_checkpoint_stops_the_run_and_never_starts_from_scratch(tmp_path):
+def test_a_run_without_an_intact_checkpoint_is_refused_and_never_starts_from_scratch(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     (tmp_path / "cut/checkpoints/step_2/state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no checkpoint of this run is whole"):
+    with pytest.raises(CheckpointError, match="all checkpoints of this run are damaged"):
         short_run(tmp_path / "cut", *SAVING)
 
 
@@ -106,9 +106,9 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *SAVING, "dpo.reference_policy_kl_penalty=0.2")
     assert str(refused.value) == (
-        f"{tmp_path}/cut holds a run with another configuration:\n"
+        f"{tmp_path}/cut contains a run with another configuration:\n"
         "  dpo.reference_policy_kl_penalty: 0.1 there, 0.2 now\n"
-        "Take the old values back, or choose another run.dir for another run."
+        "Restore the old values, or choose another run.dir for a new run."
     )
     with pytest.raises(CheckpointError, match=r"run\.seed: 42 there, 43 now"):
         short_run(tmp_path / "cut", *SAVING, "run.seed=43")
@@ -225,15 +225,15 @@ def test_the_tracked_metric_ranks_checkpoints(tmp_path, name, higher, split, met
     assert kept == {f"step_{step}" for step in (*order[:2], 4)}
 
 
-def test_a_checkpoint_without_optimizer_states_is_no_place_to_go_on_from(tmp_path):
+def test_a_checkpoint_without_optimizer_states_cannot_be_resumed(tmp_path):
     settings = [*SAVING, "checkpointing.save_optimizer=false"]
     with killed_after(3):
         short_run(tmp_path / "cut", *settings)
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *settings)
     assert str(refused.value) == (
-        f"{tmp_path}/cut/checkpoints/step_2: saved without the optimizer's states (checkpointing.save_optimizer=false), so no "
-        "run can go on from it exactly. Start anew with --fresh."
+        f"{tmp_path}/cut/checkpoints/step_2: saved without optimizer states (checkpointing.save_optimizer=false), so no "
+        "run can resume from it exactly. Start again with --fresh."
     )
 
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path):
         short_run(tmp_path / "cut", *SAVING)
 
 
-def test_a_disk_that_fills_behind_the_runs_back_stops_it(tmp_path, monkeypatch):
+def test_a_disk_that_fills_during_a_background_save_stops_the_run(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Where a run is kept, what it goes on from, and what it never goes on from."""
+"""Where a run is stored, what it resumes from, and what it never resumes from."""
 
 import json
 
@@ -31,7 +31,7 @@ def run(*overrides, fresh=False):
     return train(load_config(None, [*SHORT, *SAVING, *overrides]), Reporter("quiet"), fresh=fresh)
 
 
-def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path):
+def test_a_new_run_does_not_resume_from_checkpoints_of_another_run(tmp_path):
     elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
     short_run(tmp_path / "one", *SAVING, elsewhere)
     for fresh in (False, True):
@@ -39,12 +39,12 @@ def test_a_new_run_does_not_go_on_from_anothers_checkpoints(tmp_path):
             short_run(tmp_path / "two", *SAVING, elsewhere, "dpo.reference_policy_kl_penalty=0.2", fresh=fresh)
         name = "two-1" if fresh else "two"
         assert str(caught.value) == (
-            f"checkpointing.checkpoint_dir = {tmp_path}/elsewhere: it holds checkpoints of another run, and {tmp_path}/{name} is "
-            "a new one. Choose another checkpointing.checkpoint_dir, or leave it out."
+            f"checkpointing.checkpoint_dir = {tmp_path}/elsewhere: it contains checkpoints of another run, and {tmp_path}/{name} "
+            "is a new one. Choose another checkpointing.checkpoint_dir, or leave it out."
         )
 
 
-def test_a_run_goes_on_from_its_own_checkpoints_elsewhere(tmp_path):
+def test_a_run_resumes_from_its_checkpoints_in_another_directory(tmp_path):
     elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
     with killed_after(3):
         short_run(tmp_path / "one", *SAVING, elsewhere)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_its_own_checkpoints_elsewhere(tmp_path):
     assert metrics_of(cut) == metrics_of(short_run(tmp_path / "whole", *SAVING))
 
 
-def test_a_place_for_checkpoints_given_alone_is_the_runs_directory(here):
+def test_checkpoint_dir_without_run_dir_is_the_run_directory(here):
     with killed_after(3):
         run("checkpointing.checkpoint_dir=results")
     assert {step_of(place) for place in checkpoints(here / "results/checkpoints")} == {2}
@@ -75,7 +75,7 @@ def test_a_place_for_checkpoints_given_alone_is_the_runs_directory(here):
         "export.dtype=bfloat16",
     ],
 )
-def test_what_changes_nothing_that_is_learned_may_change_on_the_way(tmp_path, whole, change):
+def test_settings_that_do_not_affect_the_weights_may_change_on_resume(tmp_path, whole, change):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     cut = short_run(tmp_path / "cut", *SAVING, change)
@@ -91,31 +91,31 @@ def test_rows_of_a_set_packed_once_may_not_change(tmp_path):
         short_run(tmp_path / "cut", *packed, "policy.packing.pack_length=1024")
 
 
-def test_an_unfinished_run_that_could_have_gone_on_is_told_of(here, capsys):
+def test_an_unfinished_run_that_could_be_resumed_is_reported(here, capsys):
     with killed_after(3):
         run()
     assert str(run("logger.num_val_samples_to_print=1", "checkpointing.keep_top_k=2")) == "runs/tandem-2"
     assert (
-        "warning: runs/tandem-1 is unfinished and differs in checkpointing.keep_top_k=2, logger.num_val_samples_to_print=1 "
-        "alone, which changes nothing that is learned. To resume it: "
+        "warning: runs/tandem-1 is unfinished and differs only in checkpointing.keep_top_k=2, "
+        "logger.num_val_samples_to_print=1, which does not affect the trained model. To resume it: "
         + tandem_command(
             "train", "--resume", "runs/tandem-1", "checkpointing.keep_top_k=2", "logger.num_val_samples_to_print=1"
         )
     ) in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_finished_run_that_could_be_extended_is_told_of(here, capsys):
+def test_a_finished_run_that_could_be_extended_is_reported(here, capsys):
     run("dpo.max_num_steps=4")
     assert str(run()) == "runs/tandem-2"
     assert (
-        "warning: runs/tandem-1 is finished and shorter, and the same but for that. To extend it: "
+        "warning: runs/tandem-1 is the same run with fewer steps, and finished. To extend it: "
         + tandem_command("train", "--resume", "runs/tandem-1", "dpo.max_num_steps=6")
     ) in " ".join(capsys.readouterr().out.split())
     run("dpo.max_num_steps=3")
     assert "To extend it" not in capsys.readouterr().out
 
 
-def test_the_same_command_goes_on_with_its_own_run_whatever_ran_since(here):
+def test_the_same_command_resumes_its_own_run_although_others_ran_since(here):
     with killed_after(3):
         run()
     assert str(run("run.seed=1")) == "runs/tandem-2"
@@ -123,7 +123,7 @@ def test_the_same_command_goes_on_with_its_own_run_whatever_ran_since(here):
     assert str(run()) == "runs/tandem-3"
 
 
-def test_a_validation_set_that_is_another_now_is_told_of(tmp_path, capsys):
+def test_a_changed_validation_set_is_reported(tmp_path, capsys):
     rows = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(5)]
     held_out = tmp_path / "held-out.jsonl"
     settings = [*SAVING, "data.train=embedded", f"data.validation={held_out}", "dpo.val_period=1"]
@@ -133,13 +133,13 @@ def test_a_validation_set_that_is_another_now_is_told_of(tmp_path, capsys):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     short_run(tmp_path / "cut", *settings)
     assert (
-        "warning: validation-default has other pairs than at step 2: what was measured on those is compared with nothing from "
-        "now on, and ranks no checkpoint once the new ones are measured."
+        "warning: validation-default has other pairs than at step 2: earlier results are not comparable, and rank "
+        "no checkpoint once the new pairs are measured."
     ) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("others", [["run.seed=1"], ["run.dir=mine"]])
-def test_nothing_is_said_where_it_could_not_or_need_not(here, capsys, others):
+def test_no_earlier_run_is_suggested_if_it_differs_or_was_resumed(here, capsys, others):
     with killed_after(3):
         run()
     run(*others)
@@ -150,12 +150,12 @@ def test_a_metric_that_is_never_measured_is_refused():
     with pytest.raises(ConfigError) as caught:
         run("checkpointing.metric_name=val_loss")
     assert str(caught.value) == (
-        "checkpointing.metric_name = val_loss: nothing is ever validated (dpo.val_period, val_at_start, val_at_end). Validate, "
-        "or track train:loss."
+        "checkpointing.metric_name = val_loss: no validation is configured, so this metric would never be measured. "
+        "Set dpo.val_period, dpo.val_at_start or dpo.val_at_end, or track train:loss."
     )
 
 
-def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
+def test_more_steps_than_the_epochs_hold_are_warned_of(tmp_path, capsys):
     short_run(
         tmp_path / "run",
         "dpo.max_num_steps=500",
@@ -164,8 +164,9 @@ def test_more_steps_than_the_epochs_hold_are_told_of(tmp_path, capsys):
         "data.drop_last=false",
         few_pairs(tmp_path),
     )
-    assert "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. dpo.max_num_epochs makes it longer." in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. Raise dpo.max_num_epochs for more steps."
+        in " ".join(capsys.readouterr().out.split())
     )
 
 
@@ -197,11 +198,11 @@ def test_a_run_does_not_resume_under_another_value_of_the_environment(tmp_path, 
         from_environment(tmp_path, **{name: value})
     assert str(caught.value) == (
         f"{tmp_path}/run/checkpoints/step_2: the value of {key}, which is taken from the environment, changed since this "
-        "checkpoint was saved, so the run cannot go on exactly. Put it back as it was, or start anew with --fresh."
+        "checkpoint was saved, so the run cannot resume exactly. Restore it, or start again with --fresh."
     )
 
 
-def test_a_run_resumes_under_other_values_of_the_environment_that_change_nothing_learned(tmp_path):
+def test_environment_values_that_do_not_affect_the_weights_may_change_on_resume(tmp_path):
     with killed_after(3):
         from_environment(tmp_path)
     assert len(metrics_of(from_environment(tmp_path, PROJECT="two"))) == 6
@@ -214,7 +215,7 @@ def without(tree, *path):
     del inner[path[-1]]
 
 
-def test_keys_that_an_earlier_version_did_not_write_are_as_by_default(tmp_path):
+def test_keys_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "run", *SAVING)
     file = tmp_path / "run/config.yaml"
@@ -225,7 +226,7 @@ def test_keys_that_an_earlier_version_did_not_write_are_as_by_default(tmp_path):
     assert len(metrics_of(short_run(tmp_path / "run", *SAVING))) == 6
 
 
-def test_a_key_that_was_not_written_and_is_not_as_by_default_now_is_refused(tmp_path):
+def test_a_key_that_was_not_written_and_is_not_at_its_default_now_is_refused(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "run", *SAVING)
     file = tmp_path / "run/config.yaml"

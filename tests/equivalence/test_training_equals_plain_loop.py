@@ -23,8 +23,8 @@ def by_hand():
     frozen = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.98), eps=1e-5)
     losses, norms = [], []
-    for batch in setup.batches.epoch(0)[:STEPS]:
-        preferences = [setup.train.store[int(i)] for i in batch.preferences]
+    for batch in setup.plan.batches.epoch(0)[:STEPS]:
+        preferences = [setup.plan.train.store[int(i)] for i in batch.preferences]
         pair_losses = []
         for preference in preferences:
             chosen, rejected = (logp.sum() for logp in plain_token_logps(policy, preference))
@@ -55,7 +55,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_learns_what_the_plain_loop_learns(cut, by_hand, tmp_path):
+def test_every_cut_trains_the_same_model_as_the_plain_loop(cut, by_hand, tmp_path):
     losses, norms, weights = by_hand
     run = short_run(tmp_path / "run", *CUTS[cut])
     lines = metrics_of(run)

@@ -110,7 +110,7 @@ def assert_alike(several, one):
         "experts",
     ],
 )
-def test_several_workers_learn_what_one_learns(name, together, folder, cases):
+def test_several_ranks_train_the_same_model_as_one(name, together, folder, cases):
     count, _ = together
     alone = run_dir(folder, name, 1)
     if not alone.exists():
@@ -120,8 +120,8 @@ def test_several_workers_learn_what_one_learns(name, together, folder, cases):
 
 
 @pytest.mark.bfloat16
-def test_several_workers_learn_over_float32_weights_cast_by_chance(together, folder, cases):
-    """The chances belong to a place in a weight, whoever holds it: what is computed first is equal but for its sums."""
+def test_several_ranks_train_float32_weights_that_are_cast_stochastically(together, folder, cases):
+    """Random bits depend on the position in a weight, not on the rank: the first step is equal except for the order of sums."""
     count, _ = together
     name = "bfloat16 computation"
     alone = short_run(run_dir(folder, name, 1), *COMMON, *cases[name])
@@ -132,8 +132,8 @@ def test_several_workers_learn_over_float32_weights_cast_by_chance(together, fol
 
 
 @pytest.mark.bfloat16
-def test_several_workers_learn_in_few_bits_what_one_learns(together, folder, cases):
-    """A sum in another order is another sum in bfloat16, and may fall to the other side of a chance: alike, not equal."""
+def test_several_ranks_train_low_precision_weights_as_one_does(together, folder, cases):
+    """Sums in another order differ in bfloat16 and may be rounded the other way: close, not equal."""
     count, _ = together
     alone = short_run(run_dir(folder, "few bits", 1), *COMMON, *cases["few bits"])
     several = run_dir(folder, "few bits", count)
@@ -142,7 +142,7 @@ def test_several_workers_learn_in_few_bits_what_one_learns(together, folder, cas
     assert largest_difference(weights_of(several), weights_of(alone)) < 0.01
 
 
-def test_several_workers_answer_as_one(together, folder, cases):
+def test_several_ranks_generate_the_same_answers_as_one(together, folder, cases):
     count, _ = together
     alone = run_dir(folder, "packed", 1)
     if not alone.exists():
@@ -152,13 +152,13 @@ def test_several_workers_answer_as_one(together, folder, cases):
         assert answers[0] == answers[1]
 
 
-def test_one_worker_speaks_for_all(together):
+def test_only_the_first_rank_prints(together):
     _, said = together
     assert "Ranks: " in said[0]
     assert not any(said[1:])
 
 
-def test_a_run_goes_on_among_another_number_of_workers(together, folder, cases):
+def test_a_run_resumes_with_another_number_of_ranks(together, folder, cases):
     count, _ = together
     name = "packed"
     alone = run_dir(folder, name, 1)
@@ -175,7 +175,7 @@ def test_a_run_goes_on_among_another_number_of_workers(together, folder, cases):
     short_run(fewer, *COMMON, *cases[name])
     said = run_together(count, [overrides[more], overrides[same]], folder)
     for cut in (more, same):
-        assert f"Going on from {cut}/checkpoints/step_2" in said[0]
+        assert f"Resuming from {cut}/checkpoints/step_2" in said[0]
     for cut in overrides:
         assert_alike(cut, alone)
     whole = run_dir(folder, name, count)

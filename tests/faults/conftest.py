@@ -11,7 +11,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(small):
-    """The run of `SETTINGS` that nothing interrupted; its cache is beside it."""
+    """The run of `SETTINGS` without interruption; its cache is next to it."""
     folder = small.folder / "whole"
     ended = small.run(folder / "run", folder / "cache")
     assert ended.code == 0, ended

@@ -1,4 +1,4 @@
-"""The comparison can fail: leave out any one thing that a run goes on from, and its end is another."""
+"""The comparison can fail: leave out any one part of the state that a run resumes from, and its final weights differ."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def trained(small, run, *more):
 
 
 def cut_and_resumed(small, run, monkeypatch, *, without=None):
-    """A run that dies after its third step was reported, and goes on from step 2 or 3 without something."""
+    """A run that is killed after its third step was reported, and resumes from step 2 or 3 with something left out."""
     with killed_after(3):
         trained(small, run)
     with monkeypatch.context() as patch:
@@ -78,7 +78,7 @@ def no_random_state(patch):
 
 
 def no_place_in_the_schedule(patch):
-    """The scheduler starts anew."""
+    """The scheduler starts from the beginning."""
     real = build.load_checkpoint
 
     class Still:
@@ -101,7 +101,7 @@ def no_weight(patch):
 
 
 def no_cut_of_the_metrics(patch):
-    """Lines of steps that are done anew stay."""
+    """Lines of steps that are repeated stay."""
     real = build.MetricsFile
     patch.setattr(build, "MetricsFile", lambda path, keep: real(path, None))
 
@@ -118,12 +118,12 @@ def whole_of(small, uninterrupted, drawing):
     return uninterrupted[drawing]
 
 
-def test_with_everything_put_back_the_end_is_the_same(small, uninterrupted, tmp_path, monkeypatch, random_steps):
+def test_a_complete_restore_ends_with_identical_weights(small, uninterrupted, tmp_path, monkeypatch, random_steps):
     cut = cut_and_resumed(small, tmp_path / "run", monkeypatch)
     assert ends(cut) == whole_of(small, uninterrupted, True)
 
 
-def test_without_the_random_state_the_end_is_another(small, uninterrupted, tmp_path, monkeypatch, random_steps):
+def test_leaving_out_the_random_state_changes_the_weights(small, uninterrupted, tmp_path, monkeypatch, random_steps):
     cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=no_random_state)
     weights, metrics = ends(cut)
     whole_weights, whole_metrics = whole_of(small, uninterrupted, True)
@@ -139,7 +139,7 @@ def test_without_the_random_state_the_end_is_another(small, uninterrupted, tmp_p
         *(pytest.param(one, marks=pytest.mark.slow) for one in (no_place_in_the_schedule, no_weight)),
     ],
 )
-def test_without_one_thing_put_back_the_end_is_another(small, uninterrupted, tmp_path, monkeypatch, without):
+def test_leaving_out_any_part_of_the_state_changes_the_weights(small, uninterrupted, tmp_path, monkeypatch, without):
     cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=without)
     weights, metrics = ends(cut)
     whole_weights, whole_metrics = whole_of(small, uninterrupted, False)
@@ -147,7 +147,7 @@ def test_without_one_thing_put_back_the_end_is_another(small, uninterrupted, tmp
     assert metrics != whole_metrics
 
 
-def test_without_the_cut_of_the_metrics_lines_stand_twice(small, uninterrupted, tmp_path, monkeypatch):
+def test_metrics_that_are_not_cut_back_have_lines_twice(small, uninterrupted, tmp_path, monkeypatch):
     cut = cut_and_resumed(small, tmp_path / "run", monkeypatch, without=no_cut_of_the_metrics)
     weights, metrics = ends(cut)
     whole_weights, whole_metrics = whole_of(small, uninterrupted, False)

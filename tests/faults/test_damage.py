@@ -1,4 +1,4 @@
-"""One byte changed, or the end cut off, in every file a run reads again: it falls back, refuses by name, or makes it anew."""
+"""One byte changed, or the end cut off, in every file a run reads again: it falls back, refuses by name, or makes it again."""
 
 import random
 import shutil
@@ -47,7 +47,7 @@ DAMAGES = [changed, slow(cut_off), slow(emptied), slow(removed)]
 
 @pytest.fixture(scope="module")
 def killed(small):
-    """A run that was killed after its fourth step, with a checkpoint of each step before; its cache is beside it."""
+    """A run that was killed after its fourth step, with a checkpoint of each step before; its cache is next to it."""
     folder = small.folder / "killed"
     small.killed(folder / "run", folder / "cache", KEEPING, at="checkpoint.begin:4")
     assert sorted(path.name for path in checkpoints(folder / "run/checkpoints")) == ["step_1", "step_2", "step_3"]
@@ -78,22 +78,22 @@ def test_every_file_is_tried(killed):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_end(
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
     small, kept_all, copied, name, damage
 ):
     run, cache = copied
     damage(run / "checkpoints/step_3" / name)
     ended = small.run(run, cache, KEEPING)
-    said = " ".join(ended.out.split())
+    printed = " ".join(ended.out.split())
     assert ended.code == 0, ended
-    assert f"warning: {run}/checkpoints/step_3/{name} " in said
-    assert "Falling back to an earlier checkpoint." in said
+    assert f"warning: {run}/checkpoints/step_3/{name} " in printed
+    assert "Falling back to an earlier checkpoint." in printed
     assert (run / "checkpoints/step_3.damaged").is_dir()
     assert_same(run, kept_all)  # step 3 is there again, whole
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_older_checkpoint_does_not_stop_a_run_that_goes_on_from_a_newer(small, kept_all, copied, damage):
+def test_a_damaged_older_checkpoint_does_not_stop_a_run_that_resumes_from_a_newer_one(small, kept_all, copied, damage):
     run, cache = copied
     damage(run / "checkpoints/step_1/state.json")
     ended = small.run(run, cache, KEEPING)
@@ -101,7 +101,7 @@ def test_a_damaged_older_checkpoint_does_not_stop_a_run_that_goes_on_from_a_newe
     assert_same(run, kept_all)
 
 
-def test_without_a_whole_checkpoint_it_is_refused_and_nothing_changes(small, copied):
+def test_a_run_without_an_intact_checkpoint_is_refused_and_nothing_changes(small, copied):
     run, cache = copied
     for number, name in enumerate(OF_A_CHECKPOINT[:3], 1):
         changed(run / f"checkpoints/step_{number}/{name}")
@@ -112,7 +112,7 @@ def test_without_a_whole_checkpoint_it_is_refused_and_nothing_changes(small, cop
     }
     ended = small.run(run, cache, KEEPING)
     assert ended.code == 4
-    assert ended.err.startswith("tandem: error: no checkpoint of this run is whole:\n")
+    assert ended.err.startswith("tandem: error: all checkpoints of this run are damaged:\n")
     assert all(f"step_{number}/{name} " in ended.err for number, name in enumerate(OF_A_CHECKPOINT[:3], 1))
     assert {path: path.read_bytes() for path in before} == before
 
@@ -127,10 +127,10 @@ def test_a_damaged_cache_of_data_is_refused_by_name(small, copied, kind, name, d
         damage(place / name)
     ended = small.run(run, cache, KEEPING)
     assert (ended.code, ended.out) == (3, "")
-    told = ended.err.removeprefix("tandem: error: ").rstrip("\n").split("\n\n")
+    reported = ended.err.removeprefix("tandem: error: ").rstrip("\n").split("\n\n")
     # both sets' at once; packs are those of training
     splits = ["train: ", "validation-default: "] if kind == "tokens" else [""]
-    for split, one in zip(splits, told, strict=True):
+    for split, one in zip(splits, reported, strict=True):
         assert one.startswith(f"{split}{cache}/{kind}/")
         assert f"/{name} " in one
         assert f"damaged: remove {cache}/{kind}/" in one
@@ -139,11 +139,11 @@ def test_a_damaged_cache_of_data_is_refused_by_name(small, copied, kind, name, d
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", OF_THE_CACHE["reference"])
-def test_a_damaged_reference_is_computed_anew_every_time(small, kept_all, copied, name, damage):
+def test_a_damaged_reference_is_recomputed(small, kept_all, copied, name, damage):
     run, cache = copied
     places = list((cache / "reference").iterdir())
     right = {place: (place / "logps.f32").read_bytes() for place in places}
-    for again in (False, True):  # the second time there is a damaged one beside it already
+    for again in (False, True):  # the second time a damaged one is already set aside
         for place in places:
             damage(place / name)
         code = small.run(run, cache, KEEPING, fail_at="" if again else "step.done").code
@@ -165,19 +165,19 @@ def test_a_damaged_configuration_of_a_run_is_refused_with_what_to_do(small, copi
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.startswith(
         f"tandem: error: {run}/config.yaml is damaged: it cannot be read as a configuration. "
-        "Every checkpoint of the run holds a copy: put it back from there, or choose another run.dir."
-    ) or ended.err.startswith(f"tandem: error: {run} holds a run with another configuration:\n")
+        "Restore it from a checkpoint of the run, which has a copy, or choose another run.dir."
+    ) or ended.err.startswith(f"tandem: error: {run} contains a run with another configuration:\n")
 
 
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b"\x00", b"{", b"- 1\n", b"text"])
-def test_a_configuration_that_is_none_is_refused_with_what_to_do(small, kept_all, copied, bad):
+def test_a_file_that_is_not_a_configuration_is_refused_with_what_to_do(small, kept_all, copied, bad):
     run, cache = copied
     (run / "config.yaml").write_bytes(bad)
     ended = small.run(run, cache, KEEPING)
     assert (ended.code, ended.err) == (
         4,
-        f"tandem: error: {run}/config.yaml is damaged: it cannot be read as a configuration. Every checkpoint of the run "
-        "holds a copy: put it back from there, or choose another run.dir.\n",
+        f"tandem: error: {run}/config.yaml is damaged: it cannot be read as a configuration. Restore it from a "
+        "checkpoint of the run, which has a copy, or choose another run.dir.\n",
     )
     shutil.copyfile(run / "checkpoints/step_3/config.yaml", run / "config.yaml")
     if bad == b"{":
@@ -194,7 +194,7 @@ def test_a_changed_value_in_a_runs_configuration_is_refused_with_the_difference(
     ended = small.run(run, cache, KEEPING)
     assert (ended.code, ended.err) == (
         4,
-        f"tandem: error: {run} holds a run with another configuration:\n"
+        f"tandem: error: {run} contains a run with another configuration:\n"
         "  dpo.reference_policy_kl_penalty: 0.5 there, 0.1 now\n"
-        "Take the old values back, or choose another run.dir for another run.\n",
+        "Restore the old values, or choose another run.dir for a new run.\n",
     )

@@ -1,4 +1,4 @@
-"""Killed, or the disk full, at every named place: the same command goes on to the same end, bit for bit."""
+"""Killed, or the disk full, at every named place: the same command resumes with identical weights."""
 
 import shutil
 import signal
@@ -41,7 +41,7 @@ def folders(run, cache):
 @pytest.mark.parametrize(
     "point", [one if is_quick(one) else pytest.param(one, marks=pytest.mark.slow) for one in POINTS]
 )
-def test_killed_at_a_fail_point_it_goes_on_to_the_same_end(small, whole, tmp_path, point):
+def test_a_run_killed_at_a_fail_point_resumes_with_identical_weights(small, whole, tmp_path, point):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at=at(point))
     assert_intact(*folders(run, cache))
@@ -55,7 +55,7 @@ def test_killed_at_a_fail_point_it_goes_on_to_the_same_end(small, whole, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["model.begin", "model.sync", "model.rename", "model.done"])
-def test_killed_while_the_embedded_model_is_made_it_is_made_anew(small, tmp_path, point):
+def test_the_embedded_model_is_made_again_after_a_kill(small, tmp_path, point):
     run, cache = tmp_path / "run", tmp_path / "cache"
     embedded = "policy.model_name=embedded"
     small.killed(run, cache, embedded, at=point)
@@ -68,7 +68,7 @@ def test_killed_while_the_embedded_model_is_made_it_is_made_anew(small, tmp_path
 @pytest.mark.parametrize(
     "point", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in WRITES]
 )
-def test_a_full_disk_ends_in_one_line_and_what_was_there_goes_on_to_the_same_end(small, whole, tmp_path, point):
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes_with_identical_weights(small, whole, tmp_path, point):
     run, cache = tmp_path / "run", tmp_path / "cache"
     ended = small.run(run, cache, fail_at=f"{at(point)}=disk_full")
     assert ended.code == 7
@@ -79,13 +79,13 @@ def test_a_full_disk_ends_in_one_line_and_what_was_there_goes_on_to_the_same_end
     assert_intact(*folders(run, cache))
     if point.startswith("checkpoint."):
         assert checkpoints(run / "checkpoints")
-    # What could be removed was: a full disk is no place for leftovers.
+    # Temporary files were removed where possible, because the disk is full.
     assert list(tmp_path.rglob(".*")) == []
     assert small.run(run, cache).code == 0
     assert_same(run, whole)
 
 
-def test_resumed_from_a_resume_of_a_resume(small, whole, tmp_path):
+def test_a_run_resumed_three_times_ends_with_identical_weights(small, whole, tmp_path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at="step.done:2")
     for point in ("step.done:2", "checkpoint.latest:1", "verdicts.rename", "model.rename"):
@@ -155,7 +155,7 @@ def extend(small, whole, folder, fail_at=""):
         "model.rename",
     ],
 )
-def test_killed_in_an_extension_it_goes_on_to_the_same_end(small, whole, extended, tmp_path, point):
+def test_a_run_killed_in_an_extension_resumes_with_identical_weights(small, whole, extended, tmp_path, point):
     run = extend(small, whole, tmp_path, fail_at=point)
     assert not (run / "model").exists()
     assert (run / "model.step_4").is_dir()

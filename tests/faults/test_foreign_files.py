@@ -59,7 +59,7 @@ def test_a_users_files_stay_through_kills_a_resume_and_an_extension(small, whole
 
 
 @pytest.mark.slow
-def test_a_resume_among_a_users_files_comes_to_the_same_end(small, whole, tmp_path):
+def test_a_run_resumed_among_a_users_files_ends_with_identical_weights(small, whole, tmp_path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at="checkpoint.prune:2")
     for folder in (run, run / "checkpoints"):

@@ -30,7 +30,7 @@ def used_kibibytes(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
-def test_a_full_disk_ends_in_one_line_and_with_room_again_goes_on_to_the_same_end(small, whole, tmp_path, share):
+def test_a_full_disk_ends_in_one_line_and_the_run_resumes_once_there_is_space(small, whole, tmp_path, share):
     needed = used_kibibytes(whole.parent)
     with small_disk(tmp_path / "disk", max(4, int(share * needed))) as enlarge:
         run, cache = tmp_path / "disk/run", tmp_path / "disk/cache"

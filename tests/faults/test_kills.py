@@ -44,7 +44,7 @@ def uninterrupted(small, plan):
 
 
 def place_of(run):
-    """Where a killed process was, told by what it left."""
+    """Where a process was killed, detected from the files that it left."""
     if (run / "model").is_dir():
         return "after the export"
     if list(run.glob(".model.*")):
@@ -61,7 +61,7 @@ def place_of(run):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_killed_again_and_again_at_random_times_it_comes_to_the_same_end(small, tmp_path, plan):
+def test_a_run_killed_at_random_times_ends_with_identical_weights(small, tmp_path, plan):
     whole, seconds = uninterrupted(small, plan)
     draw = random.Random(plan.times)
     places, finished = Counter(), 0
@@ -73,7 +73,7 @@ def test_killed_again_and_again_at_random_times_it_comes_to_the_same_end(small, 
         ended = child.ended()
         if ended.code == -signal.SIGKILL:
             places[place_of(run)] += 1
-        else:  # it came to its end before the kill, which so does not count; the next run begins anew
+        else:  # it finished before the kill, which does not count; the next run starts from the beginning
             assert ended.code == 0, ended
             assert_same(run, whole)
             finished += 1
@@ -86,7 +86,7 @@ def test_killed_again_and_again_at_random_times_it_comes_to_the_same_end(small, 
 
 
 @pytest.mark.slow
-def test_the_default_run_killed_25_times_comes_to_the_same_end(tmp_path):
+def test_the_default_run_killed_25_times_ends_with_identical_weights(tmp_path):
     """`tandem train` as a user runs it, on the embedded default; killed while it starts, trains, validates and saves."""
 
     def started(name):
@@ -103,20 +103,20 @@ def test_the_default_run_killed_25_times_comes_to_the_same_end(tmp_path):
 
     began = time.monotonic()
     whole = started("whole")
-    said, _ = whole.communicate(timeout=600)
-    assert whole.returncode == 0, said
+    printed, _ = whole.communicate(timeout=600)
+    assert whole.returncode == 0, printed
     seconds, draw = time.monotonic() - began, random.Random(25)
     kills = finished = 0
     while kills < 25 or not finished:
         run = started(f"killed-{finished}")
         try:
-            said, _ = run.communicate(timeout=draw.uniform(0.1, 0.4) * seconds if kills < 25 else 600)
+            printed, _ = run.communicate(timeout=draw.uniform(0.1, 0.4) * seconds if kills < 25 else 600)
         except subprocess.TimeoutExpired:
             run.kill()
             run.communicate()
             kills += 1
             continue
-        assert run.returncode == 0, said
+        assert run.returncode == 0, printed
         assert_same(tmp_path / f"killed-{finished}/runs/default-1", tmp_path / "whole/runs/default-1")
         finished += 1
     print(f"{kills} kills over {finished} runs of {seconds:.0f} seconds")

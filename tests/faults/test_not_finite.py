@@ -54,7 +54,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("spoil", SAID)
-def test_the_run_ends_and_goes_on_from_before_it_to_the_same_end(small, whole, tmp_path, monkeypatch, spoil):
+def test_a_run_stopped_by_a_non_finite_step_resumes_with_identical_weights(small, whole, tmp_path, monkeypatch, spoil):
     run = tmp_path / "run"
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Asked to stop, anywhere: the run saves where it stands and exits; the next start goes on to the same end, bit for bit."""
+"""A run that is asked to stop saves its state and exits; the next start resumes with identical weights."""
 
 import os
 import shutil
@@ -82,23 +82,23 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_stopped_run_goes_on_to_the_same_end(tmp_path, monkeypatch, whole, place):
+def test_a_stopped_run_resumes_with_identical_weights(tmp_path, monkeypatch, whole, place):
     module, name, call, kept = PLACES[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError) as stopped:
         short_run(tmp_path / "run", *SETTINGS)
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)
     found = steps_kept(tmp_path / "run")
-    # The writer works behind the run's back: a signal while it writes is met in whatever step runs then.
+    # Checkpoints are written in the background: a signal during a write is handled in whatever step runs then.
     assert found == kept or (place == "while saving" and found[0] == 2)
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
 
 
 @pytest.mark.parametrize(("is_terminal", "start"), [(True, "\n"), (False, "")])
-def test_on_a_terminal_the_message_begins_on_a_line_of_its_own(monkeypatch, capfd, is_terminal, start):
+def test_on_a_terminal_the_message_begins_on_a_new_line(monkeypatch, capfd, is_terminal, start):
     monkeypatch.setattr(os, "isatty", lambda _: is_terminal)  # where ^C or a progress bar is at the cursor
     with stopped_by_signals(Stopping()):
         os.kill(os.getpid(), signal.SIGINT)
-    message = "tandem: stopping: the step is finished and saved first. Once more stops at once.\n"
+    message = "tandem: stopping: the step is finished and saved first. A second signal stops at once.\n"
     assert capfd.readouterr().err == start + message
 
 
@@ -116,16 +116,16 @@ def test_layers_that_are_not_compiled_show_no_bar_for_it(tmp_path, monkeypatch):
     assert "Compiling" not in shown
 
 
-def test_before_the_first_step_a_stop_waits_for_nothing(tmp_path, monkeypatch, capfd):
+def test_a_signal_before_the_first_step_stops_immediately(tmp_path, monkeypatch, capfd):
     with signalled(monkeypatch, build, "load_sharded", 1, signal.SIGINT):
-        monkeypatch.setattr(build, "make_references", lambda *_: pytest.fail("it went on"))
+        monkeypatch.setattr(build, "make_references", lambda *_: pytest.fail("it did not stop"))
         with pytest.raises(StoppedError) as stopped:
             short_run(tmp_path / "run")
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGINT", 130)
     assert capfd.readouterr().err == ""  # nothing that is finished or saved first
 
 
-def test_what_fails_because_all_processes_were_told_to_stop_is_the_stop(tmp_path, monkeypatch):
+def test_an_error_after_a_signal_to_all_processes_counts_as_the_stop(tmp_path, monkeypatch):
     def fails(*_):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -138,7 +138,7 @@ def test_what_fails_because_all_processes_were_told_to_stop_is_the_stop(tmp_path
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)
 
 
-def standing(run):
+def checkpoints_of(run):
     """The checkpoints that are kept, and which is the best."""
     kept = run / "checkpoints"
     return steps_kept(run), (kept / "best").readlink().name, (kept / "latest").readlink().name
@@ -155,7 +155,7 @@ LOSSES = (0.1, 0.6, 0.5, 0.9, 0.8, 1.0)  # by step; that of the start ranks noth
         "before the third validation",
     ],
 )
-def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp_path, monkeypatch, place):
+def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_later(tmp_path, monkeypatch, place):
     real = build.Training.write
 
     def written(t, report):
@@ -166,41 +166,47 @@ def test_a_checkpoint_saved_before_its_validation_is_ranked_by_it_in_the_end(tmp
     module, name, call, _ = {**PLACES, "before the third validation": (trainer, "train_step", 3, [])}[place]
     with signalled(monkeypatch, module, name, call), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
-    assert standing(short_run(tmp_path / "run", *settings)) == ([1, 2, 5], "step_2", "step_5")
+    assert checkpoints_of(short_run(tmp_path / "run", *settings)) == ([1, 2, 5], "step_2", "step_5")
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(tmp_path, monkeypatch, capsys, whole):
+def test_a_run_whose_checkpoints_are_missing_says_that_it_starts_from_the_beginning(
+    tmp_path, monkeypatch, capsys, whole
+):
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     capsys.readouterr()
     run = short_run(tmp_path / "run", *SETTINGS)
-    told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
-    assert told in " ".join(capsys.readouterr().out.split())
+    reported = (
+        f"warning: {run} has steps in metrics.jsonl, but no checkpoint to resume from: it starts from the beginning."
+    )
+    assert reported in " ".join(capsys.readouterr().out.split())
     assert_same(run, whole)
 
 
 @pytest.mark.parametrize("fewer", [[], ["dpo.val_batches=1"]], ids=["the same pairs", "fewer pairs"])
-def test_the_table_at_the_end_of_a_run_that_went_on_has_its_start(tmp_path, monkeypatch, capsys, fewer):
+def test_the_final_table_of_a_resumed_run_includes_its_first_validation(tmp_path, monkeypatch, capsys, fewer):
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
     capsys.readouterr()
     trainer.train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *SETTINGS, *fewer]), Reporter())
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("Validation set metric before after" in said) is not bool(fewer)
-    assert ("Validation after training" in said) is bool(fewer)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("Validation set metric before after" in printed) is not bool(fewer)
+    assert ("Validation after training" in printed) is bool(fewer)
 
 
-def test_a_run_that_saves_nothing_says_that_it_begins_anew(tmp_path, monkeypatch, capsys):
+def test_a_run_without_checkpoints_says_that_it_starts_from_the_beginning(tmp_path, monkeypatch, capsys):
     settings = [*SETTINGS, "checkpointing.enabled=false"]
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     run = short_run(tmp_path / "run", *settings)
-    told = f"warning: {run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew."
-    assert told in " ".join(capsys.readouterr().out.split())
+    reported = (
+        f"warning: {run} has steps in metrics.jsonl, but no checkpoint to resume from: it starts from the beginning."
+    )
+    assert reported in " ".join(capsys.readouterr().out.split())
 
 
-def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkeypatch, whole):
+def test_a_run_stopped_several_times_ends_with_identical_weights(tmp_path, monkeypatch, whole):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         with signalled(monkeypatch, trainer, "train_step", 1, number), pytest.raises(StoppedError) as stopped:
             short_run(tmp_path / "run", *SETTINGS)
@@ -209,7 +215,7 @@ def test_stopped_again_and_again_it_still_comes_to_the_same_end(tmp_path, monkey
     assert_same(short_run(tmp_path / "run", *SETTINGS), whole)
 
 
-def test_a_stop_in_the_reference_pass_leaves_no_half_of_it(tmp_path, monkeypatch):
+def test_a_stop_in_the_reference_pass_leaves_no_incomplete_cache(tmp_path, monkeypatch):
     settings = [*SETTINGS, f"reference.cache_dir={tmp_path}/reference"]
     monkeypatch.setattr(reference, "PREFERENCES_PER_PORTION", 16)
     with signalled(monkeypatch, reference, "_ask", 2), pytest.raises(StoppedError):
@@ -219,7 +225,7 @@ def test_a_stop_in_the_reference_pass_leaves_no_half_of_it(tmp_path, monkeypatch
     assert len(metrics_of(short_run(tmp_path / "run", *settings))) == 5
 
 
-def test_what_is_kept_is_said(tmp_path, monkeypatch, capsys):
+def test_the_last_checkpoint_is_named_when_a_run_stops(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3, signal.SIGINT), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS)
     out = " ".join(capsys.readouterr().out.split())
@@ -227,13 +233,13 @@ def test_what_is_kept_is_said(tmp_path, monkeypatch, capsys):
     assert "warning" not in out  # nothing is lost
 
 
-def test_a_checkpoint_without_optimizer_states_is_not_said_to_go_on(tmp_path, monkeypatch, capsys):
+def test_a_stop_warns_that_a_checkpoint_without_optimizer_states_cannot_be_resumed(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS, "checkpointing.save_optimizer=false")
     out = " ".join(capsys.readouterr().out.split())
     assert out.endswith(
-        f"warning: {tmp_path}/run/checkpoints/step_3 is kept, without the optimizer's states "
-        "(checkpointing.save_optimizer=false): no run can go on from it."
+        f"warning: {tmp_path}/run/checkpoints/step_3 is kept, without optimizer states "
+        "(checkpointing.save_optimizer=false), so no run can resume from it."
     )
 
 
@@ -252,13 +258,13 @@ def test_a_limit_without_checkpoints_is_refused():
     )
 
 
-def test_without_checkpoints_nothing_is_said_to_be_kept(tmp_path, monkeypatch, capsys):
+def test_a_stop_without_checkpoints_warns_that_nothing_was_saved(tmp_path, monkeypatch, capsys):
     with signalled(monkeypatch, trainer, "train_step", 3), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *SETTINGS, "checkpointing.enabled=false")
     assert "No checkpoint was saved." in capsys.readouterr().out
 
 
-def test_signals_mean_what_they_meant_before_once_the_run_is_over(tmp_path):
+def test_signal_handlers_are_restored_after_the_run(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     short_run(tmp_path / "run", "dpo.max_num_steps=1")
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -275,7 +281,7 @@ def test_a_run_that_must_have_saved_by_a_time_saves_and_stops(tmp_path, whole):
         short_run(tmp_path / "other", "checkpointing.checkpoint_must_save_by=soon")
 
 
-def test_a_time_limit_leaves_room_for_one_more_step_and_save(tmp_path, monkeypatch):
+def test_a_time_limit_leaves_time_for_another_step_and_save(tmp_path, monkeypatch):
     """The writer's own time counts, though the run does not wait for it."""
     real = checkpoint.write_checkpoint
 
@@ -284,13 +290,13 @@ def test_a_time_limit_leaves_room_for_one_more_step_and_save(tmp_path, monkeypat
         time.sleep(1.5)
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
-    told = []
+    reported = []
     took = Stopping.took
     monkeypatch.setattr(
-        Stopping, "took", lambda self, what, seconds: told.append((what, seconds)) or took(self, what, seconds)
+        Stopping, "took", lambda self, what, seconds: reported.append((what, seconds)) or took(self, what, seconds)
     )
     short_run(tmp_path / "run", "dpo.max_num_steps=2", "checkpointing.save_period=1")
-    assert max(seconds for what, seconds in told if what == "save") > 1.5
+    assert max(seconds for what, seconds in reported if what == "save") > 1.5
     stopping = Stopping(10.0)
     assert not stopping.is_wanted()
     stopping.took("save", 6.0)
@@ -324,7 +330,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path, number, code):
         if line.strip() == "stepping":
             break
     process.send_signal(number)
-    assert "Once more stops at once" in process.stderr.readline()
+    assert "A second signal stops at once" in process.stderr.readline()
     process.send_signal(number)
     assert process.wait(50) == code  # a step takes 60
 
@@ -358,6 +364,6 @@ cli.main()
 """
 
 
-def test_a_stop_while_libraries_are_at_work_is_not_taken_for_a_mistake():
+def test_a_stop_inside_a_library_is_not_reported_as_an_error():
     done = subprocess.run([sys.executable, "-c", WHILE_LOADING], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (143, "tandem: stopped by SIGTERM\n")

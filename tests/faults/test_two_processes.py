@@ -7,7 +7,7 @@ import time
 from killing import assert_same
 
 
-def test_the_second_is_refused_and_the_first_goes_on_to_its_end(small, whole, tmp_path):
+def test_a_second_process_is_refused_and_the_first_finishes(small, whole, tmp_path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     first = small.start(run, cache)
     until = time.monotonic() + 300
@@ -29,7 +29,7 @@ def test_the_second_is_refused_and_the_first_goes_on_to_its_end(small, whole, tm
     assert_same(run, whole)
 
 
-def test_checkpoints_elsewhere_are_held_too(small, tmp_path):
+def test_a_separate_checkpoint_directory_is_locked_too(small, tmp_path):
     elsewhere = f"checkpointing.checkpoint_dir={tmp_path}/elsewhere"
     first = small.start(tmp_path / "run", tmp_path / "cache", elsewhere)
     until = time.monotonic() + 300
@@ -46,7 +46,7 @@ def test_checkpoints_elsewhere_are_held_too(small, tmp_path):
     assert first.ended().code == 0
 
 
-def test_a_dead_process_holds_nothing(small, whole, tmp_path):
+def test_a_dead_process_holds_no_lock(small, whole, tmp_path):
     run, cache = tmp_path / "run", tmp_path / "cache"
     small.killed(run, cache, at="step.done:2")
     dead = (run / "lock").read_text()

@@ -14,7 +14,7 @@ LONG = [*SHORT, "dpo.max_num_steps=40", "checkpointing.save_period=2", "run.dir=
 
 
 def ends(ranks):
-    """What each worker said at its end on stderr, and its exit code."""
+    """What each worker printed at its end on stderr, and its exit code."""
     return [(worker.communicate(timeout=300)[1], worker.returncode) for worker in ranks]
 
 
@@ -26,14 +26,14 @@ def wait_for(path, ranks):
         time.sleep(0.05)
 
 
-def test_a_mistake_is_told_once(tmp_path):
+def test_a_configuration_error_is_reported_once(tmp_path):
     first, second = ends(start(2, [*TANDEM, "policy.model_nam=x"], tmp_path))
     assert first[0].startswith("tandem: error: command line: unknown key policy.model_nam.")
     assert second[0] == ""
     assert first[1] == second[1] == 2
 
 
-def test_bad_data_is_told_once(tmp_path):
+def test_bad_data_is_reported_once(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
     first, second = ends(start(2, [*TANDEM, "data.train.data_path=bad.jsonl"], tmp_path))
     assert first[0].startswith("tandem: error: bad.jsonl: none of 1 rows can be read:")
@@ -41,10 +41,10 @@ def test_bad_data_is_told_once(tmp_path):
     assert first[1] == second[1] == 3
 
 
-def test_a_signal_to_one_stops_all_after_saving_and_a_lost_worker_ends_the_others(tmp_path):
+def test_a_signal_to_one_rank_stops_all_after_saving_and_a_lost_rank_ends_the_others(tmp_path):
     ranks = start(2, [*TANDEM, *LONG], tmp_path)
     wait_for(tmp_path / "run/checkpoints/step_2", ranks)
-    if sys.platform == "linux":  # of no other machine's business: what they tell each other is taken as it comes
+    if sys.platform == "linux":  # bound to the loopback interface: messages between ranks are not authenticated
         assert [listening(worker.pid) for worker in ranks] == [{"127.0.0.1"}] * 2
     ranks[1].send_signal(signal.SIGTERM)
     first, second = ends(ranks)
@@ -70,7 +70,7 @@ DIFFERENT_ROWS = """
 import os
 from tandem.cli import main as cli
 from tandem.train import memory as row_length
-row_length.ON_A_CPU = (1024, 512)[int(os.environ["RANK"])]
+row_length.CPU_ROW_TOKENS = (1024, 512)[int(os.environ["RANK"])]
 cli.main()
 """
 DIFFERENT_CARDS = """
@@ -80,7 +80,7 @@ from tandem.train import trainer
 from tandem.train.start import setup
 from tandem.train.memory import RowLength
 trainer.device_memory = lambda device: (80, 60)[int(os.environ["RANK"])] * 2**30
-setup.usual_row = lambda need, policy, device, memory: RowLength(memory >> 26, f"fits in {memory >> 30} GiB")
+setup.auto_row_length = lambda need, policy, device, memory: RowLength(memory >> 26, f"fits in {memory >> 30} GiB")
 cli.main()
 """
 
@@ -97,7 +97,7 @@ def test_ranks_that_would_pack_differently_end_before_the_first_step(tmp_path):
     ]
     first, second = ends(start(2, command, tmp_path))
     assert first[0].startswith(
-        "tandem: error: the ranks would not train the same:\n"
+        "tandem: error: the ranks differ and would not train the same model:\n"
         "  the row lengths of train: 256, 512, 768, 896, 1024 on rank 0; 128, 256, 384, 512 on rank 1\n"
     ), first[0]
     assert second[0] == ""
@@ -117,6 +117,6 @@ def test_rows_fit_the_smallest_card(tmp_path):
         "policy.train_global_batch_size=64",
     ]
     ranks = start(2, [*command, "dpo.max_num_steps=2"], tmp_path)
-    said = [worker.communicate(timeout=300) for worker in ranks]
-    assert [worker.returncode for worker in ranks] == [0, 0], said
-    assert "Rows: 1,024 tokens (auto: fits in 60 GiB)" in said[0][0]
+    printed = [worker.communicate(timeout=300) for worker in ranks]
+    assert [worker.returncode for worker in ranks] == [0, 0], printed
+    assert "Rows: 1,024 tokens (auto: fits in 60 GiB)" in printed[0][0]

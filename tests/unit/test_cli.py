@@ -18,7 +18,7 @@ from tandem.cli import main as cli
 from tandem.config.load import load_config
 from tandem.errors import AuditError, DiskError, OutOfMemoryError, TandemError
 
-NO_RUN = "it holds no config.yaml, so it is no run"
+NO_RUN = "it has no config.yaml, so it is not a run"
 NO_FILE = "no such file or folder, and not the name of a hub dataset (org/name)."
 
 # Runs the command, then prints which heavy modules were imported, on the last line of standard error.

@@ -136,7 +136,7 @@ def test_the_rows_that_training_packs_are_shown(prepare):
     _, out, _ = prepare("data.train=pairs.jsonl", "policy.train_global_batch_size=4")
     header, _, table = out.partition("Rows of training on this machine: ")[2].partition("\n")
     assert (
-        header == "128 tokens (auto: the longest preference takes 24); an epoch of them, and a batch of 4 pairs in them"
+        header == "128 tokens (auto: the longest preference has 24); an epoch of them, and a batch of 4 pairs in them"
     )
     assert table.splitlines()[1].split() == ["train", "128", "2", "75.0%", "4.0", "4.0", "1", "1.31"]
     assert "  training steps: 2\n" in out
@@ -164,10 +164,10 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
     setup = set_up(load_config(None, ["policy.model_name=model", *given]).config, torch.device("cpu"))
     shown = {name: one["pack_length"] for name, one in found["training"]["sets"].items()}
     shown |= {name: one["pack_length"] for name, (one,) in found["packs"].items()}
-    assert shown == {name: packer.length for name, packer in setup.packers().items()}
-    assert (found["num_steps"], found["training"]["length"]) == (setup.num_steps, setup.rows)
-    if setup.batches.packs is not None:
-        assert found["packs"]["train"][0]["num_packs"] == len(setup.batches.packs)
+    assert shown == {name: packer.length for name, packer in setup.plan.packers().items()}
+    assert (found["num_steps"], found["training"]["length"]) == (setup.plan.num_steps, setup.plan.rows)
+    if setup.plan.batches.packs is not None:
+        assert found["packs"]["train"][0]["num_packs"] == len(setup.plan.batches.packs)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
         (
             ["policy.weights=bfloat16_stochastic", "policy.lora.enabled=true"],
             2,
-            "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are "
-            "trained are float32. Leave it out.",
+            "policy.weights = bfloat16_stochastic: with adapters the model's weights are frozen, and the adapters are "
+            "trained in float32. Leave it out.",
         ),
         (
             ["checkpointing.metric_name=val_loss"],

@@ -1,7 +1,7 @@
-"""AdamW: torch's own over the parts of each worker, and one over weights or moments kept in fewer bits than it computes with.
+"""AdamW in two forms: torch's fused one over each rank's shards, and one with low-precision weights or moments.
 
-Rounded to the nearest, a small step is lost whole: at the learning rates of preference training bfloat16 weights hardly
-move, and a slow moving average stands still. Rounded by chance nothing is lost on average; a step's chances are its own.
+Rounding to nearest loses small updates entirely: at the learning rates of preference training bfloat16 weights hardly move,
+and a slow moving average does not move at all. Stochastic rounding loses nothing on average. Each step draws its own bits.
 """
 
 from collections.abc import Iterable
@@ -21,29 +21,29 @@ StateDtype = Literal["float32", "bfloat16", "int8"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-# Numbers that share a scale when moments are kept in 8 bits.
-BLOCK = 256
-# A code c of `levels` stands for (c / levels) ** power of its block's largest: fine near zero, where most moments are.
-MEAN = (127, 3)
-SQUARE = (255, 4)
+# How many numbers share a scale when moments are stored in 8 bits.
+NUMBERS_PER_SCALE = 256
+# (levels, power): code c means (c / levels) ** power of the largest value of its block. Fine near zero, where most values are.
+MEAN_CODE = (127, 3)
+SQUARE_CODE = (255, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What of AdamW and of rounding stays the same through a run."""
+    """The settings of AdamW and of rounding that are constant through a run."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    stochastic: bool  # how weights are rounded, if they are
+    stochastic: bool  # whether bfloat16 weights are rounded stochastically
     state_dtype: StateDtype
 
 
 class LocalAdamW(AdamW):
-    """torch's fused AdamW, over what each worker holds of every parameter: all in it stands element by element.
+    """torch's fused AdamW on each rank's shards, which is exact because the update is elementwise.
 
-    Through DTensor the host takes several times as long for the same update, and the GPU waits for it at every step.
+    With DTensors the host takes several times as long for the same update, and the GPU waits for it at every step.
     """
 
     grad_scale: Tensor
@@ -81,7 +81,7 @@ class LocalAdamW(AdamW):
 
 
 class RoundedAdamW(Optimizer):
-    """Clips by `grad_scale` and skips an update by `found_inf`, both on the device, as torch's fused AdamW does."""
+    """AdamW with low-precision weights or moments. Like torch's fused AdamW it clips by `grad_scale` and skips by `found_inf`."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -90,11 +90,11 @@ class RoundedAdamW(Optimizer):
         super().__init__(parameters, {"lr": lr})
         self.rule = rule
         given: list[nn.Parameter] = self.param_groups[0]["params"]
-        # One count of steps for all: an update is made or skipped as a whole.
+        # One step count for all parameters: an update is applied or skipped for all of them.
         count = torch.zeros((), device=given[0].device)
         for parameter in given:
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
-        # Of each parameter, what its chances are drawn from.
+        # What the random bits of each parameter are derived from.
         places = [[first_index(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._firsts, self._salts = torch.tensor(places).to(torch.int32).to(count.device).unbind(1)
 
@@ -110,12 +110,12 @@ class RoundedAdamW(Optimizer):
                 self._update(parameter, scalars, start)
 
     def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
-        # Detached: a compiled update refuses a parameter whose own gradient has another dtype.
+        # Detached, because a compiled update refuses a parameter whose gradient has another dtype.
         weight, grad = _local(parameter.detach()), _local(parameter.grad)
         moments = [_local(self.state[parameter][name]) for name in MOMENTS]
         scales = [_local(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
         block = weight.numel() // scales[0].numel() if scales else 1
-        # A tensor as rows that share a scale, or as one.
+        # As rows that share a scale, or flat.
         shape = (-1, block) if scales else (-1,)
         rows = [tensor.reshape(shape) for tensor in (weight, grad, *moments)]
         update: Any = _compiled() if weight.is_cuda else _update
@@ -123,7 +123,7 @@ class RoundedAdamW(Optimizer):
 
 
 def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
-    """Zeros for both moments, sharded as the parameter is. Vectors are too small to be worth 8 bits."""
+    """Zeros for both moments, sharded like the parameter. Vectors are too small to be worth 8 bits."""
     if dtype != "int8" or parameter.ndim < 2:
         kept = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         return {name: torch.zeros_like(parameter, dtype=kept) for name in MOMENTS}
@@ -132,19 +132,19 @@ def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
         "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.uint8),
     }
     block = _block(parameter.shape[-1])
-    # The first number of every block, made zeros of another dtype: a way to its shape that shards as the parameter does.
+    # Slicing gives one number per block, in a tensor that is sharded like the parameter.
     return codes | {name: torch.zeros_like(parameter[..., ::block], dtype=torch.float32) for name in SCALES}
 
 
 def _block(columns: int) -> int:
-    """How many numbers of a row share a scale: the most up to BLOCK that divide it, or all if that is too few."""
-    most = max(size for size in range(1, BLOCK + 1) if columns % size == 0)
-    return most if most >= BLOCK // 16 else columns
+    """How many numbers of a row share a scale: the largest divisor of `columns` up to NUMBERS_PER_SCALE, or all."""
+    most = max(size for size in range(1, NUMBERS_PER_SCALE + 1) if columns % size == 0)
+    return most if most >= NUMBERS_PER_SCALE // 16 else columns
 
 
 def state_bytes(dtype: StateDtype) -> float:
-    """Of each number of a moment."""
-    return {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / BLOCK}[dtype]
+    """Bytes per number of a moment."""
+    return {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / NUMBERS_PER_SCALE}[dtype]
 
 
 @cache
@@ -153,9 +153,9 @@ def _compiled() -> Any:
 
 
 def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule: Rule) -> Tensor:
-    """What every element of an update needs, on the device: nothing waits for it.
+    """The scalars of an update as one tensor on the device, so that the host never waits.
 
-    The rule's numbers too. Given as Python's, a compiled call makes tensors of them, nearly half of what it takes.
+    Includes the constants of the rule: a compiled call would convert Python floats to tensors, nearly half of its time.
     """
     given = (lr, rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.eps)
     same = [torch.full_like(count, number) for number in given]
@@ -164,7 +164,7 @@ def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule
 
 
 def _largest_step(count: Tensor, rule: Rule) -> Tensor:
-    """The largest step that AdamW can make after `count` gradients of any size, as a multiple of the learning rate.
+    """The largest step that AdamW can take after `count` gradients of any size, as a multiple of the learning rate.
 
     mean = (1 - beta1) sum beta1^k g_k, square = (1 - beta2) sum beta2^k g_k^2, so with r = beta1^2 / beta2 (Cauchy-Schwarz)
     |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). Betas 0.9 and 0.98: 1 at the first step, 1.7 in the end.
@@ -187,60 +187,61 @@ def _update(
     start: Tensor,
     stochastic: bool,
 ) -> None:
-    """One tensor's update, in place. start: what the place of its first number is to the hash that makes its chances."""
+    """Update one tensor in place. start: added to the index of each number before hashing it into random bits."""
     rate, weight_decay, toward1, toward2, eps, debias1, debias2, largest, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale
-    old_mean = _decoded(mean, scales[0], MEAN) if scales else mean.float()
-    old_square = _decoded(square, scales[1], SQUARE) if scales else square.float()
+    old_mean = _decode(mean, scales[0], MEAN_CODE) if scales else mean.float()
+    old_square = _decode(square, scales[1], SQUARE_CODE) if scales else square.float()
     new_mean = old_mean + (slope - old_mean) * toward1
     new_square = old_square + (slope * slope - old_square) * toward2
     step = new_mean / debias1 / ((new_square / debias2).sqrt() + eps)
     if scales:
-        # Codes are coarse: a square may have become 0 although its mean did not.
+        # Codes are coarse: a square may be rounded to 0 although its mean is not.
         step = step.clamp(-largest, largest)
     moved = weight.float() * (1 - rate * weight_decay) - rate * step
 
     places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape)
-    chance = hash_int32(places + start)
-    # Three numbers are rounded: two take 16 bits of this chance each, the third more of its own.
-    of_weight, of_mean, of_square = chance, chance >> 16, hash_int32(chance + 1)
+    bits = hash_int32(places + start)
+    # Three numbers are rounded: two use 16 of these bits each, the third new ones.
+    weight_bits, mean_bits, square_bits = bits, bits >> 16, hash_int32(bits + 1)
     done = skipped == 0
-    _put(weight, _rounded(moved, weight.dtype, of_weight) if stochastic else moved, done)
+    _assign(weight, _round(moved, weight.dtype, weight_bits) if stochastic else moved, done)
     if scales:
-        for kept, value, scale, how, own in (
-            (mean, new_mean, scales[0], MEAN, of_mean),
-            (square, new_square, scales[1], SQUARE, of_square),
+        for stored, value, scale, code, code_bits in (
+            (mean, new_mean, scales[0], MEAN_CODE, mean_bits),
+            (square, new_square, scales[1], SQUARE_CODE, square_bits),
         ):
-            codes, top = _encoded(value, how, own)
-            _put(kept, codes, done)
-            _put(scale, top, done)
+            codes, top = _encode(value, code, code_bits)
+            _assign(stored, codes, done)
+            _assign(scale, top, done)
     else:
-        _put(mean, _rounded(new_mean, mean.dtype, of_mean), done)
-        _put(square, _rounded(new_square, square.dtype, of_square), done)
+        _assign(mean, _round(new_mean, mean.dtype, mean_bits), done)
+        _assign(square, _round(new_square, square.dtype, square_bits), done)
 
 
-def _put(kept: Tensor, value: Tensor, done: Tensor) -> None:
-    kept.copy_(torch.where(done, value.to(kept.dtype), kept))
+def _assign(stored: Tensor, value: Tensor, done: Tensor) -> None:
+    """Store the value unless the update is skipped."""
+    stored.copy_(torch.where(done, value.to(stored.dtype), stored))
 
 
-def _rounded(value: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
-    return to_bfloat16(value, chance) if dtype == torch.bfloat16 else value
+def _round(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    return to_bfloat16(value, bits) if dtype == torch.bfloat16 else value
 
 
-def _decoded(codes: Tensor, top: Tensor, how: tuple[int, int]) -> Tensor:
-    levels, power = how
+def _decode(codes: Tensor, top: Tensor, code: tuple[int, int]) -> Tensor:
+    levels, power = code
     part = codes.float() / levels
     return part.abs() ** (power - 1) * part * top
 
 
-def _encoded(value: Tensor, how: tuple[int, int], chance: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and the largest of each row. Between two codes chance decides, so that the mean is kept."""
-    levels, power = how
+def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and the largest value of each row. Values between two codes are rounded stochastically."""
+    levels, power = code
     top = value.abs().amax(-1, keepdim=True)
     part = value.abs() / top.clamp(min=torch.finfo(torch.float32).tiny)
     below = (part ** (1 / power) * levels).floor().clamp(max=levels - 1)
     low, high = (below / levels) ** power, ((below + 1) / levels) ** power
-    up = (chance & 0xFFFF).float() / 0x10000 < (part - low) / (high - low)
+    up = (bits & 0xFFFF).float() / 0x10000 < (part - low) / (high - low)
     return (below + up.float()) * value.sign(), top
 
 

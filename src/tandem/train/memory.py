@@ -1,4 +1,4 @@
-"""A model, its settings and its card in; how long rows are, and why, out, unless they cannot be."""
+"""Estimates a run's memory from the model and the settings, and chooses the row length; refuses a run that cannot fit."""
 
 import os
 from dataclasses import dataclass
@@ -19,107 +19,113 @@ from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepar
 from tandem.train.adamw import state_bytes
 
 GIB = 2**30
-ON_A_CPU = 1024  # the tiny model gained a tenth over 512, and a twentieth more at 2,048, for twice the memory
-LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
-# Rows twice as long gained 1 % at 1.5 billion weights, for half as much memory again (docs/benchmarks.md).
-LONG = 16384
-# But a row of a small model is over before the host has asked for the next: so many tokens times weights keep a GPU busy that
-# long. Of 1.5 billion weights it waited at 4,096 tokens a row, and hardly at 8,192 (docs/benchmarks.md).
-BUSY = 12e12
-# Of the card: the rest is for what no estimate knows.
-USED = 0.85
-# Numbers that a layer keeps for its backward, as multiples of its hidden and its intermediate size; fitted to what runs of
-# three models' shapes took. The share of them that is kept when activations are computed again.
-OF_HIDDEN, OF_INTERMEDIATE = 8.0, 3.2
-KEPT = {"none": 1.0, "selective": 0.45, "full": 0.1}
-# Bytes of a dense mask's entries: as it is made, and as attention adds it to its scores.
-FLAG, NUMBER = 1, 4
-LOGITS = 2 * GIB  # of the head's chunk, and what comes and goes beside it
-# What comes and goes is an estimate: a run is not refused for more of it than this share, which it surely takes.
-SURELY = 0.6
+CPU_ROW_TOKENS = 1024  # for the tiny model 10 % faster than 512; 2,048 is another 5 % faster and needs twice the memory
+ROW_LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
+# With 1.5 billion weights, rows twice as long were 1 % faster and needed half as much memory again (docs/benchmarks.md).
+LONG_ROW_TOKENS = 16384
+# The GPU finishes a short row of a small model before the host has launched the next. Tokens x weights that keep it busy long
+# enough: with 1.5 billion weights it waited at 4,096 tokens per row, and hardly at 8,192 (docs/benchmarks.md).
+BUSY_TOKENS_TIMES_WEIGHTS = 12e12
+# The share of a GPU's memory that the estimate may use; the rest covers what it does not include.
+USABLE_SHARE = 0.85
+# Activations that a layer keeps for the backward pass, as multiples of its hidden and intermediate sizes; fitted to runs of
+# three model shapes. KEPT_SHARE: the share of them that is kept with each kind of activation checkpointing.
+KEPT_PER_HIDDEN, KEPT_PER_INTERMEDIATE = 8.0, 3.2
+KEPT_SHARE = {"none": 1.0, "selective": 0.45, "full": 0.1}
+# Bytes per entry of a dense mask: as booleans, and as the numbers that attention adds to its scores.
+MASK_FLAG_BYTES, MASK_NUMBER_BYTES = 1, 4
+LOGITS_BYTES = 2 * GIB  # a chunk of logits and other temporary tensors
+# Temporary memory is an estimate. A run is refused only if even this share of it would not fit.
+CERTAIN_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class RowLength:
-    """Tokens of a row that a run would choose by itself, and the reason in words."""
+    """The automatic row length in tokens, and the reason for it in words."""
 
     tokens: int
     reason: str
-    shortest: int = 0  # rows below it hold a batch whole
+    shortest: int = 0  # rows are shorter than this only if one holds a whole batch
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a run is expected to take of each worker's memory, in bytes, by what is known before weights load."""
+class MemoryEstimate:
+    """The memory that a run is expected to need per rank, in bytes, estimated before weights load."""
 
-    num_weights: int  # of the model
-    fixed: float  # weights, gradients, optimizer states, and the copy of the weights that is computed with
+    num_weights: int
+    fixed: float  # weights, gradients, optimizer states, and the bfloat16 copy of the weights
     per_token: float
-    head: float = LOGITS
+    head: float = LOGITS_BYTES
 
-    def passing(self, tokens: int) -> float:
-        """What comes and goes with so many tokens at a time."""
+    def temporary(self, tokens: int) -> float:
+        """Activations and logits of a micro-batch with this many tokens."""
         return self.head + tokens * self.per_token
 
 
-def expected_need(
+def estimate_memory(
     source: ModelSource,
     policy: PolicyConfig,
     lora: LoraPlan | None,
     precision: str,
     num_ranks: int,
     device: torch.device,
-) -> Need:
+) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
-    head = LOGITS if device.type == "cuda" else 0  # a CPU's chunks are small
-    return Need(num, _fixed_bytes(num, policy, lora, precision, num_ranks), per_token, head)
+    head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
+    return MemoryEstimate(num, _fixed_bytes(num, policy, lora, precision, num_ranks), per_token, head)
 
 
-def usual_row(need: Need, policy: PolicyConfig, device: torch.device, memory: int | None = None) -> RowLength:
-    """On a GPU the longest row that is expected to fit. `memory`: of the smallest device of all ranks; None: of this one."""
+def auto_row_length(
+    need: MemoryEstimate, policy: PolicyConfig, device: torch.device, memory: int | None = None
+) -> RowLength:
+    """Choose the row length: on a GPU the longest useful one that is expected to fit.
+
+    memory: bytes of the smallest device of all ranks; None: of this device.
+    """
     if policy.packing.mode == "dataset":
-        return RowLength(DATASET_PACK, "usual for a set packed once")
+        return RowLength(DATASET_PACK, "the default for a set packed once")
     if device.type != "cuda":
-        return RowLength(ON_A_CPU, "usual on a CPU")
-    room, together = memory or device_memory(device), policy.packing.packs_per_micro_batch
-    busy = BUSY / need.num_weights / together
-    useful = [length for length in LENGTHS if length < 2 * max(LONG, busy)]
-    fits = (length for length in useful if need.fixed + need.passing(length * together) <= USED * room)
-    fitting = next(fits, LENGTHS[-1])
-    longer = "longer ones gain little" if fitting == useful[0] else "longer ones would not fit"
-    expected = need.fixed + need.passing(fitting * together)
+        return RowLength(CPU_ROW_TOKENS, "the default on a CPU")
+    available, together = memory or device_memory(device), policy.packing.packs_per_micro_batch
+    busy = BUSY_TOKENS_TIMES_WEIGHTS / need.num_weights / together
+    useful = [length for length in ROW_LENGTHS if length < 2 * max(LONG_ROW_TOKENS, busy)]
+    fits = (length for length in useful if need.fixed + need.temporary(length * together) <= USABLE_SHARE * available)
+    fitting = next(fits, ROW_LENGTHS[-1])
+    longer = "longer rows gain little" if fitting == useful[0] else "longer rows would not fit"
+    expected = need.fixed + need.temporary(fitting * together)
     return RowLength(
         fitting,
-        f"expected to take {expected / GIB:.0f} of {room / GIB:.0f} GiB; {longer}",
+        f"expected to need {expected / GIB:.0f} of {available / GIB:.0f} GiB; {longer}",
         min(fitting, int(busy)),
     )
 
 
-def refuse_what_is_too_large(
-    need: Need,
+def refuse_certain_overflow(
+    need: MemoryEstimate,
     packer: Packer,
     batch: GlobalBatch,
     policy: PolicyConfig,
     device: torch.device,
     memory: int | None = None,
 ) -> None:
-    """Before weights load, where that is sure; else a rehearsal decides, which measures (train/memory.py)."""
-    room, whose = memory or device_memory(device), "a GPU" if device.type == "cuda" else "a machine"
+    """Refuse a run that certainly does not fit, before weights load. Other runs are measured in a rehearsal (start/build.py)."""
+    available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
     together = min(packer.packs_per_micro_batch, -(-len(bins) // packer.share.num_ranks))
-    passing = need.passing(length * together)
-    if need.fixed + SURELY * passing > room:
+    temporary = need.temporary(length * together)
+    if need.fixed + CERTAIN_SHARE * temporary > available:
         raise OutOfMemoryError(
-            f"the run needs about {(need.fixed + passing) / GIB:.0f} GiB of {whose} that has {room / GIB:.0f}: weights, "
+            f"the run needs about {(need.fixed + temporary) / GIB:.0f} GiB and {whose} has {available / GIB:.0f}: weights, "
             f"gradients and optimizer states {need.fixed / GIB:.0f}, activations in rows of {length:,} tokens "
-            f"{passing / GIB:.0f}. {what_to_lower(length, policy, shorter_rows_help=need.fixed < USED * room)}"
+            f"{temporary / GIB:.0f}. "
+            f"{suggest_less_memory(length, policy, shorter_rows_help=need.fixed < USABLE_SHARE * available)}"
         )
 
 
-def what_to_lower(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
-    """The ways out that are still open, the cheapest first that may be enough. `length`: of the longest rows."""
+def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
+    """Suggest settings that need less memory and are not in use yet, the cheapest first. length: of the longest rows."""
     rows = policy.packing.packs_per_micro_batch
     of_rows = [
         f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
@@ -139,76 +145,80 @@ def what_to_lower(length: int, policy: PolicyConfig, *, shorter_rows_help: bool)
     return f"To need less, try {first}" + (f"; then {', '.join(others)}." if others else ".")
 
 
-def why(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
-    """The rows of a run, and why they are as long as they are."""
+def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
+    """The row length of a run and the reason for it."""
     rows = f"{packer.length:,} tokens"
     longest = int(packer.sizes.max())
     if policy.packing.mode == "none":
         return f"one sequence each, padded to at most {packer.length:,} tokens"
     if policy.packing.pack_length != "auto":
         rounded = packer.length != policy.packing.pack_length
-        return f"{rows} ({policy.packing.pack_length:,} in whole blocks of {BLOCK})" if rounded else rows
+        return f"{rows} ({policy.packing.pack_length:,} rounded up to a multiple of {BLOCK})" if rounded else rows
     if policy.packing.mode == "dataset" and prepared_lengths(packer.store):
-        return f"{rows} (auto: the longest packs that were prepared)"
+        return f"{rows} (auto: the longest prepared packs)"
     if packer.length == in_blocks(usual.tokens):
         return f"{rows} (auto: {usual.reason})"
     if packer.length == in_blocks(longest):
-        return f"{rows} (auto: the longest preference takes {longest:,})"
-    return f"{rows} (auto: so that batches of {policy.train_global_batch_size} pairs fill their rows)"
+        return f"{rows} (auto: the longest preference has {longest:,})"
+    return f"{rows} (auto: batches of {policy.train_global_batch_size} pairs fill rows of this length)"
 
 
-def much_filler(packer: Packer, policy: PolicyConfig) -> str | None:
-    """Told where a length was given that a batch does not fill by half, even in the shortest rows beside it."""
+def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
+    """Warn if pack_length is set so high that a batch fills less than half of even the shortest rows; else None."""
     shortest = packer.lengths[0]
     pairs = policy.train_global_batch_size / packer.share.num_ranks
     tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
     if policy.packing.mode != "batch" or policy.packing.pack_length == "auto" or 2 * tokens > shortest:
         return None
-    whose = "a batch" if packer.share.num_ranks == 1 else "a worker's part of a batch"
+    whose = "a batch" if packer.share.num_ranks == 1 else "a rank's part of a batch"
     return (
         f"policy.packing.pack_length = {policy.packing.pack_length}: {whose} has about {tokens:,} tokens, and the shortest rows "
-        f"beside that length {shortest:,}: {1 - tokens / shortest:.0%} of what is computed is filler. auto takes shorter ones."
+        f"at that setting have {shortest:,}, so {1 - tokens / shortest:.0%} of the computation is filler. Use auto for shorter "
+        "rows."
     )
 
 
 def refuse_large_masks(
     length: int, tree: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> None:
-    """Where attention takes masks, of flags and then of numbers, what cannot fit is not begun. length: of a row; tree: the
-    largest in it."""
+    """Refuse rows whose dense attention masks would not fit in memory. length: of a row; tree: the longest preference."""
     kind = attention_kind(policy, device)
     if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
         return
     tokens = policy.packing.packs_per_micro_batch * length
-    needed = tokens * length * (FLAG + NUMBER) if kind == "sdpa" else tokens * tree * FLAG + tree**2 * NUMBER
-    room = memory or device_memory(device)
-    if needed > room:
+    needed = (
+        tokens * length * (MASK_FLAG_BYTES + MASK_NUMBER_BYTES)
+        if kind == "sdpa"
+        else tokens * tree * MASK_FLAG_BYTES + tree**2 * MASK_NUMBER_BYTES
+    )
+    available = memory or device_memory(device)
+    if needed > available:
         cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
         where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
         raise MachineError(
             f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
-            f"{needed / GIB:.1f} GiB {where}, and there are {room / GIB:.1f}. "
-            "Lower it, or policy.max_total_sequence_length where a single preference is so long."
+            f"{needed / GIB:.1f} GiB {where}, and this device has {available / GIB:.1f} GiB. "
+            "Lower it, or policy.max_total_sequence_length if a single preference is that long."
         )
 
 
 def device_memory(device: torch.device) -> int:
-    """All of the device's, in bytes: of a CPU, the machine's."""
+    """Total memory in bytes: of the GPU, or of the machine for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_ranks: int) -> float:
-    """Of so many weights. Ranks share them all, but for quantised ones, which each holds whole."""
+    """Bytes for weights, gradients and optimizer states, which are sharded over ranks, except quantised weights."""
     states = 2 * state_bytes(policy.optimizer.state_dtype)
-    # Several workers gather a layer at a time, and keep no copy of them all.
+    # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_ranks == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
         trained = lora.num_trained * (8 + copy + states)
         return frozen + trained / num_ranks if lora.quantization else (frozen + trained) / num_ranks
-    weights = (4 if policy.weights == "float32" else 2) + 4  # gradients add up in float32
+    weights = (4 if policy.weights == "float32" else 2) + 4  # gradients are summed in float32
     return num * (weights + copy + states) / num_ranks
 
 
@@ -218,27 +228,27 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
     wide = getattr(config, "moe_intermediate_size", None) if chosen else None
     wide = wide * chosen if wide else (getattr(config, "intermediate_size", None) or 4 * hidden)
     wide = sum(wide) / len(wide) if isinstance(wide, list) else wide  # Gemma 3n: a size per layer
-    numbers = KEPT[policy.activation_checkpointing] * (OF_HIDDEN * hidden + OF_INTERMEDIATE * wide)
+    numbers = KEPT_SHARE[policy.activation_checkpointing] * (KEPT_PER_HIDDEN * hidden + KEPT_PER_INTERMEDIATE * wide)
     return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)
 
 
-# AdamW keeps two moments of every trained number.
+# AdamW keeps two moments per trained parameter.
 MOMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes on this worker's device."""
+    """Memory that the run needs on this rank's device, in bytes, from a measured forward and backward pass."""
 
     weights: int
     gradients: int
-    states: int  # the optimizer's
-    activations: int  # of the longest micro-batch, with everything else that comes and goes
-    length: int  # tokens of its rows
+    states: int  # of the optimizer
+    activations: int  # of the longest micro-batch, with other temporary tensors
+    length: int  # tokens per row of that micro-batch
 
     @property
     def fixed(self) -> int:
-        """Without the copy of the weights that is computed with: it is measured with the activations."""
+        """Excludes the bfloat16 copy of the weights, which is measured with the activations."""
         return self.weights + self.gradients + self.states
 
     @property
@@ -253,9 +263,9 @@ class Forecast:
 
 
 def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
-    """From the peak of forward and backward beside gradients that are there already; the optimizer's states come later.
+    """Forecast the memory of a step from the peak of a forward and backward pass with gradients already allocated.
 
-    `state_bytes`: of each number of a moment.
+    Optimizer states are allocated later and are added here. state_bytes: per number of a moment.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
@@ -264,22 +274,24 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> F
     return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
 
 
-def refuse_what_cannot_fit(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
-    """Before the first step, rather than in it."""
-    room = torch.cuda.get_device_properties(device).total_memory
-    if expected.total > room:
+def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
+    """Refuse a run before its first step if that step would run out of memory."""
+    available = torch.cuda.get_device_properties(device).total_memory
+    if expected.total > available:
         raise OutOfMemoryError(
-            f"the run needs {_gib(expected.total)} GiB of a GPU that has {_gib(room)}: {expected}. "
-            f"{what_to_lower(expected.length, policy, shorter_rows_help=expected.fixed < USED * room)}"
+            f"the run needs {_gib(expected.total)} GiB and the GPU has {_gib(available)}: {expected}. "
+            f"{suggest_less_memory(expected.length, policy, shorter_rows_help=expected.fixed < USABLE_SHARE * available)}"
         )
 
 
-def out_of_memory(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
-    """What to tell the user if the device, or the host, had no room left; None for any other error."""
+def out_of_memory_error(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
+    """The error to raise if the device or the host ran out of memory; None for any other error."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None
-    return OutOfMemoryError(f"{' '.join(str(error).split())} {what_to_lower(length, policy, shorter_rows_help=True)}")
+    return OutOfMemoryError(
+        f"{' '.join(str(error).split())} {suggest_less_memory(length, policy, shorter_rows_help=True)}"
+    )
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The configuration's optimizer, and its learning-rate schedule: torch's schedulers, or a share of the run by name."""
+"""Makes the optimizer and the learning-rate schedule: torch's schedulers, or named ones that span the run."""
 
 import math
 import warnings
@@ -24,9 +24,9 @@ from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int
 ) -> LocalAdamW | RoundedAdamW:
-    """With its states, as they are before the first step. Either clips and skips a non-finite step on the device.
+    """Return AdamW with its states allocated. It clips gradients and skips non-finite steps on the device.
 
-    `seed`: of stochastic rounding.
+    seed: for stochastic rounding.
     """
     kwargs = policy.optimizer.kwargs
     beta1, beta2 = kwargs.betas
@@ -46,9 +46,9 @@ def make_optimizer(
 
 
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:
-    """One of torch's schedulers, several in a row at their milestones, a schedule by name, or a constant rate.
+    """Return one of torch's schedulers, several chained at milestones, a named schedule, or a constant rate.
 
-    `num_steps`: of the whole run, which a schedule by name is a share of.
+    num_steps: of the whole run, which a named schedule spans.
     """
     given = policy.scheduler
     if given is None:
@@ -56,8 +56,8 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -
     if isinstance(given, NamedSchedule):
         return lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(given, step, num_steps))
     if isinstance(given, Scheduler):
-        return _one(optimizer, given)
-    schedulers = [_one(optimizer, item) for item in given if isinstance(item, Scheduler)]
+        return _torch_scheduler(optimizer, given)
+    schedulers = [_torch_scheduler(optimizer, item) for item in given if isinstance(item, Scheduler)]
     milestones = [step for item in given if isinstance(item, Milestones) for step in item.milestones]
     if len(schedulers) == 1:
         return schedulers[0]
@@ -65,9 +65,9 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -
 
 
 def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> float:
-    """The learning rate of the step after so many, as a share of the one that is set.
+    """The learning rate of the step after `steps_done` steps, as a share of the configured one.
 
-    As transformers computes it: a warm-up rises from 0, and what falls would reach its end one step after the last.
+    As transformers computes it: a warm-up rises from 0, and a decay would reach its end one step after the last.
     10 steps, linear, warmup_ratio 0.2: 0, 1/2, then 8/8, 7/8, ... 1/8.
     """
     warmup = _num_steps_of(schedule.warmup_ratio, num_steps)
@@ -75,23 +75,23 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
         return steps_done / warmup
     if isinstance(schedule, ConstantSchedule):
         return 1.0
-    falls_from = warmup
+    decay_start = warmup
     if isinstance(schedule, WsdSchedule):
-        falls_from = max(warmup, num_steps - _num_steps_of(schedule.decay_ratio, num_steps))
-    if steps_done < falls_from:
+        decay_start = max(warmup, num_steps - _num_steps_of(schedule.decay_ratio, num_steps))
+    if steps_done < decay_start:
         return 1.0
-    fallen = min(1.0, (steps_done - falls_from) / max(1, num_steps - falls_from))
-    share = (1 + math.cos(math.pi * fallen)) / 2 if isinstance(schedule, CosineSchedule) else 1 - fallen
+    decayed = min(1.0, (steps_done - decay_start) / max(1, num_steps - decay_start))
+    share = (1 + math.cos(math.pi * decayed)) / 2 if isinstance(schedule, CosineSchedule) else 1 - decayed
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * share
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:
-    """Rounded up, but not for the last digit of a product: 0.07 of 100 steps are 7, not 8."""
+    """Round up, but ignore floating-point error: 0.07 of 100 steps are 7, not 8."""
     return math.ceil(round(ratio * num_steps, 6))
 
 
 def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
-    """0.1 of 10 steps: "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate" """
+    """Describe the schedule: "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate"."""
     given = policy.scheduler
     if given is None:
         return "constant"
@@ -118,17 +118,17 @@ def _arguments(scheduler: Scheduler) -> str:
 
 
 def check_scheduler(policy: PolicyConfig) -> None:
-    """Build the schedule once over nothing, so that a wrong argument is told before any weights load.
+    """Build the schedule for a dummy parameter, so that a wrong argument is reported before any weights load.
 
-    Some of torch's schedulers divide by theirs only when they are stepped.
+    It is stepped too: some of torch's schedulers fail on their arguments only then.
     """
     rate = policy.optimizer.kwargs.lr
     make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), policy, num_steps=1)
     given = policy.scheduler if isinstance(policy.scheduler, list) else [policy.scheduler]
     for one in (one for one in given if isinstance(one, Scheduler)):
-        alone = _one(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), one)
+        alone = _torch_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), one)
         try:
-            with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+            with warnings.catch_warnings(action="ignore"):  # torch warns that no optimizer step came first
                 alone.step()
         except (ArithmeticError, TypeError, ValueError) as error:
             name = one.name.rsplit(".", 1)[-1]
@@ -136,27 +136,27 @@ def check_scheduler(policy: PolicyConfig) -> None:
 
 
 def highest_rate(policy: PolicyConfig, num_steps: int) -> float:
-    """The highest learning rate that a run of so many steps reaches."""
+    """The highest learning rate that a run of `num_steps` steps reaches."""
     if isinstance(policy.scheduler, NamedSchedule):
         return policy.optimizer.kwargs.lr * max(rate_factor(policy.scheduler, i, num_steps) for i in range(num_steps))
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr)
     scheduler = make_scheduler(optimizer, policy, num_steps)
     highest = 0.0
-    with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+    with warnings.catch_warnings(action="ignore"):  # torch warns that no optimizer step came first
         for _ in range(num_steps):
             highest = max(highest, optimizer.param_groups[0]["lr"])
             scheduler.step()
     return highest
 
 
-def _one(optimizer: Optimizer, given: Scheduler) -> Any:
+def _torch_scheduler(optimizer: Optimizer, given: Scheduler) -> Any:
     name = given.name.rsplit(".", 1)[-1]
     try:
         return getattr(lr_scheduler, name)(optimizer, **given.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"policy.scheduler: {name}: {error}") from None
-    except KeyError:  # torch looks for the rate that a run before it began with
+    except KeyError:  # torch looks for the initial rate of an earlier run
         raise ConfigError(
-            f"policy.scheduler: {name} {_arguments(given)}: last_epoch is not for a new run, and a resumed one finds its step "
-            "alone. Leave it out."
+            f"policy.scheduler: {name} {_arguments(given)}: last_epoch does not apply to a new run, and a resumed run sets its "
+            "own step. Leave it out."
         ) from None

@@ -1,4 +1,4 @@
-"""A few validation prompts in; what the policy and the reference answer to them, side by side, for a person to read."""
+"""Generates answers of policy and reference to a few validation prompts, for a person to compare."""
 
 import json
 from collections.abc import Sequence
@@ -12,45 +12,45 @@ from tandem.data.store.selection import Preferences
 from tandem.model.policy import Policy
 from tandem.storage.cache import replacing
 
-# Of an answer: enough to judge it by, few enough not to hold up a validation.
-ANSWER_TOKENS = 128
+# Enough to judge an answer, few enough not to slow down a validation.
+MAX_ANSWER_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of a validation set, and what ends an answer to it."""
+    """A prompt of a validation set, and the token that ends an answer to it."""
 
     place: str
     text: str
     ids: tuple[int, ...]
-    end: int  # the token its own completions end with
+    end: int  # the last token of its completions in the data
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Answers to one prompt."""
+    """The answers to one prompt."""
 
     place: str
     prompt: str
     policy: str
-    reference: str | None  # none where the loss has no reference
+    reference: str | None  # None if the loss has no reference
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Prompts, and what the reference answers to them: it is asked once, since it never changes."""
+    """Prompts and the reference's answers, which are generated once because the reference never changes."""
 
     tokenizer: Any
     prompts: tuple[Prompt, ...]
     reference: tuple[str, ...] | None
 
     def take(self, policy: Policy, device: torch.device) -> list[Sample]:
-        """What the policy answers now."""
+        """Generate the policy's current answers."""
         answers = answers_of(policy, self.tokenizer, self.prompts, device)
         references = self.reference or [None] * len(self.prompts)
         return [
-            Sample(prompt.place, prompt.text, own, other)
-            for prompt, own, other in zip(self.prompts, answers, references, strict=True)
+            Sample(place=prompt.place, prompt=prompt.text, policy=answer, reference=reference)
+            for prompt, answer, reference in zip(self.prompts, answers, references, strict=True)
         ]
 
 
@@ -66,17 +66,17 @@ def prompts_of(store: Preferences, tokenizer: Any, count: int) -> tuple[Prompt, 
 
 
 def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> tuple[str, ...]:
-    """The likeliest answer to each. All workers ask together, since each holds a part of the weights."""
+    """The greedy answer to each prompt. All ranks generate together, because each holds a shard of the weights."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor(prompt.ids, device=device)
-        found = policy.generate(ids, max_new_tokens=ANSWER_TOKENS, end=prompt.end).tolist()
+        found = policy.generate(ids, max_new_tokens=MAX_ANSWER_TOKENS, end=prompt.end).tolist()
         answers.append(tokenizer.decode(found[:-1] if found and found[-1] == prompt.end else found))
     return tuple(answers)
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """`step_N.jsonl`, a line a prompt: a validation done anew writes the same file anew."""
+    """Write `step_N.jsonl`, one line per prompt; a repeated validation replaces the file."""
     folder.mkdir(exist_ok=True)
     lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
     with replacing(folder / f"step_{step}.jsonl") as file:

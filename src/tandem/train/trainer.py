@@ -1,4 +1,4 @@
-"""A configuration in; a finished run directory out. Everything is built first; then the loop, which reads aloud."""
+"""Trains a configuration to a finished run directory: set up, build, loop, finish."""
 
 import json
 from collections.abc import Iterator
@@ -12,18 +12,20 @@ import torch
 from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
+from tandem.data.preflight import preflights
 from tandem.data.store.sets import of_set
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import Share
+from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import replacing, write_atomically
 from tandem.storage.ownership import remove_abandoned
-from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_in_the_way, step_of
-from tandem.train.memory import device_memory, much_filler, out_of_memory
+from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
+from tandem.train.memory import device_memory, filler_warning, out_of_memory_error
 from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
@@ -33,7 +35,7 @@ from tandem.train.run.directory import (
     is_finished,
     refuse_others_checkpoints,
 )
-from tandem.train.run.early_stopping import is_exhausted, must_be_kept, put_back_exported
+from tandem.train.run.early_stopping import is_exhausted, must_be_kept, restore_exported
 from tandem.train.run.extension import check_extension, refuse_shortening
 from tandem.train.run.finish import finish, write_per_pair
 from tandem.train.run.stopping import Stopping, stopped_by_signals
@@ -45,9 +47,9 @@ from tandem.train.validation import ValidationReport
 
 
 def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
-    """Run to the end, or go on with an unfinished run; return its directory.
+    """Train a new run, or resume an unfinished one, to its end; return its directory.
 
-    per_pair: a file for the numbers of every pair of every set at the end.
+    per_pair: a file that gets the metrics of every pair of every set at the end.
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
@@ -57,12 +59,12 @@ def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_
     try:
         return _train(loaded, reporter, ranks, fresh=fresh, per_pair=per_pair)
     except (AuditError, DefectError, NonFiniteError, StoppedError) as error:
-        # All workers meet these alike: one of them says so.
+        # All ranks raise these: the first one reports.
         raise error if ranks.is_first else AlreadyReportedError(error.exit_code) from None
 
 
 def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: bool, per_pair: Path | None) -> Path:
-    run, finished, more = ranks.from_first(lambda: _choose(loaded, fresh=fresh, per_pair=per_pair))
+    run, finished, more = ranks.from_first(lambda: _choose_run(loaded, fresh=fresh, per_pair=per_pair))
     if finished and not more:
         reporter.say(f"{run} is finished: its model is in {run}/model.")
         if per_pair is None:
@@ -70,60 +72,60 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
     share = Share(ranks.number, ranks.count)
-    # Before set_up, which ranks run one after another: rows must be as long on every rank.
+    # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
     setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, share, memory))
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
-        reporter.say(f"{run} is finished, with all of its {setup.num_steps} steps: its model is in {run}/model.")
-        _warn_of_epochs(setup, reporter)
+        reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
+        _warn_of_unreached_limit(setup, reporter)
         if per_pair is None:
             reporter.result(run)
             return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
-        ranks.agreed(lambda: _take(stack, run, setup, loaded), by=ranks.is_first)
-        reporter.say(f"Run directory: {run}{', going on' if checkpoints(kept) else ''}")
+        ranks.agreed(lambda: _claim_directories(stack, run, setup, loaded), by=ranks.is_first)
+        reporter.say(f"Run directory: {run}{', resumed' if checkpoints(kept) else ''}")
         if extended_from is not None:
-            reporter.say(f"Extended from {extended_from} to {setup.num_steps} steps")
+            reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
         if ranks.count > 1:
             reporter.say(f"Ranks: {ranks.count}")
-        reporter.preflight(setup.preflights(), dict.fromkeys(setup.sets.read, run / "rejects.jsonl"))
-        reporter.choices(setup.choices())
+        reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
+        reporter.choices(describe_choices(setup))
         reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
-        reporter.say(f"Rows: {setup.rows}")
-        reporter.say(f"Computed: {setup.computation()}")
+        reporter.say(f"Rows: {setup.plan.rows}")
+        reporter.say(f"Computed: {describe_computation(setup)}")
         if not fresh and not checkpoints(kept) and (earlier := earlier_run(run, loaded)):
             reporter.warn(earlier[0], command=earlier[1])
-        if filler := much_filler(setup.train, loaded.config.policy):
+        if filler := filler_warning(setup.plan.train, loaded.config.policy):
             reporter.warn(filler)
         _warn_of_lost_updates(setup, reporter)
         _warn_of_slow_arithmetic(setup, reporter)
         _warn_of_short_run(setup, reporter)
         _warn_of_settings(setup, reporter)
         saves = loaded.config.checkpointing.enabled
-        with stopped_by_signals(stopping, alone=ranks.count == 1, says=ranks.is_first, saves=saves):
+        with stopped_by_signals(stopping, alone=ranks.count == 1, prints=ranks.is_first, saves=saves):
             try:
                 with stopping.losing_nothing():
                     training = build(setup, run, ranks, reporter, stopping, loaded, extended_from)
                 refuse_different_ranks(ranks, lambda: _resumed_from(training))
-                _warn_of_other_pairs(training)
+                _warn_of_changed_sets(training)
                 with closing(training.tracking), closing(training.saver):
                     _run(training, loaded, per_pair)
             except StoppedError:
-                _tell_what_is_kept(kept, loaded.config.checkpointing, reporter)
+                _report_what_is_kept(kept, loaded.config.checkpointing, reporter)
                 raise
             except (RuntimeError, MemoryError) as error:
-                if told := out_of_memory(error, setup.train.length, loaded.config.policy):
-                    raise told from None
+                if reported := out_of_memory_error(error, setup.plan.train.length, loaded.config.policy):
+                    raise reported from None
                 raise
     reporter.result(run)
     return run
 
 
-def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
-    """The run's directory, whether it is finished, and whether more than it has may be asked of it now."""
+def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
+    """The run's directory, whether it is finished, and whether this configuration may train it further."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
@@ -131,33 +133,33 @@ def _choose(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tupl
     return run, finished, finished and is_asked_for_more(run, loaded)
 
 
-def _take(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Hold the run's directory, and that of its checkpoints if it is elsewhere, until the end; write what is known."""
+def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
+    """Lock the run's directory, and that of its checkpoints if it is elsewhere, and write the configuration and rejects."""
     stack.enter_context(held(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
         stack.enter_context(held(kept, "checkpointing.checkpoint_dir"))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
-    refuse_in_the_way(kept, setup.num_steps)
+    refuse_taken_names(kept, setup.plan.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
     remove_abandoned(run / "samples", r"step_[0-9]+\.jsonl", is_held=True)
     refuse_shortening(run, setup)
     if not is_finished(run):  # a finished run that is extended gets its configuration later (extension.py)
         write_atomically(run / "config.yaml", loaded.as_yaml(), "config")
-    _gather_rejects(setup, run)
+    _write_rejects(setup, run)
 
 
 def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
     if not t.ranks.from_first(lambda: is_finished(t.run)):
         finish(t, _loop(t), loaded, per_pair)
     elif per_pair is not None:
-        put_back_exported(t, per_pair)
+        restore_exported(t, per_pair)
         write_per_pair(t, per_pair)
         t.reporter.say(f"{per_pair}  every pair, those the model disagrees with most first")
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """What every rank must have read alike, from disks that may not be the same."""
+    """Values that must be the same on every rank although each reads its own disk."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
@@ -165,7 +167,7 @@ def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
     if setup.config.policy.weights == "bfloat16_nearest":
         reporter.warn(
             "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
-            "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
+            "rounding. policy.weights=bfloat16_stochastic keeps them in the same memory."
         )
 
 
@@ -173,52 +175,54 @@ def _warn_of_slow_arithmetic(setup: Setup, reporter: Reporter) -> None:
     on_cpu = setup.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if on_cpu and setup.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reporter.warn(
-            "policy.precision = bfloat16: this CPU has no arithmetic for it, and torch takes many times as long as in float32. "
+            "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
             "policy.precision=float32 is faster here."
         )
 
 
-def _warn_of_other_pairs(t: Training) -> None:
-    """Of validation sets that are not what they were when the run stopped."""
+def _warn_of_changed_sets(t: Training) -> None:
+    """Warn of validation sets that changed since the run was interrupted."""
     last = {record["split"]: record for record in t.metrics.records() if "data" in record}
     for validation in t.validation_sets:
         before = last.get(validation.split)
         if before is not None and before["data"] != validation.data:
             t.reporter.warn(
-                f"{validation.split} has other pairs than at step {before['step']}: what was measured on those is compared with "
-                "nothing from now on, and ranks no checkpoint once the new ones are measured."
+                f"{validation.split} has other pairs than at step {before['step']}: earlier results are not comparable, and rank "
+                "no checkpoint once the new pairs are measured."
             )
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
     asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
-    if asked is not None and setup.num_steps < asked:
+    if asked is not None and setup.plan.num_steps < asked:
         hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
-        reporter.warn(f"dpo.max_num_steps = {asked}, but {hold} {setup.num_steps}. dpo.max_num_epochs makes it longer.")
-    wanted = setup.config.policy.optimizer.kwargs.lr
-    if setup.highest_rate > 1.01 * wanted:
         reporter.warn(
-            f"policy.scheduler raises the learning rate to {setup.highest_rate:g}, above policy.optimizer.kwargs.lr = "
-            f"{wanted:g}. Of torch's schedulers, eta_min is a learning rate, not a share of one."
+            f"dpo.max_num_steps = {asked}, but {hold} {setup.plan.num_steps}. Raise dpo.max_num_epochs for more steps."
         )
-    if setup.highest_rate < 0.99 * wanted:
-        steps = "1 step" if setup.num_steps == 1 else f"{setup.num_steps} steps"
-        more = "A greater dpo.max_num_steps" if setup.num_steps == asked else "More epochs (dpo.max_num_epochs)"
+    lr = setup.config.policy.optimizer.kwargs.lr
+    if setup.plan.highest_rate > 1.01 * lr:
         reporter.warn(
-            f"in {steps} the learning rate never rises above {setup.highest_rate:g} of {wanted:g}. "
-            f"{more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
+            f"policy.scheduler raises the learning rate to {setup.plan.highest_rate:g}, above policy.optimizer.kwargs.lr = "
+            f"{lr:g}. In torch's schedulers eta_min is a learning rate, not a share of one."
+        )
+    if setup.plan.highest_rate < 0.99 * lr:
+        steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
+        more = "a higher dpo.max_num_steps" if setup.plan.num_steps == asked else "more epochs (dpo.max_num_epochs)"
+        reporter.warn(
+            f"in {steps} the learning rate never rises above {setup.plan.highest_rate:g}, although it is set to {lr:g}. "
+            f"Use {more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
         )
 
 
-def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
-    """Of a finished run that is asked for more steps than its epochs hold, or for more epochs than its steps reach."""
+def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
+    """Warn if a finished run was asked for more steps than its epochs hold, or for more epochs than its steps reach."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
             f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
-            f"step {setup.num_steps}. Raise dpo.max_num_epochs to extend it."
+            f"step {setup.plan.num_steps}. Raise dpo.max_num_epochs to extend it."
         )
-    elif setup.num_steps == dpo.max_num_steps:
+    elif setup.plan.num_steps == dpo.max_num_steps:
         reporter.warn(
             f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
             "Raise dpo.max_num_steps to extend it, or set it to null."
@@ -226,31 +230,31 @@ def _warn_of_epochs(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Of settings far from those a loss was published with, and of sequences longer than a model was made for."""
+    """Warn of settings far from those a loss was published with, and of sequences longer than the model was made for."""
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
-    for text in long_sequence_warnings(setup.sets, setup.source, setup.reference_source):
+    for text in long_sequence_warnings(setup.plan.sets, setup.source, setup.reference_source):
         reporter.warn(text)
 
 
-def _tell_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """A warning only where steps are lost."""
+def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
+    """Say which checkpoint an interrupted run can resume from; warn if steps are lost."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
     elif not checkpointing.save_optimizer:
         reporter.warn(
-            f"{place} is kept, without the optimizer's states (checkpointing.save_optimizer=false): no run can go on from it."
+            f"{place} is kept, without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it."
         )
     else:
         reporter.end(f"{place} is kept; the same command resumes from it.")
 
 
 def _loop(t: Training) -> list[ValidationReport]:
-    """Train to the last step; return the validation before the first."""
-    dpo, total = t.setup.config.dpo, t.setup.num_steps
-    before = _validated_before(t)
+    """Train to the last step; return the validation before the first step."""
+    dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
+    before = _recorded_start(t)
     if dpo.val_at_start and t.progress.step == 0:
         before = t.validate()
         t.reporter.validations("\nValidation before training", before)
@@ -260,21 +264,21 @@ def _loop(t: Training) -> list[ValidationReport]:
     with t.reporter.progress("Training", total, done=t.progress.step) as bar:
         if t.progress.owes_validation and t.progress.step < total:
             _validate_and_save(t, saving=False)
-        ahead = zip(_places(t), load_ahead(_remaining(t), t.setup.train), strict=True)
+        ahead = zip(_remaining_progress(t), load_ahead(_remaining_batches(t), t.setup.plan.train), strict=True)
         for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
             current = train_step(t.policy, t.context, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
-            validating, saving = step != total and _due(step, dpo.val_period), _saving(t, step)
+            validating, saving = step != total and _is_due(step, dpo.val_period), _is_save_due(t, step)
             stopping = t.stopping.is_wanted()
-            # A step is read once it is done, at most one step late: reading earlier would make the device wait.
+            # Metrics are read once the step is done, at most one step late: reading earlier would make the device wait.
             while unread and (
                 len(unread) > 1 or validating or saving or stopping or step == total or _is_done(t, unread[0][1])
             ):
                 _report(t, *unread.pop(0), bar)
-            # After the last step too, though it is validated as the end is: the run may be extended from there.
-            t.progress = replace(t.progress, owes_validation=_due(step, dpo.val_period))
+            # Also set after the last step, which finish() validates: the run may be extended from there.
+            t.progress = replace(t.progress, owes_validation=_is_due(step, dpo.val_period))
             if validating or saving or stopping:
                 _validate_and_save(t, saving=saving)
             t.saver.check()
@@ -283,8 +287,8 @@ def _loop(t: Training) -> list[ValidationReport]:
     return before
 
 
-def _validated_before(t: Training) -> list[ValidationReport]:
-    """What a run that goes on measured before its first step."""
+def _recorded_start(t: Training) -> list[ValidationReport]:
+    """The validation before the first step, as a resumed run recorded it."""
     return [
         ValidationReport(
             record["split"],
@@ -298,7 +302,7 @@ def _validated_before(t: Training) -> list[ValidationReport]:
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:
-    """Validate if that is due, save if that is; asked to stop, save where the run stands now and stop."""
+    """Validate and save if due. If asked to stop, save the current state and raise StoppedError."""
     try:
         t.stopping.check()
         if t.progress.owes_validation:
@@ -313,46 +317,46 @@ def _validate_and_save(t: Training, *, saving: bool) -> None:
         raise
 
 
-def _places(t: Training) -> Iterator[Progress]:
-    """Where the run stands after each step still to do."""
+def _remaining_progress(t: Training) -> Iterator[Progress]:
+    """The progress of the run after each remaining step."""
     place = t.progress
     epoch, done = place.epoch, place.batch
-    while place.step < t.setup.num_steps:
-        for number in range(done + 1, len(t.setup.batches.epoch(epoch)) + 1):
-            if place.step == t.setup.num_steps:
+    while place.step < t.setup.plan.num_steps:
+        for number in range(done + 1, len(t.setup.plan.batches.epoch(epoch)) + 1):
+            if place.step == t.setup.plan.num_steps:
                 return
             place = replace(t.progress, step=place.step + 1, epoch=epoch, batch=number)
             yield place
         epoch, done = epoch + 1, 0
 
 
-def _remaining(t: Training) -> Iterator[GlobalBatch]:
-    """The batches of those steps."""
-    epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.num_steps - t.progress.step
+def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
+    """The batch of each remaining step."""
+    epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.plan.num_steps - t.progress.step
     while left:
-        batches = t.setup.batches.epoch(epoch)[done : done + left]
+        batches = t.setup.plan.batches.epoch(epoch)[done : done + left]
         yield from batches
         epoch, done, left = epoch + 1, 0, left - len(batches)
 
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
-    """Whether a step has ended on every worker: they read it together."""
+    """Whether a step is done on every rank: ranks read its metrics together."""
     return not t.ranks.highest(not pending.is_done())
 
 
-def _due(step: int, period: int) -> bool:
+def _is_due(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def _saving(t: Training, step: int) -> bool:
+def _is_save_due(t: Training, step: int) -> bool:
     checkpointing = t.setup.config.checkpointing
-    return checkpointing.enabled and step != t.setup.num_steps and _due(step, checkpointing.save_period)
+    return checkpointing.enabled and step != t.setup.plan.num_steps and _is_due(step, checkpointing.save_period)
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
-    """Read a step's numbers, write and show them."""
+    """Read the metrics of a step, record and print them."""
     try:
-        report = pending.read(t.setup.train.store)
+        report = pending.read(t.setup.plan.train.store)
     except (DefectError, NonFiniteError) as error:
         raise type(error)(f"step {step}: {error}") from None
     record = {
@@ -370,14 +374,14 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
     }
     t.record(record)
     t.stopping.took("step", report.seconds)
-    t.reporter.step(record, t.setup.num_steps)
+    t.reporter.step(record, t.setup.plan.num_steps)
     bar(1, t.reporter.numbers(record))
 
 
-def _gather_rejects(setup: Setup, run: Path) -> None:
-    """`rejects.jsonl`: every row that was left out, of all sets, with its place and reason."""
+def _write_rejects(setup: Setup, run: Path) -> None:
+    """Write rejects.jsonl: every row of all sets that was left out, with its place and the reason."""
     with replacing(run / "rejects.jsonl") as out:
-        for split, store in setup.sets.read.items():
+        for split, store in setup.plan.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:
                     reject = json.loads(line)

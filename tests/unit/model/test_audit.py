@@ -120,7 +120,7 @@ class _NoCalls:
 
 
 def test_the_sample_holds_the_longest_preference():
-    store = set_up(load_config(None, SHORT).config, torch.device("cpu")).train.store
+    store = set_up(load_config(None, SHORT).config, torch.device("cpu")).plan.train.store
     sample = audit._sample(store, 512)
     assert sample.tolist()[:3] == [0, 1, 2]
     assert store.longest[sample].max() == store.longest.max()
@@ -155,7 +155,7 @@ def test_the_reference_pass_can_be_stopped_after_any_pack(tmp_path):
     frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     given = {"place": tmp_path / "reference", "progress": stop_after_the_second}
     with pytest.raises(Stop):
-        reference.cached_reference(lambda: frozen, setup.train, ranks, **given)
+        reference.cached_reference(lambda: frozen, setup.plan.train, ranks, **given)
     assert counts == [0, 0]
     assert not list(tmp_path.iterdir())
 
@@ -169,13 +169,13 @@ def test_the_cached_reference_equals_the_live_one_for_every_token(tmp_path):
     frozen = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     cached = reference.cached_reference(
         lambda: frozen,
-        setup.train,
+        setup.plan.train,
         ranks,
         place=tmp_path / "reference",
         progress=lambda n: None,
     )
     live = reference.LiveReference(frozen)
-    for pack in setup.train.micro_batches(
+    for pack in setup.plan.train.micro_batches(
         np.array([5, 2, 300, 17])
     ):  # packed with other preferences than in the cached pass
         inputs = frozen.inputs(pack, ranks.device)
@@ -407,7 +407,7 @@ def test_a_resumed_run_whose_reference_is_gone_reports_that_it_is_computed_again
     train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", *given]), Reporter("normal"))
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is computed again, with "
+        f"the reference that {tmp_path}/run started with (train) is no longer in {tmp_path}/cache: it is recomputed with "
         "transformers 99.0, and may differ by rounding."
     ) in printed
 

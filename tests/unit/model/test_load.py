@@ -333,7 +333,7 @@ def test_windows_of_returns_the_windows_of_all_layers_and_none():
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder, tmp_path):
     small = rewrite_config(shutil.copytree(folder, tmp_path / "small"), vocab_size=300)
-    with pytest.raises(ConfigError, match=r"the tokenizer gives token id \d+, but the model knows only 300 tokens"):
+    with pytest.raises(ConfigError, match=r"the tokenizer gives token id \d+, but the model has only 300 tokens"):
         set_up(Config(policy=Policy(model_name=str(small))), CPU)
 
 

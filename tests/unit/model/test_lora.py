@@ -28,6 +28,7 @@ from tandem.model.lora.layers import (
     rounds_frozen_weights,
     start_fingerprint,
 )
+from tandem.report.choices import describe_choices
 from tandem.train.start import references
 from tandem.train.start.setup import set_up
 
@@ -383,7 +384,7 @@ def test_dropout_applies_only_while_gradients_are_computed():
 
 
 def test_the_adapters_in_use_are_reported(tmp_path, adapter):
-    reported = dict(set_up(load_config(None, ["policy.lora.enabled=true"]).config, CPU).choices())
+    reported = dict(describe_choices(set_up(load_config(None, ["policy.lora.enabled=true"]).config, CPU)))
     assert reported["adapters"] == (
         "LoRA, dim 16, alpha 32, on 28 layers (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj); "
         "155,648 parameters trained, 1,049,728 frozen"
@@ -394,7 +395,7 @@ def test_the_adapters_in_use_are_reported(tmp_path, adapter):
         "parameter"
     )
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.1"]
-    reported = dict(set_up(load_config(None, settings).config, CPU).choices())
+    reported = dict(describe_choices(set_up(load_config(None, settings).config, CPU)))
     assert reported["adapters"].endswith(f"; starting from {adapter}")
     assert reported["reference"] == "cached, the base model with the adapter it starts from"
     assert reported["dropout"] == "0.1 of the adapters' inputs, in training steps"

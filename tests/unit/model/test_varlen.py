@@ -115,4 +115,4 @@ def test_varlen_is_refused_for_a_model_that_caps_its_scores():
 
 def test_varlen_repeats_prompts():
     given = ["policy.attention=varlen", "policy.packing.share_prompts=false"]
-    assert set_up(load_config(None, given).config, CPU).train.arrangement == "repeated"
+    assert set_up(load_config(None, given).config, CPU).plan.train.arrangement == "repeated"

@@ -33,7 +33,7 @@ def setup(ranks):
 
 @pytest.fixture
 def packs(setup):
-    packs = list(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    packs = list(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))
     assert len(packs) > 1
     return packs
 

@@ -1,4 +1,4 @@
-"""Weights and moments in fewer bits: on average nothing is lost, a skipped update changes nothing, chances are the run's own."""
+"""Low-precision weights and moments: nothing is lost on average, skipped updates change nothing, seeds give the random bits."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from tandem.model.precision import rounding
 from tandem.train import adamw
-from tandem.train.adamw import MEAN, SQUARE, RoundedAdamW, Rule, StateDtype
+from tandem.train.adamw import MEAN_CODE, SQUARE_CODE, RoundedAdamW, Rule, StateDtype
 
 LR = 1e-4
 
@@ -63,7 +63,7 @@ def test_in_float32_it_is_torchs_adamw():
 
 
 @pytest.mark.parametrize(("state_dtype", "most"), [("bfloat16", 0.01), ("int8", 0.04)])
-def test_moments_in_fewer_bits_go_the_same_way(state_dtype, most):
+def test_low_precision_moments_give_nearly_the_same_updates(state_dtype, most):
     got, _, start = run(rule(state_dtype))
     want = plain(start)
     assert relative_error(got[0], want[0], start[0]) < most
@@ -71,8 +71,8 @@ def test_moments_in_fewer_bits_go_the_same_way(state_dtype, most):
     assert abs((got[0] - want[0]).mean().item()) < 1e-3 * (want[0] - start[0]).abs().mean().item()
 
 
-def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
-    """With beta2 0.999 a moment changes by a thousandth: less than half of what bfloat16 can tell apart."""
+def test_a_slow_average_rounded_to_nearest_does_not_move():
+    """With beta2 0.999 a moment changes by a thousandth: less than half a rounding step of bfloat16."""
     value = torch.full((100_000,), 1.0)
     smaller = value * 0.999
     assert (smaller.to(torch.bfloat16) == value.to(torch.bfloat16)).all()
@@ -81,7 +81,7 @@ def test_a_slow_average_rounded_to_the_nearest_would_stand_still():
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000])
-def test_what_is_not_finite_stays_so_whatever_the_chance(bits):
+def test_non_finite_values_stay_non_finite_for_any_random_bits(bits):
     """A GPU's NaN has all bits set: one more in the last that is kept would be 0."""
     value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
     chance = rounding.hash_int32(torch.arange(1000, dtype=torch.int32))
@@ -128,7 +128,7 @@ def test_what_is_not_finite_does_not_reach_a_skipped_weight():
     assert all(bool((value == 0).all()) for value in optimizer.state[parameter].values())
 
 
-def test_chances_come_from_the_seed():
+def test_random_bits_depend_on_the_seed():
     first, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5)
     again, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5)
     other, _, _ = run(rule("int8"), weights=torch.bfloat16, steps=5, seed=2)
@@ -136,7 +136,7 @@ def test_chances_come_from_the_seed():
     assert not torch.equal(first[0], other[0])
 
 
-def test_a_part_of_a_tensor_is_rounded_as_in_the_whole():
+def test_a_shard_is_rounded_like_the_same_rows_of_the_full_tensor():
     weight, grad = (torch.randn(8, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
     count, one, zero = torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0)
     scalars = adamw._scalars(1e-3, count, one, zero, rule("bfloat16"))
@@ -155,19 +155,19 @@ def test_a_part_of_a_tensor_is_rounded_as_in_the_whole():
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("how", [MEAN, SQUARE])
+@pytest.mark.parametrize("how", [MEAN_CODE, SQUARE_CODE])
 def test_codes_keep_the_mean_and_the_largest(how):
     levels, _ = how
     values = torch.logspace(-9, 0, 256)[None]
-    if how == MEAN:
+    if how == MEAN_CODE:
         values = values * torch.tensor([1.0, -1.0]).repeat(128)
     total = torch.zeros_like(values)
     for draw in range(2000):
         chance = rounding.hash_int32(torch.arange(256, dtype=torch.int32)[None] + 1000 * draw)
-        codes, top = adamw._encoded(values, how, chance)
+        codes, top = adamw._encode(values, how, chance)
         assert top.item() == 1.0
         assert codes.abs().max() <= levels
-        total += adamw._decoded(codes, top, how)
+        total += adamw._decode(codes, top, how)
     # the smallest step above zero decides how much a mean of so many draws still wanders
     torch.testing.assert_close(total / 2000, values, atol=2e-6, rtol=0.02)
 
@@ -218,13 +218,13 @@ def test_the_largest_step_is_that_of_the_worst_gradients(beta1, beta2):
 
 
 def test_a_row_of_zeros_has_codes_of_zero():
-    codes, top = adamw._encoded(torch.zeros(2, 16), SQUARE, torch.zeros(2, 16, dtype=torch.int32))
+    codes, top = adamw._encode(torch.zeros(2, 16), SQUARE_CODE, torch.zeros(2, 16, dtype=torch.int32))
     assert not codes.any()
     assert not top.any()
-    assert not adamw._decoded(codes, top, SQUARE).any()
+    assert not adamw._decode(codes, top, SQUARE_CODE).any()
 
 
-def test_chances_are_even():
+def test_random_bits_are_uniform():
     draws = rounding.hash_int32(torch.arange(200_000, dtype=torch.int32))
     for bits in (draws & 0xFFFF, (draws >> 16) & 0xFFFF):
         share = bits.double() / 0x10000
@@ -239,7 +239,7 @@ def test_how_many_numbers_share_a_scale(columns, block):
 
 
 @pytest.mark.parametrize(("state_dtype", "size"), [("float32", 8), ("bfloat16", 4), ("int8", 2 + 8 / 256)])
-def test_the_bytes_of_the_states_are_as_they_are_told(state_dtype, size):
+def test_state_bytes_match_the_allocated_states(state_dtype, size):
     parameter = torch.nn.Parameter(torch.zeros(4, 512))
     optimizer = RoundedAdamW([parameter], rule(state_dtype), lr=LR, seed=0)
     moments = [value for name, value in optimizer.state[parameter].items() if name != "step"]

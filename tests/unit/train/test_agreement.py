@@ -45,24 +45,26 @@ def ranks_with_rows(packer, *lengths):
 
 
 def test_ranks_with_equal_rows_compute_every_pair_of_a_batch_once(setup):
-    preferences = setup.batches.epoch(0)[0].preferences
+    preferences = setup.plan.batches.epoch(0)[0].preferences
     check_pairs(
-        computed(*ranks_with_rows(setup.train, 1024, 1024), preferences=preferences), preferences, setup.train.store
+        computed(*ranks_with_rows(setup.plan.train, 1024, 1024), preferences=preferences),
+        preferences,
+        setup.plan.train.store,
     )
 
 
-def test_ranks_with_different_rows_are_found_out(setup):
-    preferences = setup.batches.epoch(0)[0].preferences
-    table = computed(*ranks_with_rows(setup.train, 1024, 512), preferences=preferences)
+def test_ranks_with_different_rows_are_detected(setup):
+    preferences = setup.plan.batches.epoch(0)[0].preferences
+    table = computed(*ranks_with_rows(setup.plan.train, 1024, 512), preferences=preferences)
     missing = len(set(preferences) - set(table.preference))
     twice = len(table) - len(set(table.preference))
     assert missing > 0 and twice > 0
     with pytest.raises(DefectError) as found:
-        check_pairs(table, preferences, setup.train.store)
+        check_pairs(table, preferences, setup.plan.train.store)
     first = min(set(preferences) - set(table.preference))
     assert str(found.value) == (
         f"of the 64 pairs of this batch {missing} were not computed, and {twice} were computed too often or do not belong to it. "
-        f"The first is at {setup.train.store.place(int(first))}. This is a defect of tandem, not of the data or the "
+        f"The first is at {setup.plan.train.store.place(int(first))}. This is a defect of tandem, not of the data or the "
         "configuration; nothing of it was saved. Please report it with the run's config.yaml; the same command resumes from the "
         "newest checkpoint."
     )
@@ -76,7 +78,7 @@ def test_a_preference_twice_in_a_batch_has_its_pairs_twice(tmp_path):
     (tmp_path / "threes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     packer = set_up_with(
         f"data.train.data_path={tmp_path}/threes.jsonl", "data.pairing=all", "policy.train_global_batch_size=3"
-    ).train
+    ).plan.train
     twice = np.array([2, 0, 2])
     table = computed(packer, preferences=twice)
     assert len(table) == 9
@@ -90,12 +92,12 @@ def test_a_preference_twice_in_a_batch_has_its_pairs_twice(tmp_path):
         check_pairs(exchanged, twice, packer.store)
 
 
-def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
+def test_a_validation_that_leaves_out_a_pair_is_detected(setup, monkeypatch):
     whole = Packer.micro_batches
     monkeypatch.setattr(Packer, "micro_batches", lambda self, these, bounds=None: whole(self, these[1:], bounds))
     monkeypatch.setattr(validation.PairLedger, "read", lambda self, ranks: (self.table, []))
     monkeypatch.setattr(validation.PairLedger, "send", lambda self: None)
-    packer = setup.validation["default"].alone()
+    packer = setup.plan.validation["default"].alone()
     part = validation.portions(packer, 8)[0]
     monkeypatch.setattr(validation.PairLedger, "table", computed(packer, preferences=part), raising=False)
     monkeypatch.setattr(validation, "pack_outcomes", lambda policy, context, packs: iter(()))
@@ -112,7 +114,7 @@ def test_a_validation_that_leaves_out_a_pair_is_found_out(setup, monkeypatch):
 def test_the_same_setup_derives_the_same_and_names_what_decides_the_batches(setup, tmp_path):
     facts = derived(setup, tmp_path)
     assert derived(setup, tmp_path) == facts
-    assert facts["the row lengths of train"] == ", ".join(map(str, setup.train.lengths))
+    assert facts["the row lengths of train"] == ", ".join(map(str, setup.plan.train.lengths))
     assert facts["the number of steps"] == "4"
     assert facts["policy.optimizer.kwargs.lr"] == "0.001"
     assert "policy.model_name" not in facts
@@ -137,7 +139,7 @@ def test_what_another_rank_would_train_otherwise_is_among_the_differences(setup,
     assert any(one.startswith(f"{named}: ") for one in found), found
 
 
-def test_ranks_themselves_are_no_difference(setup, tmp_path):
+def test_rank_numbers_are_not_a_difference(setup, tmp_path):
     other = set_up_with("policy.train_global_batch_size=64", "data.num_workers=1", "run.name=x", share=Share(1, 2))
     assert differences([derived(setup, tmp_path), derived(other, tmp_path)]) == []
 
@@ -164,7 +166,7 @@ def test_the_message_names_the_differences_and_the_ranks():
     with pytest.raises(RanksDifferError) as refused:
         refuse_different_ranks(Several(theirs, mine | {"a": "9"}), lambda: mine)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "the ranks would not train the same:\n"
+        "the ranks differ and would not train the same model:\n"
         "  a: 1 on rank 0; 9 on ranks 1, 2\n"
         "  b: 2 on ranks 0, 2; 8 on rank 1\n"
         "  d: 4 on ranks 0, 2; 7 on rank 1\n"

@@ -23,7 +23,7 @@ from tandem.train.checkpoint.checkpoints import (
     newest_verified,
     point,
     prune,
-    refuse_in_the_way,
+    refuse_taken_names,
     set_newer_aside,
 )
 from tandem.train.checkpoint.ranking import Ranking
@@ -163,18 +163,18 @@ def test_best_and_latest_are_links_to_a_step_beside_them_or_refused(tmp_path, li
     for target in ("../elsewhere", "/etc", "step_1/tensors", "step_007", "step_²"):
         path.symlink_to(target)
         message = f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link."
-        assert refusal(refuse_in_the_way, tmp_path, 4) == refusal(point, path, place) == message
+        assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
         path.unlink()
     path.mkdir()
     message = f"{path}: a directory, where tandem keeps a link to a checkpoint. Move it elsewhere."
-    assert refusal(refuse_in_the_way, tmp_path, 4) == refusal(point, path, place) == message
+    assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
     path.rmdir()
     path.write_text("mine")
     message = f"{path}: a file, where tandem keeps a link to a checkpoint. Move it elsewhere."
-    assert refusal(refuse_in_the_way, tmp_path, 4) == refusal(point, path, place) == message
+    assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
     path.unlink()
     path.symlink_to("step_7")  # of a checkpoint that is gone
-    refuse_in_the_way(tmp_path, 4)
+    refuse_taken_names(tmp_path, 4)
     point(path, place)
     assert path.readlink() == Path("step_1")
 
@@ -183,9 +183,9 @@ def test_a_folder_under_a_name_that_the_run_will_save_is_refused_and_others_are_
     checkpoint(tmp_path, 2)
     for name in ("step_1", "step_5", "step_²"):
         (tmp_path / name).mkdir()
-    refuse_in_the_way(tmp_path, 4)
-    assert refusal(refuse_in_the_way, tmp_path, 5) == (
-        f"{tmp_path}/step_5: not a checkpoint of tandem's, and this run saves one under that name. Move it elsewhere."
+    refuse_taken_names(tmp_path, 4)
+    assert refusal(refuse_taken_names, tmp_path, 5) == (
+        f"{tmp_path}/step_5: not a checkpoint written by tandem, and this run saves one under that name. Move it elsewhere."
     )
 
 
@@ -238,7 +238,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
 def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
     assert refusal(held(tmp_path).__enter__) == (
-        f"{tmp_path}/lock: not written by tandem, which keeps the number of its process there. Move it elsewhere."
+        f"{tmp_path}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
     )
     assert (tmp_path / "lock").read_bytes() == text
 
@@ -291,7 +291,7 @@ def test_a_folder_called_model_that_no_run_exported_does_not_make_a_run_finished
     assert choose_run_dir(loaded, fresh=False) == run
 
 
-def test_an_empty_folder_called_model_is_in_nobodys_way(run):
+def test_an_empty_folder_called_model_is_accepted(run):
     loaded = load_config(None, [*SHORT, f"run.dir={run}"])
     (run / "config.yaml").write_text(loaded.as_yaml())
     (run / "model").mkdir()
@@ -401,7 +401,7 @@ def go_through_a_run(run: Path, kept: Path) -> None:
     """What a run does there: it recovers from a crash, resumes, saves, prunes, exports, is extended."""
     with suppress(CheckpointError), held(run):
         refuse_links(run)
-        refuse_in_the_way(kept, 6)
+        refuse_taken_names(kept, 6)
         remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
         write_atomically(run / "config.yaml", "new", "config")
         remove_abandoned(kept, "step_[0-9]+", "latest", "best", is_held=True)

@@ -9,7 +9,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("reserved", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_copy_holds_the_weights_as_they_were_though_the_run_goes_on(device, reserved):
+def test_a_copy_is_not_changed_by_later_updates(device, reserved):
     weight = torch.nn.Parameter(torch.zeros(4096, 4096, device=device))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     copier = HostCopier(torch.device(device), optimizer)
@@ -34,7 +34,7 @@ def test_a_copy_holds_the_weights_as_they_were_though_the_run_goes_on(device, re
 
 
 @pytest.mark.gpu
-def test_memory_is_pinned_and_given_back():
+def test_memory_is_pinned_and_released():
     shapes = {"large": (5, 4096, 4096), "small": (3,), "nothing": (0, 8), "scalar": ()}
     memory = PinnedMemory({name: torch.zeros(shape, device="cuda") for name, shape in shapes.items()})
     assert {name: tuple(place.shape) for name, place in memory.places.items()} == shapes

@@ -44,7 +44,7 @@ def test_a_checkpoint_of_a_billion_steps_is_refused(run, unfinished):
     remake_manifest(place)
     for link in ("best", "latest"):
         (run / "checkpoints" / link).unlink()
-    message = f"{run} has trained {HUGE} steps already; it cannot be shortened to 4. "
+    message = f"{run} has already trained {HUGE} steps, so it cannot be shortened to 4. "
     assert refusal(run, unfinished).startswith(message)
     # a finished run is not trained, but its last checkpoint is loaded
     (run / "model").mkdir()
@@ -60,7 +60,7 @@ def test_a_step_that_is_not_the_one_in_the_folders_name_is_refused(run, unfinish
     remake_manifest(place)
     assert refusal(run, unfinished) == (
         f"{place}/state.json: progress.step is not a count, so no run can resume from this checkpoint. Move {place} elsewhere to "
-        "resume from an earlier one, or start anew with --fresh."
+        "resume from an earlier one, or start again with --fresh."
     )
 
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_without_the_version_of_its_format_is_refused(run, unfinish
     assert refusal(run, unfinished).startswith(f"{place}: written in format None; this tandem reads format ")
 
 
-def test_what_is_no_random_state_is_refused(run, unfinished):
+def test_a_tensor_that_is_not_a_random_state_is_refused(run, unfinished):
     place = run / "checkpoints/step_3"
     file = place / "tensors/worker_0.safetensors"
     with safe_open(file, framework="pt") as stored:
@@ -80,6 +80,6 @@ def test_what_is_no_random_state_is_refused(run, unfinished):
     save_file(tensors, file, metadata=metadata)
     remake_manifest(place)
     before = torch.get_rng_state()
-    told = refusal(run, unfinished)
-    assert told.startswith(f"{place}: not a random state in random.cpu.0 (")
+    reported = refusal(run, unfinished)
+    assert reported.startswith(f"{place}: random.cpu.0 is not a random state (")
     torch.set_rng_state(before)

@@ -1,4 +1,4 @@
-"""The forecast of memory: what is known is counted, the rest is what a rehearsed pack took beside it."""
+"""The forecast of memory: what is known is counted, the rest is measured with a rehearsed pack."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from running import short_run
 from tandem.config.sections.policy import Lora, Optimizer, Packing, Policy
 from tandem.errors import OutOfMemoryError
 from tandem.train import memory, trainer
-from tandem.train.memory import GIB, forecast, refuse_what_cannot_fit, what_to_lower
+from tandem.train.memory import GIB, forecast, refuse_forecast_overflow, suggest_less_memory
 
 
 def model():
@@ -17,7 +17,7 @@ def model():
     return made
 
 
-def test_what_is_trained_has_gradients_and_two_moments():
+def test_trained_parameters_have_gradients_and_two_moments():
     expected = forecast(model(), peak=2000, length=512, state_bytes=4)  # type: ignore[arg-type]
     assert (expected.weights, expected.gradients, expected.states) == (500, 400, 800)
     assert expected.activations == 2000 - 500 - 400
@@ -30,45 +30,45 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
 
     monkeypatch.setattr(memory.torch.cuda, "get_device_properties", lambda device: Card)
     fits = memory.Forecast(20 * GIB, 20 * GIB, 30 * GIB, 10 * GIB, 8192)
-    refuse_what_cannot_fit(fits, torch.device("cuda"), Policy())
+    refuse_forecast_overflow(fits, torch.device("cuda"), Policy())
     with pytest.raises(OutOfMemoryError) as refused:
-        refuse_what_cannot_fit(
+        refuse_forecast_overflow(
             memory.Forecast(20 * GIB, 20 * GIB, 20 * GIB, 30 * GIB, 8192), torch.device("cuda"), Policy()
         )
     assert str(refused.value) == (
-        "the run needs 90.0 GiB of a GPU that has 80.0: weights 20.0, gradients 20.0, optimizer states 20.0, activations in "
+        "the run needs 90.0 GiB and the GPU has 80.0: weights 20.0, gradients 20.0, optimizer states 20.0, activations in "
         "rows of 8,192 tokens 30.0: 90.0 GiB. To need less, try policy.packing.pack_length below 8192 (rows may be as "
         "short as the longest preference); then policy.activation_checkpointing=selective, policy.optimizer.state_dtype=int8, "
         "policy.weights=bfloat16_stochastic, policy.lora.enabled=true."
     )
 
 
-def test_where_shorter_rows_cannot_help_other_ways_come_first():
-    assert what_to_lower(8192, Policy(), shorter_rows_help=False) == (
+def test_other_settings_are_suggested_first_if_shorter_rows_cannot_help():
+    assert suggest_less_memory(8192, Policy(), shorter_rows_help=False) == (
         "To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, policy.lora.enabled=true, "
         "more GPUs, policy.packing.pack_length below 8192 (rows may be as short as the longest preference), "
         "policy.activation_checkpointing=selective."
     )
 
 
-def test_only_ways_out_that_are_still_open_are_told():
+def test_only_settings_not_yet_in_use_are_suggested():
     policy = Policy(
         activation_checkpointing="full",
         optimizer=Optimizer(state_dtype="int8"),
         lora=Lora(enabled=True),
         packing=Packing(packs_per_micro_batch=5),
     )
-    assert what_to_lower(4096, policy, shorter_rows_help=True) == (
+    assert suggest_less_memory(4096, policy, shorter_rows_help=True) == (
         "To need less, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may be as "
         "short as the longest preference)."
     )
     few = Policy(activation_checkpointing="full", optimizer=Optimizer(state_dtype="int8"), lora=Lora(enabled=True))
     only = "policy.packing.pack_length below 512 (rows may be as short as the longest preference)"
-    assert what_to_lower(512, few, shorter_rows_help=True) == f"To need less, try {only}."
+    assert suggest_less_memory(512, few, shorter_rows_help=True) == f"To need less, try {only}."
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (
             torch.OutOfMemoryError("CUDA out of memory.\n  Tried 2 GiB."),
@@ -85,14 +85,14 @@ def test_only_ways_out_that_are_still_open_are_told():
         (RuntimeError("ours"), None),
     ],
 )
-def test_running_out_of_memory_is_told_with_the_ways_out(error, told, monkeypatch, tmp_path):
+def test_out_of_memory_errors_suggest_settings(error, reported, monkeypatch, tmp_path):
     """Any other error keeps its traceback."""
 
     def fails(*_):
         raise error
 
     monkeypatch.setattr(trainer, "build", fails)
-    with pytest.raises(RuntimeError if told is None else OutOfMemoryError) as caught:
+    with pytest.raises(RuntimeError if reported is None else OutOfMemoryError) as caught:
         short_run(tmp_path / "run")
-    assert str(caught.value).startswith(told or "ours")
-    assert told is None or "policy.packing.pack_length below 256" in str(caught.value)
+    assert str(caught.value).startswith(reported or "ours")
+    assert reported is None or "policy.packing.pack_length below 256" in str(caught.value)

@@ -100,7 +100,7 @@ def test_the_highest_rate_is_known_however_long_the_warm_up_is():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "printed"),
     [
         (
             "{name: cosine, warmup_ratio: 0.1, min_lr_ratio: 0.1}",
@@ -125,8 +125,8 @@ def test_the_highest_rate_is_known_however_long_the_warm_up_is():
         ),
     ],
 )
-def test_the_choices_name_the_schedule(schedule, said):
-    assert schedule_in_words(policy_of(schedule), 10) == said
+def test_the_choices_name_the_schedule(schedule, printed):
+    assert schedule_in_words(policy_of(schedule), 10) == printed
 
 
 def test_a_run_under_a_schedule_by_name_resumes_bit_for_bit(tmp_path):
@@ -143,10 +143,10 @@ def test_a_run_under_a_schedule_by_name_resumes_bit_for_bit(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         short_run(tmp_path / "cut", *settings, "dpo.max_num_steps=8")
     assert str(refused.value) == (
-        f"{tmp_path}/cut holds a run with another configuration:\n"
+        f"{tmp_path}/cut contains a run with another configuration:\n"
         "  dpo.max_num_steps: 6 there, 8 now\n"
-        "policy.scheduler is a share of the run, so its length decides the learning rate of every step.\n"
-        "Take the old values back, or choose another run.dir for another run."
+        "policy.scheduler spans the run, so its length determines the learning rate of every step.\n"
+        "Restore the old values, or choose another run.dir for a new run."
     )
     cut = short_run(tmp_path / "cut", *settings)
     assert metrics_of(cut) == metrics_of(whole)
@@ -160,7 +160,7 @@ COSINE, STEPS = "torch.optim.lr_scheduler.CosineAnnealingLR", "torch.optim.lr_sc
 
 
 @pytest.mark.parametrize(
-    ("schedule", "told"),
+    ("schedule", "reported"),
     [
         (f"{{name: {COSINE}, kwargs: {{T_max: 0}}}}", "CosineAnnealingLR (T_max=0)"),
         (
@@ -169,17 +169,17 @@ COSINE, STEPS = "torch.optim.lr_scheduler.CosineAnnealingLR", "torch.optim.lr_sc
         ),
     ],
 )
-def test_a_scheduler_that_divides_by_nothing_is_refused_before_it_is_stepped(schedule, told):
+def test_a_scheduler_that_divides_by_nothing_is_refused_before_it_is_stepped(schedule, reported):
     with pytest.raises(ConfigError) as error:
         check_scheduler(policy_of(schedule))
-    assert str(error.value) == f"policy.scheduler: {told} cannot be stepped: integer modulo by zero."
+    assert str(error.value) == f"policy.scheduler: {reported} cannot be stepped: integer modulo by zero."
 
 
 def test_a_scheduler_that_is_to_start_in_the_middle_is_refused():
     with pytest.raises(ConfigError) as refused:
         check_scheduler(policy_of("{name:torch.optim.lr_scheduler.LinearLR,kwargs:{last_epoch:5}}"))
     assert str(refused.value) == (
-        "policy.scheduler: LinearLR (last_epoch=5): last_epoch is not for a new run, and a resumed one finds its step alone. "
+        "policy.scheduler: LinearLR (last_epoch=5): last_epoch does not apply to a new run, and a resumed run sets its own step. "
         "Leave it out."
     )
 

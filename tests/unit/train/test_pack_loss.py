@@ -36,10 +36,10 @@ def started():
     setup = set_up(load_config(None, SHORT).config, ranks.device)
     policy = shard(load_policy(setup.source, setup.config.policy, ranks.device), ranks, bfloat16=False)
     plain = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
-    batch = setup.batches.epoch(0)[0].preferences[:6]
-    packs = list(setup.train.micro_batches(batch))
+    batch = setup.plan.batches.epoch(0)[0].preferences[:6]
+    packs = list(setup.plan.train.micro_batches(batch))
     order = [int(index) for pack in packs for index in pack.preferences]
-    tokens = [plain_token_logps(plain, setup.train.store[index])[:2] for index in order]
+    tokens = [plain_token_logps(plain, setup.plan.train.store[index])[:2] for index in order]
 
     def pair_table(dpo: Dpo) -> PairTable:
         context, ledger = StepContext(Uniform(), dpo, ranks, "float32"), PairLedger()

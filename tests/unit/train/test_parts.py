@@ -22,7 +22,7 @@ def shards(tensor, ranks):
 
 def test_any_reader_of_safetensors_reads_a_file(tmp_path):
     tensors = {
-        "codes": numbers(3, dtype=torch.uint8),  # of three bytes: what follows must not stand crooked for it
+        "codes": numbers(3, dtype=torch.uint8),  # of three bytes: the next tensor must still be aligned
         "moment": numbers(5, 2, dtype=torch.bfloat16),
         "count": torch.tensor(4.0),
         "weight": numbers(4, 3),
@@ -40,7 +40,7 @@ def test_any_reader_of_safetensors_reads_a_file(tmp_path):
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("after", [1, 2, 3, 5])
-def test_what_some_workers_wrote_any_others_read(before, after, tmp_path):
+def test_files_of_some_ranks_are_read_by_any_number_of_ranks(before, after, tmp_path):
     weight = numbers(5, 3)
     for number, part in enumerate(shards(weight, before)):
         write_parts(tmp_path / f"worker_{number}.safetensors", {"weight": part, f"own.{number}": Part(numbers(2))})
@@ -64,9 +64,9 @@ def test_a_tensor_is_filled_in_place(tmp_path):
 def refusal(folder, wanted):
     with pytest.raises(CheckpointError) as refused:
         fill_parts(folder, {"weight": Part(wanted)})
-    told, _, what_to_do = str(refused.value).partition(". ")
+    reported, _, what_to_do = str(refused.value).partition(". ")
     assert what_to_do == INSTEAD
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("rows", [[(0, 2), (3, 5)], [(1, 5)], [(0, 4)], []])
@@ -105,11 +105,11 @@ def test_a_file_that_does_not_say_which_rows_it_holds_is_refused(tmp_path, metad
     file = tmp_path / "worker_0.safetensors"
     save_file({"weight": numbers(5, 3)}, file, metadata=metadata)
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{file}: it does not say which rows it holds, so no run can resume from it"
+        f"{file}: its header does not say which rows it holds, so no run can resume from it"
     )
 
 
-def test_a_file_that_is_no_file_of_tensors_is_refused(tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
     file = tmp_path / "worker_0.safetensors"
     file.write_bytes(b"\x00" * 8)
     assert refusal(tmp_path, torch.zeros(5, 3)).startswith(f"{file}: Error while deserializing header")

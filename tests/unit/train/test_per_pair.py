@@ -117,8 +117,8 @@ def test_a_finished_run_without_its_checkpoint_cannot_be_measured(run, tmp_path)
     with pytest.raises(CheckpointError) as error:
         run("checkpointing.enabled=false")
     assert str(error.value) == (
-        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, but the checkpoint of its last step is gone, so there is "
-        "nothing to measure. Train again, with --fresh."
+        f"--per-pair {tmp_path}/run.pairs: {tmp_path}/run is finished, but the checkpoint of its last step is missing, so there "
+        "is nothing to measure. Train again with --fresh."
     )
 
 

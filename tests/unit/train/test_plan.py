@@ -11,6 +11,7 @@ from patience import within
 from tandem.config.load import load_config
 from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError, DataError
+from tandem.report.choices import describe_choices
 from tandem.train.start.plan import plan_steps
 from tandem.train.start.setup import set_up
 
@@ -85,7 +86,7 @@ def test_steps_of_many_epochs_of_single_pairs_are_counted_from_one_epoch():
         ([1] * 45, ["dpo.max_num_steps=5"], ["policy.train_global_batch_size=8", "5"]),
         ([1] * 8, [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=3", "24"]),
         ([1], [], ["policy.train_global_batch_size=1", "dpo.max_num_epochs=20", "20"]),
-        # A preference of three pairs is a batch by itself, however small batches are.
+        # A preference of three pairs is a batch alone, however small batches are.
         ([3] * 30, [], ["policy.train_global_batch_size=4", "30"]),
     ],
 )
@@ -136,7 +137,7 @@ def files(tmp_path, monkeypatch):
     ],
 )
 def test_the_choices_name_every_set_and_its_pairs(files, overrides, said):
-    choices = set_up(load_config(None, ["policy.train_global_batch_size=1", *overrides]).config, CPU).choices()
+    choices = describe_choices(set_up(load_config(None, ["policy.train_global_batch_size=1", *overrides]).config, CPU))
     assert {name: value for name, value in choices if "set" in name.split() or "sets" in name.split()} == said
 
 
@@ -151,8 +152,8 @@ def test_the_choices_of_a_run_of_a_billion_epochs_are_printed(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(line(i) for i in range(4)))
     with within(20):
         asked = [f"data.train={tmp_path}/a.jsonl", B2, *MANY]
-        found = dict(set_up(load_config(None, asked).config, CPU).choices())["length"]
-    assert found == "steps: 3; pairs used: 6 of 4 an epoch; epochs: 1000000000; seed: 42"
+        found = dict(describe_choices(set_up(load_config(None, asked).config, CPU)))["length"]
+    assert found == "steps: 3; pairs used: 6 of 4 per epoch; epochs: 1000000000; seed: 42"
 
 
 def line(number: int) -> str:
@@ -160,23 +161,23 @@ def line(number: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("weight", "told"),
+    ("weight", "reported"),
     [
         (
             0.1,
-            "weight 0.1 of 3 preferences is less than one, so that no epoch would train on any of them. Raise the weight to",
+            "weight 0.1 of 3 preferences is less than one, so no epoch would train on any of them. Raise the weight to",
         ),
         (0.34, None),
     ],
 )
-def test_a_set_of_which_no_epoch_takes_anything_is_refused(tmp_path, weight, told):
+def test_a_set_whose_weight_leaves_no_preference_in_an_epoch_is_refused(tmp_path, weight, reported):
     (tmp_path / "a.jsonl").write_text("".join(line(i) for i in range(4)))
     (tmp_path / "b.jsonl").write_text("".join(line(i) for i in range(10, 13)))
     few = f"{{data_path:{tmp_path}/b.jsonl,weight:{weight}}}"
     config = load_config(None, [f"data.train=[{tmp_path}/a.jsonl,{few}]", B2]).config
-    if told is None:
-        assert set_up(config, CPU).batches.num_pairs_of(0) == 5
+    if reported is None:
+        assert set_up(config, CPU).plan.batches.num_pairs_of(0) == 5
         return
     with pytest.raises(DataError) as refused:
         set_up(config, CPU)
-    assert str(refused.value) == f"{tmp_path}/b.jsonl: {told} 0.34 or more."
+    assert str(refused.value) == f"{tmp_path}/b.jsonl: {reported} 0.34 or more."

@@ -23,9 +23,9 @@ def checkpoint(folder, text):
 def refusal(place):
     with pytest.raises(CheckpointError) as refused:
         read_state(place)
-    told, separator, _ = str(refused.value).partition(", so no run can resume from this checkpoint. ")
+    reported, separator, _ = str(refused.value).partition(", so no run can resume from this checkpoint. ")
     assert separator
-    return told.removeprefix(f"{place}/state.json: ")
+    return reported.removeprefix(f"{place}/state.json: ")
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -39,7 +39,7 @@ def test_what_an_earlier_version_did_not_write_has_its_default(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "reported"),
     [
         *(
             ({name: value}, f"progress.{name} is not a count")
@@ -50,31 +50,31 @@ def test_what_an_earlier_version_did_not_write_has_its_default(tmp_path):
         ({"step": True}, "progress.step is not a count"),
         ({"owes_validation": 1}, "progress.owes_validation is not true or false"),
         ({"__class__": 1}, "progress has a key that tandem does not write ('__class__')"),
-        ({"step": 10**9}, "progress.step is 1000000000, which is not the step in the name of the folder"),
-        ({"epoch": 10**9}, "progress says that 7 steps passed more epochs or batches than that"),
-        ({"batch": 8}, "progress says that 7 steps passed more epochs or batches than that"),
+        ({"step": 10**9}, "progress.step is 1000000000, not the step in the name of the folder"),
+        ({"epoch": 10**9}, "progress has more epochs or batches than its 7 steps"),
+        ({"batch": 8}, "progress has more epochs or batches than its 7 steps"),
     ],
 )
-def test_progress_that_no_run_makes_is_refused(tmp_path, changed, told):
+def test_progress_that_no_run_makes_is_refused(tmp_path, changed, reported):
     state = {"progress": {**asdict(PROGRESS), **changed}, "fingerprints": FINGERPRINTS}
-    assert refusal(checkpoint(tmp_path, json.dumps(state))) == told
+    assert refusal(checkpoint(tmp_path, json.dumps(state))) == reported
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("[]", "progress is missing or not a mapping"),
         ('{"progress": 1, "fingerprints": {}}', "progress is missing or not a mapping"),
         ('{"progress": {"step": 7}}', "fingerprints is missing or not a mapping"),
-        ('{"progress": {"step": 7}, "fingerprints": {"training data": [1]}}', "fingerprints are not texts"),
+        ('{"progress": {"step": 7}, "fingerprints": {"training data": [1]}}', "fingerprints are not strings"),
     ],
 )
-def test_another_tree_is_refused(tmp_path, text, told):
-    assert refusal(checkpoint(tmp_path, text)) == told
+def test_another_tree_is_refused(tmp_path, text, reported):
+    assert refusal(checkpoint(tmp_path, text)) == reported
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000])
-def test_what_is_no_json_is_refused(tmp_path, text):
+def test_a_file_that_is_not_json_is_refused(tmp_path, text):
     refusal(checkpoint(tmp_path, text))
 
 

@@ -32,13 +32,13 @@ def test_what_is_written_is_read():
         *(json.dumps({**RECORD, "data": data}) for data in (None, 1, ["ab"])),
     ],
 )
-def test_what_is_no_record_is_none(line):
+def test_a_line_that_is_not_a_record_is_none(line):
     other = json.dumps(RECORD)
     found = records_in(f"{other}\n{line}\n{other}\n".encode())
     assert [one is None for one in found] == [False, True, False]
 
 
-def test_bytes_that_are_no_text_are_no_record():
+def test_bytes_that_are_not_text_are_not_a_record():
     assert records_in(b"\xf0\x28\n") == [None]
 
 

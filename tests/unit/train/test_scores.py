@@ -12,6 +12,7 @@ from tandem.config.load import load_config
 from tandem.config.losses import without_reference
 from tandem.errors import ConfigError, DataError
 from tandem.model.reference import NoReference
+from tandem.report.choices import describe_choices
 from tandem.report.reporter import Reporter
 from tandem.train import trainer
 from tandem.train.start import references
@@ -64,7 +65,7 @@ def setup_of(file, *overrides):
 
 
 def scores_of(file, *overrides):
-    return [preference.scores for preference in setup_of(file, *overrides).train.store]
+    return [preference.scores for preference in setup_of(file, *overrides).plan.train.store]
 
 
 def refusal(file, *overrides):
@@ -92,7 +93,7 @@ def test_rpo_without_scores_is_refused_before_any_weights_load(name, write, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_the_first_row_that_lacks_a_score_is_named_and_all_are_counted(write):
+def test_the_first_row_without_a_score_is_named_and_all_are_counted(write):
     file = write(PARTLY)
     assert refusal(file, "dpo.preference_loss=rpo_sq") == (
         f"{file}:2: no score for every completion, as in 3 of 4 preferences, but dpo.preference_loss rpo_sq {WAY_OUT}"
@@ -109,8 +110,8 @@ def test_one_of_several_losses_that_reads_scores_is_enough(write):
 
 def test_a_validation_set_without_scores_is_refused_too(write):
     file, held_out = write(SCORED), write([*SCORED, *UNSCORED], "held_out.jsonl")
-    said = refusal(file, "dpo.preference_loss=rpo_sq", f"data.validation.data_path={held_out}")
-    assert said.startswith(f"{held_out}:3: no score for every completion, as in 2 of 4 preferences, ")
+    printed = refusal(file, "dpo.preference_loss=rpo_sq", f"data.validation.data_path={held_out}")
+    assert printed.startswith(f"{held_out}:3: no score for every completion, as in 2 of 4 preferences, ")
 
 
 def test_one_score_missing_of_four_is_refused(write):
@@ -128,7 +129,7 @@ def test_one_score_missing_of_four_is_refused(write):
 
 def test_losses_that_read_no_scores_take_any_data(write):
     file = write(UNSCORED)
-    assert len(setup_of(file, "dpo.preference_loss=ipo").train.store) == 2
+    assert len(setup_of(file, "dpo.preference_loss=ipo").plan.train.store) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,8 @@ def test_losses_that_read_no_scores_take_any_data(write):
 )
 def test_one_default_alone_leaves_the_other_side_missing(default, place, count, write):
     file = write(PARTLY)
-    said = refusal(file, "dpo.preference_loss=rpo_sq", f"data.{default}")
-    assert said.startswith(f"{file}:{place}: no score for every completion, as in {count} of 4 preferences, ")
+    printed = refusal(file, "dpo.preference_loss=rpo_sq", f"data.{default}")
+    assert printed.startswith(f"{file}:{place}: no score for every completion, as in {count} of 4 preferences, ")
 
 
 # Filled in
@@ -168,7 +169,7 @@ def test_other_defaults_are_not_answered_from_the_cache_of_the_first(write):
     assert str(scores_of(file)) == "[(nan, nan), (nan, nan)]"
 
 
-def test_the_best_completion_takes_the_default_of_the_chosen_wherever_it_stands(write):
+def test_the_best_completion_takes_the_default_of_the_chosen_in_any_position(write):
     completions = [{"rank": rank, "completion": text} for rank, text in ((2, "a"), (0, "b"), (1, "c"))]
     file = write([{"context": "Hi", "completions": completions}])
     defaults = ["data.default_chosen_reward=1", "data.default_rejected_reward=0", "policy.train_global_batch_size=1"]
@@ -210,7 +211,7 @@ def test_losses_without_a_reference_compute_none(name, mode, write, tmp_path, mo
     assert not cache.exists()
 
 
-def test_a_live_reference_is_refused_where_none_is_compared_with():
+def test_a_live_reference_is_refused_if_the_loss_has_no_reference():
     with pytest.raises(ConfigError) as refused:
         load_config(None, ["dpo.preference_loss=simpo", "reference.mode=live"])
     assert str(refused.value) == (
@@ -221,7 +222,7 @@ def test_a_live_reference_is_refused_where_none_is_compared_with():
 def test_no_reference_finds_every_token_certain(write):
     setup = setup_of(write(SCORED))
     policy = references.load_policy(setup.source, setup.config.policy, setup.device)
-    pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    pack = next(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))
     inputs = policy.inputs(pack, setup.device)
     logps = NoReference().token_logps(pack, inputs)
     assert logps.shape == policy(inputs).shape
@@ -252,20 +253,20 @@ def test_a_loss_that_compares_is_refused_without_a_reference(name, spelled):
 
 def test_the_audit_says_that_there_is_no_reference(write, tmp_path, capsys):
     overrides = [*SHORT, *EMBEDDED, f"data.train.data_path={write(SCORED)}", f"run.dir={tmp_path}/run"]
-    said = {}
+    printed = {}
     for name in ("simpo", "dpo"):
         loaded = load_config(None, [*overrides, f"dpo.preference_loss={name}", "dpo.max_num_steps=1"])
         trainer.train(loaded, Reporter("normal"), fresh=True)
-        said[name] = capsys.readouterr().out
-    assert "\n  policy and reference are not compared: the loss has no reference\n" in said["simpo"]
-    assert "\n  policy = reference to " in said["dpo"]
+        printed[name] = capsys.readouterr().out
+    assert "\n  policy and reference are not compared: the loss has no reference\n" in printed["simpo"]
+    assert "\n  policy = reference to " in printed["dpo"]
 
 
-# What is said of the choice
+# What is printed of the choice
 
 
 def choices_of(file, *overrides):
-    return dict(setup_of(file, *overrides).choices())
+    return dict(describe_choices(setup_of(file, *overrides)))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def choices_of(file, *overrides):
         ),
     ],
 )
-def test_the_choices_show_the_settings_of_the_loss_that_are_not_usual(overrides, loss, write):
+def test_the_choices_show_loss_settings_that_are_not_at_their_defaults(overrides, loss, write):
     assert choices_of(write(SCORED), *overrides)["loss"] == loss
 
 
@@ -299,10 +300,10 @@ def test_the_choices_say_which_reference_there_is(write):
 
 
 @pytest.mark.parametrize("name", ["sigmoid_norm", "simpo", "orpo"])
-def test_losses_that_divide_by_length_are_not_told_as_summed(name, write):
-    said = choices_of(write(SCORED), f"dpo.preference_loss={name}")["log-probabilities"]
-    assert "summed in the preference loss" not in said
+def test_losses_that_divide_by_length_are_not_described_as_summed(name, write):
+    printed = choices_of(write(SCORED), f"dpo.preference_loss={name}")["log-probabilities"]
+    assert "summed in the preference loss" not in printed
 
 
-def test_a_beta_that_no_loss_reads_is_not_told_as_a_choice(write):
+def test_a_beta_that_no_loss_reads_is_not_shown(write):
     assert choices_of(write(SCORED), "dpo.preference_loss=orpo").get("beta") != "0.1"

@@ -41,7 +41,7 @@ def started():
 
 
 def packs_of(setup, batch):
-    return setup.train.micro_batches(batch.preferences)
+    return setup.plan.train.micro_batches(batch.preferences)
 
 
 def whole(policy):
@@ -56,7 +56,7 @@ def in_bfloat16(setup, context, weights=torch.float32):
 
 def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
     setup, context, policy = started
-    batch = setup.batches.epoch(0)[0]
+    batch = setup.plan.batches.epoch(0)[0]
     culprit = int(batch.preferences[3])
 
     packs = list(packs_of(setup, batch))
@@ -82,7 +82,7 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
         max_grad_norm=1.0,
     )
     hook.remove()
-    store = setup.train.store
+    store = setup.plan.train.store
     with pytest.raises(NonFiniteError) as stopped:
         step.read(store)
     assert str(stopped.value) == (
@@ -96,12 +96,12 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
 
 def test_clipping_scales_the_gradient_to_its_norm(started):
     setup, context, policy = started
-    batch = setup.batches.epoch(0)[0]
+    batch = setup.plan.batches.epoch(0)[0]
     # SGD-like: with eps far above any gradient, AdamW's first step is proportional to the clipped gradient.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0, eps=1e6, weight_decay=0.0, fused=True)
     before = whole(policy)
     step = train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=0.5)
-    norm = step.read(setup.train.store).metrics["grad_norm"]
+    norm = step.read(setup.plan.train.store).metrics["grad_norm"]
     assert norm > 0.5
     moved = sum(((after - before[name]) ** 2).sum() for name, after in whole(policy).items()).sqrt().item()
     assert moved * 1e6 == pytest.approx(0.5, rel=0.05)
@@ -112,7 +112,7 @@ def test_weights_are_float32_after_a_forward_without_backward(started):
     setup, context, _ = started
     policy = in_bfloat16(setup, context)
     before = list(policy.parameters())
-    for pack in setup.train.micro_batches(setup.batches.epoch(0)[0].preferences):
+    for pack in setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences):
         with torch.no_grad():
             policy(policy.inputs(pack, context.ranks.device))
     assert all(
@@ -122,7 +122,7 @@ def test_weights_are_float32_after_a_forward_without_backward(started):
 
 def test_weights_are_float32_after_a_step(started):
     setup, context, _ = started
-    policy, batch = in_bfloat16(setup, context), setup.batches.epoch(0)[0]
+    policy, batch = in_bfloat16(setup, context), setup.plan.batches.epoch(0)[0]
     before = list(policy.parameters())
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
@@ -140,9 +140,9 @@ def test_bfloat16_weights_learn_by_stochastic_rounding_and_hardly_by_the_nearest
         how = setup.config.policy.model_copy(update={"weights": weights, "optimizer": Optimizer(kwargs=kwargs)})
         policy = in_bfloat16(setup, context, torch.float32 if weights == "float32" else torch.bfloat16)
         optimizer = make_optimizer(policy.parameters(), how, seed=0)
-        for batch in setup.batches.epoch(0)[:8]:
+        for batch in setup.plan.batches.epoch(0)[:8]:
             step = train_step(policy, context, packs_of(setup, batch), batch, optimizer, max_grad_norm=1.0)
-        margins[weights] = step.read(setup.train.store).metrics["rewards_margin_mean"]
+        margins[weights] = step.read(setup.plan.train.store).metrics["rewards_margin_mean"]
     assert margins["float32"] > 0.005
     assert margins["bfloat16_stochastic"] == pytest.approx(margins["float32"], rel=0.3)
     assert margins["bfloat16_nearest"] < 0.35 * margins["float32"]
@@ -153,7 +153,7 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(starte
     policy = in_bfloat16(setup, context)
     seen = []
     policy.model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    pack = next(setup.train.micro_batches(setup.batches.epoch(0)[0].preferences))
+    pack = next(setup.plan.train.micro_batches(setup.plan.batches.epoch(0)[0].preferences))
     with policy.computing():
         logps = policy(policy.inputs(pack, context.ranks.device))
         logps.sum().backward()
@@ -165,9 +165,9 @@ def test_bfloat16_computes_in_bfloat16_over_float32_weights_and_gradients(starte
 
 def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
     setup, context, policy = started
-    batch = setup.batches.epoch(0)[0]
+    batch = setup.plan.batches.epoch(0)[0]
     plain = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
-    chosen = [plain_token_logps(plain, setup.train.store[int(i)])[0].sum() for i in batch.preferences]
+    chosen = [plain_token_logps(plain, setup.plan.train.store[int(i)])[0].sum() for i in batch.preferences]
     (-torch.stack(chosen).mean()).backward()
     want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     sft_alone = StepContext(
@@ -175,7 +175,7 @@ def test_the_sft_gradient_is_that_of_the_mean_over_preferences(started):
     )
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     step = train_step(policy, sft_alone, packs_of(setup, batch), batch, optimizer, max_grad_norm=None)
-    assert step.read(setup.train.store).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
+    assert step.read(setup.plan.train.store).metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
 
 
 def test_the_learning_rate_follows_schedulers_and_milestones(tmp_path):
@@ -196,10 +196,10 @@ def test_the_gradient_norm_of_many_numbers_is_exact_on_a_cpu():
 
 def test_a_step_over_other_pairs_than_its_batchs_is_found_out(started):
     setup, context, policy = started
-    batch, other = setup.batches.epoch(0)[:2]
+    batch, other = setup.plan.batches.epoch(0)[:2]
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     step = train_step(policy, context, packs_of(setup, other), batch, optimizer, max_grad_norm=1.0)
     with pytest.raises(
         DefectError, match="of the 4 pairs of this batch 4 were not computed, and 4 were computed too often"
     ):
-        step.read(setup.train.store)
+        step.read(setup.plan.train.store)

@@ -13,6 +13,7 @@ from tandem.embedded.files import TRAIN
 from tandem.errors import ConfigError
 from tandem.model.files.tiny import tiny_model
 from tandem.paths import check_models
+from tandem.report.choices import describe_choices
 from tandem.report.reporter import Reporter
 from tandem.train import trainer
 
@@ -38,18 +39,18 @@ def test_a_directory_of_other_things_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path)
     assert str(refused.value) == (
-        f"run.dir = {tmp_path}: not empty, and it holds no config.yaml, so it is no run. Choose another directory."
+        f"run.dir = {tmp_path}: not empty, and it has no config.yaml, so it is not a run. Choose another directory."
     )
 
 
-def test_a_run_without_its_configuration_is_told_where_a_copy_is(tmp_path):
+def test_a_run_without_its_configuration_names_a_copy(tmp_path):
     copy = tmp_path / "checkpoints/step_2/config.yaml"
     copy.parent.mkdir(parents=True)
     copy.touch()
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path)
     assert str(refused.value) == (
-        f"run.dir = {tmp_path}: not empty, and its config.yaml is gone; {copy} is a copy. Choose another directory."
+        f"run.dir = {tmp_path}: not empty, and its config.yaml is missing; {copy} is a copy. Choose another directory."
     )
 
 
@@ -65,7 +66,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_cut_off_are_told_by_their_name(tmp_path):
+def test_truncated_weights_are_named(tmp_path):
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -81,36 +82,35 @@ def test_a_run_shorter_than_its_warm_up_is_warned_of(tmp_path, capsys):
     setup = trainer.set_up(loaded.config, trainer.join_process_group().device)
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert " ".join(capsys.readouterr().out.split()) == (
-        "warning: in 3 steps the learning rate never rises above 0.00019 of 0.001. "
-        "A greater dpo.max_num_steps, a smaller batch, or another policy.scheduler (null: no warm-up)."
+        "warning: in 3 steps the learning rate never rises above 0.00019, although it is set to 0.001. "
+        "Use a higher dpo.max_num_steps, a smaller batch, or another policy.scheduler (null: no warm-up)."
     )
 
 
-def test_a_run_as_long_as_its_warm_up_is_not(tmp_path, capsys):
+def test_a_run_as_long_as_its_warm_up_is_not_warned_of(tmp_path, capsys):
     setup = trainer.set_up(load_config(None, []).config, trainer.join_process_group().device)
-    assert setup.highest_rate == 1e-3
+    assert setup.plan.highest_rate == 1e-3
     trainer._warn_of_short_run(setup, Reporter("quiet"))
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("weights", ["bfloat16_stochastic", "bfloat16_nearest"])
-def test_bfloat16_weights_are_not_computed_with_in_float32(weights):
+def test_bfloat16_weights_with_float32_computation_are_refused(weights):
     with pytest.raises(ConfigError) as refused:
         trainer.set_up(load_config(None, [f"policy.weights={weights}"]).config, torch.device("cpu"))
     assert str(refused.value) == (
-        f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in float32. Set "
+        f"policy.weights = {weights}: bfloat16 weights need bfloat16 computation, not float32. Set "
         "policy.precision=bfloat16, or leave policy.weights out."
     )
 
 
-def test_bfloat16_weights_have_no_say_over_adapters():
+def test_bfloat16_weights_with_adapters_are_refused():
     few = ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.lora.enabled=true"]
     with pytest.raises(ConfigError) as refused:
         trainer.set_up(load_config(None, few).config, torch.device("cpu"))
     assert str(refused.value) == (
-        "policy.weights = bfloat16_stochastic: with adapters the model's own weights are frozen, and the few that are "
-        "trained "
-        "are float32. Leave it out."
+        "policy.weights = bfloat16_stochastic: with adapters the model's weights are frozen, and the adapters are trained "
+        "in float32. Leave it out."
     )
 
 
@@ -120,7 +120,7 @@ def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
     short_run(tmp_path / "run", *few, few_pairs(tmp_path))
     assert (
         "warning: policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
-        "rounding. policy.weights=bfloat16_stochastic keeps them, in the same memory."
+        "rounding. policy.weights=bfloat16_stochastic keeps them in the same memory."
     ) in " ".join(capsys.readouterr().out.split())
 
 
@@ -129,18 +129,18 @@ def test_weights_rounded_to_the_nearest_are_warned_of(tmp_path, capsys):
 def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: known, raising=False)
-    said = []
+    printed = []
     setup = SimpleNamespace(device=torch.device("cpu"), precision=precision)
-    trainer._warn_of_slow_arithmetic(setup, SimpleNamespace(warn=said.append))
+    trainer._warn_of_slow_arithmetic(setup, SimpleNamespace(warn=printed.append))
     slow = (
-        "policy.precision = bfloat16: this CPU has no arithmetic for it, and torch takes many times as long as in float32. "
+        "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
         "policy.precision=float32 is faster here."
     )
-    assert said == ([slow] if precision == "bfloat16" and not known else [])
+    assert printed == ([slow] if precision == "bfloat16" and not known else [])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "printed"),
     [
         ([], "float32 computation over float32 weights, float32 optimizer states, 16 bytes a parameter"),
         (
@@ -153,13 +153,13 @@ def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
         ),
     ],
 )
-def test_the_precision_in_force_is_said(overrides, said):
+def test_the_choices_show_the_precision(overrides, printed):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
-    assert dict(setup.choices())["precision"] == said
+    assert dict(describe_choices(setup))["precision"] == printed
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "printed"),
     [
         ([], None),
         (
@@ -172,17 +172,17 @@ def test_the_precision_in_force_is_said(overrides, said):
         ),
     ],
 )
-def test_whether_the_sft_term_is_a_sum_is_said(overrides, said):
+def test_the_choices_say_whether_the_sft_term_is_a_sum(overrides, printed):
     setup = trainer.set_up(load_config(None, overrides).config, torch.device("cpu"))
-    assert dict(setup.choices()).get("SFT term") == said
+    assert dict(describe_choices(setup)).get("SFT term") == printed
 
 
 def test_a_schedule_that_raises_the_rate_above_the_one_that_is_set_is_warned_of(tmp_path, capsys):
     schedule = "policy.scheduler={name:torch.optim.lr_scheduler.CosineAnnealingLR,kwargs:{T_max:3,eta_min:0.1}}"
     short_run(tmp_path / "run", schedule, few_pairs(tmp_path))
     assert " ".join(capsys.readouterr().out.split()).startswith(
-        "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. Of torch's "
-        "schedulers, eta_min is a learning rate, not a share of one."
+        "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. In torch's "
+        "schedulers eta_min is a learning rate, not a share of one."
     )
 
 
@@ -200,7 +200,7 @@ def test_a_model_that_has_no_revisions_is_not_asked_for_one(tmp_path, name):
 
 
 @pytest.mark.parametrize("key", ["reference.cache_dir", "checkpointing.checkpoint_dir", "run.dir"])
-def test_links_in_a_circle_are_no_directory(tmp_path, key):
+def test_links_in_a_circle_are_not_a_directory(tmp_path, key):
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", f"{key}={tmp_path}/circle")

@@ -1,4 +1,4 @@
-"""The whole state of a run in; `checkpoints/step_N` out, verified by SHA-256 before it is read again."""
+"""Saves the state of a run as `checkpoints/step_N`, and loads it after verifying SHA-256 sums."""
 
 import json
 import os
@@ -31,7 +31,7 @@ RANDOM = "random."
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of everything a run goes on from; the run may change its own meanwhile."""
+    """A copy of everything a run resumes from, to be written while training continues."""
 
     parts: HostCopy
     progress: Progress
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 class Saver:
-    """Writes checkpoints behind the run's back, one at a time, and keeps the best of them and the latest."""
+    """Writes checkpoints in a background thread, one at a time, and keeps the best ones and the latest."""
 
     def __init__(
         self,
@@ -52,29 +52,29 @@ class Saver:
         ranking: Ranking,
         took: Callable[[float], None],
     ):
-        """`took` is told the seconds of every checkpoint that was written."""
+        """took: called with the seconds that each checkpoint took to write."""
         self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
-        self._workers, self._copier = ranks.with_separate_channel(), copier
+        self._ranks, self._copier = ranks.with_separate_channel(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Any] | None = None
 
     def reserve(self, tensors: dict[str, Any]) -> None:
-        """Get ready, behind the run's back, to save such tensors."""
-        self._copier.reserve(self._own_parts(tensors))
+        """Allocate host memory for such tensors in the background."""
+        self._copier.reserve(self._parts_of_rank(tensors))
 
     def start(
         self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str, *, ranked: bool
     ) -> None:
-        """Begin to write; the one before must be written, for its copy of the tensors is in the same memory.
+        """Start writing. The previous checkpoint must be done, because copies share the same host memory.
 
-        ranked: whether it is known how good this one is. Until it is, none is removed.
+        ranked: whether the metric that ranks this checkpoint is known. If not, no checkpoint is removed yet.
         """
         assert self._writing is None
-        snapshot = Snapshot(self._copier.copy(self._own_parts(tensors)), progress, fingerprints, config)
+        snapshot = Snapshot(self._copier.copy(self._parts_of_rank(tensors)), progress, fingerprints, config)
         self._writing = self._thread.submit(self._write, snapshot, ranked)
 
     def check(self) -> None:
-        """Raise what went wrong behind the run's back, without waiting for what is still being written."""
+        """Raise an error of the background thread, without waiting for a write in progress."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -87,17 +87,17 @@ class Saver:
         self._thread.shutdown()
         self._copier.close()
 
-    def _own_parts(self, tensors: dict[str, Any]) -> dict[str, Part]:
-        """What this worker saves: its parts, and the first also what every worker holds whole."""
+    def _parts_of_rank(self, tensors: dict[str, Any]) -> dict[str, Part]:
+        """The parts that this rank saves: its shards; the first rank also saves tensors that are not sharded."""
         return {
             name: part_of(tensor)
             for name, tensor in tensors.items()
-            if self._workers.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
+            if self._ranks.is_first or isinstance(tensor, DTensor) or name.startswith(RANDOM)
         }
 
     def _write(self, snapshot: Snapshot, ranked: bool) -> None:
         started = time.perf_counter()
-        ranks = self._workers
+        ranks = self._ranks
         write_checkpoint(self.folder, snapshot, ranks)
         self._took(time.perf_counter() - started)
         if ranked:
@@ -106,9 +106,9 @@ class Saver:
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write `step_N` aside, every worker its part; then the first syncs it, renames it and points `latest` at it."""
+    """Write `step_N` under a temporary name, each rank its parts; then the first rank renames it and updates `latest`."""
     place = folder / f"step_{snapshot.progress.step}"
-    if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped right there
+    if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped at this step
         ranks.agreed(lambda: point(folder / "latest", place), by=ranks.is_first)
         return
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
             with writing(place):
                 (aside / "tensors").mkdir(exist_ok=True)
                 digest = write_parts(aside / name, snapshot.parts.arrived())
-                sync_file(aside / name)  # on whose machine it was written
+                sync_file(aside / name)  # on the machine that wrote it
                 return digest
 
         def complete() -> None:
@@ -143,52 +143,52 @@ def load_checkpoint(
     fingerprints: dict[str, str],
     ranks: Ranks,
 ) -> Progress:
-    """Put a verified checkpoint back into policy, optimizer, scheduler and random state.
+    """Load a verified checkpoint into policy, optimizer, scheduler and random state.
 
-    The scheduler is a function of the step alone: a new one is stepped to where it was.
+    The scheduler depends on the step alone, so a new one is stepped to where it was.
     """
     version = intact_manifest(place).get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Go on with the tandem that wrote "
-            "it, or start anew with --fresh."
+            f"{place}: written in format {version}; this tandem reads format {FORMAT_VERSION}. Resume with the version of "
+            "tandem that wrote it, or start again with --fresh."
         )
     saved = read_state(place)
     for name, then in saved.fingerprints.items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
-                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot go on exactly. "
-                "Put it back as it was, or start anew with --fresh."
+                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume exactly. "
+                "Restore it, or start again with --fresh."
             )
     tensors = state_tensors(policy, optimizer, ranks.number)
     kept = names_in(place / "tensors")
-    # Among more workers than there were, some have no random state to go on from: theirs is new.
+    # With more ranks than before, some have no saved random state and keep their new one.
     tensors = {name: tensor for name, tensor in tensors.items() if name in kept or not name.startswith(RANDOM)}
     missing = tensors.keys() - kept
     if missing and all(name.startswith("optimizer.") for name in missing):
         raise CheckpointError(
-            f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so no run can go on from "
-            "it exactly. Start anew with --fresh."
+            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it "
+            "exactly. Start again with --fresh."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
     _set_random_states(tensors, ranks.number, place)
-    with warnings.catch_warnings(action="ignore"):  # that no optimizer step went before
+    with warnings.catch_warnings(action="ignore"):  # torch warns that no optimizer step came first
         for _ in range(saved.progress.step):
             scheduler.step()
     return saved.progress
 
 
 def load_weights(place: Path, policy: Policy) -> None:
-    """Put back the trained weights of a checkpoint, and nothing else of it."""
+    """Load only the trained weights of a checkpoint."""
     weights = {f"policy.{name}": part_of(parameter) for name, parameter in policy.trained()}
     fill_parts(place / "tensors", weights)
 
 
-def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[str, Any]:
-    """Every tensor that a run goes on from, by name: trained weights, optimizer states, this worker's random states."""
-    tensors: dict[str, Any] = {f"{RANDOM}cpu.{worker}": torch.get_rng_state()}
+def state_tensors(policy: Policy, optimizer: Any | None, rank: int) -> dict[str, Any]:
+    """Every tensor that a run resumes from, by name: trained weights, optimizer states, this rank's random states."""
+    tensors: dict[str, Any] = {f"{RANDOM}cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors[f"{RANDOM}cuda.{worker}"] = torch.cuda.get_rng_state()
+        tensors[f"{RANDOM}cuda.{rank}"] = torch.cuda.get_rng_state()
     for name, parameter in policy.trained():
         tensors[f"policy.{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
@@ -196,21 +196,21 @@ def state_tensors(policy: Policy, optimizer: Any | None, worker: int) -> dict[st
     return tensors
 
 
-def _set_random_states(tensors: dict[str, Any], worker: int, place: Path) -> None:
-    for device, put_back in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
-        if (state := tensors.get(f"{RANDOM}{device}.{worker}")) is None:
+def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
+    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        if (state := tensors.get(f"{RANDOM}{device}.{rank}")) is None:
             continue
         try:
-            put_back(state)
+            set_state(state)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{place}: not a random state in {RANDOM}{device}.{worker} ({error}), so no run can resume from this checkpoint. "
-                f"Move {place} elsewhere to resume from an earlier one, or start anew with --fresh."
+                f"{place}: {RANDOM}{device}.{rank} is not a random state ({error}), so no run can resume from this checkpoint. "
+                f"Move {place} elsewhere to resume from an earlier one, or start again with --fresh."
             ) from None
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files all match their SHA-256, and what was wrong with newer ones."""
+    """The newest checkpoint whose files all match their SHA-256, and what is wrong with newer ones."""
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
         try:
@@ -220,16 +220,16 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
             damaged.append(str(error))
     if damaged:
         raise CheckpointError(
-            "no checkpoint of this run is whole:\n  " + "\n  ".join(damaged) + "\n"
-            "Restore one, or start anew with --fresh. Nothing was changed."
+            "all checkpoints of this run are damaged:\n  " + "\n  ".join(damaged) + "\n"
+            "Restore one, or start again with --fresh. Nothing was changed."
         )
     return None, []
 
 
 def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
-    """Keep the best `keep` by the tracked metric (the newer first without one) and the latest; `best` is the first.
+    """Keep the `keep` best checkpoints by the tracked metric (without one, the newest) and the latest; update `best`.
 
-    spared: those up to this step are kept as well.
+    spared: checkpoints up to this step are kept as well.
     """
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
     ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
@@ -240,15 +240,15 @@ def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
 
 
 def set_newer_aside(place: Path) -> None:
-    """Rename checkpoints newer than the one gone on from, which are damaged: their steps are done and saved anew."""
+    """Rename damaged checkpoints newer than `place`, which the run resumes from: their steps are trained and saved again."""
     for newer in checkpoints(place.parent):
         if step_of(newer) > step_of(place) and not newer.is_symlink():
             newer.rename(free_path(newer.parent, f"{newer.name}.damaged"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """What runs saved there, intact or damaged. A user's own folder is none of them, whatever its name."""
-    return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_own(path)]
+    """The checkpoints in a folder, intact or damaged. Other folders are left out, whatever their name."""
+    return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_checkpoint(path)]
 
 
 def step_of(place: Path) -> int:
@@ -257,17 +257,17 @@ def step_of(place: Path) -> int:
     return step
 
 
-def _is_own(place: Path) -> bool:
-    """Whether it holds the files of a checkpoint, or an intact manifest that names them, of the step in its name."""
+def _is_checkpoint(place: Path) -> bool:
+    """Whether a folder holds the files of a checkpoint, or an intact manifest that names them, of the step in its name."""
     names = {f"tensors/{path.name}" for path in place.glob("tensors/worker_*.safetensors")}
     if (place / "state.json").is_file():
         names.add("state.json")
-    names |= _listed(place)
-    is_one = "state.json" in names and any(name.startswith("tensors/") for name in names)
-    return is_one and _saved_step(place) in (step_in(place.name), None)
+    names |= _listed_files(place)
+    is_complete = "state.json" in names and any(name.startswith("tensors/") for name in names)
+    return is_complete and _saved_step(place) in (step_in(place.name), None)
 
 
-def _listed(place: Path) -> set[str]:
+def _listed_files(place: Path) -> set[str]:
     """The files that an intact manifest names."""
     try:
         return set(intact_manifest(place)["files"])
@@ -284,8 +284,8 @@ def _saved_step(place: Path) -> int | None:
 
 
 def _holds_nothing_else(place: Path) -> bool:
-    """Whether all in a checkpoint is what its manifest names: with a user's file inside it is never removed."""
-    listed = {"manifest.json", *_listed(place)} if not place.is_symlink() else set()
+    """Whether a checkpoint contains only what its manifest names. With a user's file inside it is never removed."""
+    listed = {"manifest.json", *_listed_files(place)} if not place.is_symlink() else set()
     folders = {str(parent) for name in listed for parent in Path(name).parents}
     for path in place.rglob("*"):
         name = str(path.relative_to(place))
@@ -296,32 +296,34 @@ def _holds_nothing_else(place: Path) -> bool:
 
 
 def _is_saved(place: Path) -> bool:
-    """Whether the checkpoint is there already; what is there and is not one is in the way."""
+    """Whether the checkpoint exists already; refuse anything else under that name."""
     if not os.path.lexists(place):
         return False
-    if not _is_own(place):
-        raise CheckpointError(in_the_way(place))
+    if not _is_checkpoint(place):
+        raise CheckpointError(_name_taken(place))
     if place.is_symlink():
         try:
             read_manifest(place)
         except ValueError as error:
-            raise CheckpointError(f"{error}. {place} is a link to it, and in the way: remove the link.") from None
+            raise CheckpointError(
+                f"{error}. {place} is a link to it, where this run saves a checkpoint. Remove the link."
+            ) from None
     return True
 
 
-def refuse_in_the_way(folder: Path, num_steps: int) -> None:
-    """Refuse whatever has the name of what a run of so many steps is going to write there, before any weights load."""
+def refuse_taken_names(folder: Path, num_steps: int) -> None:
+    """Refuse other files under the names that a run of `num_steps` will write, before any weights load."""
     for name in ("best", "latest"):
         _refuse_other_than_pointer(folder / name)
     newest = max(map(step_of, checkpoints(folder)), default=0)
     for path in sorted(folder.glob("step_*")):
         step = step_in(path.name)
         if step is not None and newest < step <= num_steps:
-            raise CheckpointError(in_the_way(path))
+            raise CheckpointError(_name_taken(path))
 
 
-def in_the_way(path: Path) -> str:
-    return f"{path}: not a checkpoint of tandem's, and this run saves one under that name. Move it elsewhere."
+def _name_taken(path: Path) -> str:
+    return f"{path}: not a checkpoint written by tandem, and this run saves one under that name. Move it elsewhere."
 
 
 def _refuse_other_than_pointer(path: Path) -> None:
@@ -336,7 +338,7 @@ def _refuse_other_than_pointer(path: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to its neighbour `target`, in one rename."""
+    """Make `link` a symbolic link to `target` in the same folder, in one rename."""
     fail_point(f"checkpoint.{link.name}")
     _refuse_other_than_pointer(link)
     aside = temporary_path(link)

@@ -1,4 +1,4 @@
-"""Parts of tensors that a run goes on changing in; a copy of them on the host, as they are now, out."""
+"""Copies tensors to the host while training continues to change them."""
 
 import mmap
 import sys
@@ -12,30 +12,30 @@ from torch.optim import Optimizer
 
 from tandem.train.checkpoint.parts import Part
 
-PAGE = 4096
-# Memory is pinned in pieces: while one is, the GPU's driver lets nobody else work.
-PIECE = 64 * 1024**2
+PAGE_BYTES = 4096
+# Memory is pinned in pieces, because the GPU's driver blocks all other calls while it pins one.
+PIECE_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Parts on the host. On a GPU they are still arriving when this is made."""
+    """Parts on the host. From a GPU they may still be arriving."""
 
     parts: dict[str, Part]
     arrival: torch.cuda.Event | None = None
 
     def arrived(self) -> dict[str, Part]:
-        """The parts, once all are there."""
+        """Wait for the copy, and return the parts."""
         if self.arrival is not None:
             self.arrival.synchronize()
         return self.parts
 
 
 class HostCopier:
-    """Copies beside the run's own work: a GPU's next step begins at once, and only its update waits for the copy.
+    """Copies asynchronously: a GPU starts the next step at once, and only the optimizer update waits for the copy.
 
-    To pinned memory a GPU copies many times faster, but that takes seconds to get: it is asked for ahead, in another thread,
-    and used again, so that one copy must be done with before the next is made.
+    Copies to pinned memory are many times faster, but pinning takes seconds: it happens ahead of time in another thread, and
+    the memory is reused, so one copy must be written before the next is made.
     """
 
     def __init__(self, device: torch.device, optimizer: Optimizer):
@@ -46,7 +46,7 @@ class HostCopier:
         optimizer.register_step_pre_hook(self._hold_update)
 
     def reserve(self, parts: dict[str, Part]) -> None:
-        """Begin to get the memory for copies of these."""
+        """Start allocating memory for copies of these parts."""
         if self._stream is not None:
             self._memory = self._thread.submit(PinnedMemory, {name: part.tensor for name, part in parts.items()})
 
@@ -67,9 +67,9 @@ class HostCopier:
         return HostCopy({name: replace(part, tensor=places[name]) for name, part in parts.items()}, self._arrival)
 
     def close(self) -> None:
-        """Give the memory back; copies are done with."""
+        """Release the memory. No copy may be in use."""
         self._thread.shutdown()
-        if self._memory is not None and self._memory.exception() is None:  # which the first copy told of
+        if self._memory is not None and self._memory.exception() is None:  # an error that the first copy raised
             self._memory.result().release()
 
     def _hold_update(self, *_: Any) -> None:
@@ -79,9 +79,9 @@ class HostCopier:
 
 
 class PinnedMemory:
-    """Memory on the host that a GPU writes to directly: a place for each of some tensors.
+    """Host memory that a GPU writes to directly, with a place for each tensor.
 
-    torch's own way to such memory takes the next power of two, and holds up every other use of the GPU while it is taken.
+    torch's pinned memory is rounded up to a power of two, and allocating it blocks every other use of the GPU.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -90,26 +90,26 @@ class PinnedMemory:
         piece: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             piece[name] = tensor
-            if sum(map(_room, piece.values())) >= PIECE:
-                self._take(piece)
+            if sum(map(_paged_bytes, piece.values())) >= PIECE_BYTES:
+                self._allocate(piece)
                 piece = {}
-        self._take(piece)
+        self._allocate(piece)
 
-    def _take(self, tensors: dict[str, Tensor]) -> None:
-        size = sum(map(_room, tensors.values()))
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
+        size = sum(map(_paged_bytes, tensors.values()))
         if size == 0:
             self.places.update({name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()})
             return
         memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
-        memory.zero_()  # the system gives pages when they are written to, which is most of the time that pinning takes
-        # Where this fails the memory is as good, and slower to copy to.
+        memory.zero_()  # the system allocates pages on the first write, which is most of the time that pinning takes
+        # If pinning fails, the memory still works and copies are slower.
         if int(_driver().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
             self._pinned.append(memory.data_ptr())
         start = 0
         for name, tensor in tensors.items():
             part = memory[start : start + tensor.numel() * tensor.element_size()]
             self.places[name] = part.view(tensor.dtype).view(tensor.shape)
-            start += _room(tensor)
+            start += _paged_bytes(tensor)
 
     def release(self) -> None:
         for address in self._pinned:
@@ -121,7 +121,7 @@ def _pages(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)  # fewer and larger ones are there sooner
+    pages.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger pages are allocated faster
     return pages
 
 
@@ -129,6 +129,6 @@ def _driver() -> Any:
     return torch.cuda.cudart()
 
 
-def _room(tensor: Tensor) -> int:
-    """Bytes that a tensor takes, in whole pages."""
-    return -(-tensor.numel() * tensor.element_size() // PAGE) * PAGE
+def _paged_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, rounded up to whole pages."""
+    return -(-tensor.numel() * tensor.element_size() // PAGE_BYTES) * PAGE_BYTES

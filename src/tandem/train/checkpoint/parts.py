@@ -1,7 +1,7 @@
-"""This worker's parts of tensors in; a file of them out, from which any number of workers fill their own parts again.
+"""Writes the shards of one rank to a file, and fills the shards of any number of ranks from such files.
 
-The files are safetensors, written here in one go: nothing but writing happens, so that a thread can do it while a run goes
-on. A sharded tensor is a row of parts, each some rows of it.
+The files are safetensors. They are written here rather than by the library, because this needs little Python and so can run
+in a thread during training. A tensor is sharded by rows: each part holds consecutive rows.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ DTYPES = {
     torch.int64: "I64",
 }
 FIRST_ROWS = "first_rows"
-INSTEAD = "Move the checkpoint elsewhere to resume from an earlier one, or start anew with --fresh."
-# Written at once. Between two of them, and only there, Python is held up.
-SLICE = 16 * 1024**2
+INSTEAD = "Move the checkpoint elsewhere to resume from an earlier one, or start again with --fresh."
+# Bytes per write call. Python is blocked only between two of them.
+SLICE_BYTES = 16 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this worker holds of a tensor: all of it, or its rows from `first` on."""
+    """What this rank holds of a tensor: all of it, or its rows from `first` on."""
 
     tensor: Tensor
     first: int = 0
 
     def fill(self, stored: Any, first: int) -> None:
-        """Copy the rows that this part and a stored one, which begins at row `first`, both have."""
+        """Copy the rows that this part shares with a stored part that begins at row `first`."""
         low = max(self.first, first)
         high = min(self.first + len(self.tensor), first + stored.get_shape()[0])
         if low < high:
@@ -58,8 +58,8 @@ def part_of(tensor: Any) -> Part:
 
 
 def write_parts(file: Path, parts: dict[str, Part]) -> str:
-    """Write parts, which are on the host; return the SHA-256 of the file."""
-    # Wide numbers first: each then lies at a multiple of its size, as readers want it.
+    """Write parts that are on the host; return the SHA-256 of the file."""
+    # Wide dtypes first, so that every tensor is aligned to its item size, as readers expect.
     names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
     header: dict[str, Any] = {"__metadata__": {FIRST_ROWS: json.dumps({name: parts[name].first for name in names})}}
     end = 0
@@ -67,11 +67,11 @@ def write_parts(file: Path, parts: dict[str, Part]) -> str:
         tensor, start = parts[name].tensor, end
         end += tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
     with file.open("wb") as out:
-        for piece in _pieces(len(told).to_bytes(8, "little") + told, (parts[name].tensor for name in names)):
+        for piece in _pieces(len(encoded).to_bytes(8, "little") + encoded, (parts[name].tensor for name in names)):
             out.write(piece)
             digest.update(piece)
     return digest.hexdigest()
@@ -82,18 +82,18 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
     for tensor in tensors:
         numbers: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
         raw = memoryview(numbers)
-        yield from (raw[start : start + SLICE] for start in range(0, len(raw), SLICE))
+        yield from (raw[start : start + SLICE_BYTES] for start in range(0, len(raw), SLICE_BYTES))
 
 
 def names_in(folder: Path) -> set[str]:
-    """The tensors of which there are parts in the files of a folder."""
-    return {name for _, stored in _opened(folder) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
+    """The names of the tensors in the files of a folder."""
+    return {name for _, stored in _open_files(folder) for name in stored.keys()}  # noqa: SIM118 - not a mapping
 
 
 def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
-    """Fill this worker's parts, in place, from all files of a folder; refused where some of one is in none of them."""
+    """Fill this rank's parts in place from all files of a folder; refuse a part with missing rows."""
     filled: dict[str, list[range]] = {name: [] for name in parts}
-    for file, stored in _opened(folder):
+    for file, stored in _open_files(folder):
         first_rows = _first_rows(file, stored)
         for name in first_rows.keys() & parts.keys():
             filled[name].append(_fill(file, stored, name, parts[name], first_rows[name]))
@@ -105,8 +105,8 @@ def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
             raise CheckpointError(f"{folder}: the tensor {name} is incomplete, so no run can resume from it. {INSTEAD}")
 
 
-def _opened(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Each file of a folder, open, with what is wrong with it told as an error of the checkpoint."""
+def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Open each file of a folder in turn; a damaged one raises CheckpointError."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             if not file.is_file():
@@ -125,12 +125,14 @@ def _first_rows(file: Path, stored: Any) -> dict[str, int]:
         found = None
     names = set(stored.keys())
     if not isinstance(found, dict) or not all(type(row) is int and row >= 0 for row in found.values()):
-        raise CheckpointError(f"{file}: it does not say which rows it holds, so no run can resume from it. {INSTEAD}")
+        raise CheckpointError(
+            f"{file}: its header does not say which rows it holds, so no run can resume from it. {INSTEAD}"
+        )
     return {name: row for name, row in found.items() if name in names}
 
 
 def _fill(file: Path, stored: Any, name: str, part: Part, first: int) -> range:
-    """Copy the rows of a part that a file holds; return these."""
+    """Copy the rows of a part that a file holds; return the range of rows in the file."""
     piece, own = stored.get_slice(name), part.tensor
     shape = piece.get_shape()
     if piece.get_dtype() != DTYPES[own.dtype] or len(shape) != own.ndim or shape[1:] != list(own.shape[1:]):

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl in; out, which of two checkpoints is the better one."""
+"""Ranks checkpoints by the tracked metric, from the lines of metrics.jsonl."""
 
 import json
 import math
@@ -10,37 +10,37 @@ from tandem.config.tracked import TrackedMetric
 
 
 class Ranking:
-    """Ranks the weights of every step by the tracked metric, as it was last measured until then.
+    """Ranks each step by the tracked metric, as last measured at or before that step.
 
-    The lines decide, not the checkpoints: one that was saved before its validation is ranked all the same once that is
-    done, and by another metric when another is asked for. Values of other pairs are no measure of the same thing: once a
-    validation set is another, only what is measured from then on counts. Nor does the start, which no checkpoint holds.
+    The lines of metrics.jsonl decide, so a checkpoint saved before its validation is ranked once the validation is done, and
+    by another metric if the configuration names one. When the pairs of a validation set change, only later values count.
+    The model before the first step is not ranked, because no checkpoint holds it.
     """
 
     def __init__(
         self, tracked: TrackedMetric | None, *, higher_is_better: bool, records: Iterable[dict[str, Any]] = ()
     ):
-        """records: what stands in metrics.jsonl already."""
+        """records: the lines already in metrics.jsonl."""
         self._tracked, self._sign = tracked, -1.0 if higher_is_better else 1.0
-        self._measured: list[tuple[int, float]] = []  # after which step, and what, in order
-        self._pairs: tuple[Any, ...] = ()  # that it was measured on
-        self._start: tuple[tuple[Any, ...], float] = (), math.nan  # the same before the first step
+        self._measured: list[tuple[int, float]] = []  # (step, value), in order
+        self._pairs: tuple[Any, ...] = ()  # the pairs that these values were measured on
+        self._start: tuple[tuple[Any, ...], float] = (), math.nan  # pairs and value before the first step
         for record in records:
             self.note(record)
 
     def note(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, of this split or another."""
+        """Add a line of metrics.jsonl; lines of other splits are ignored."""
         if self._tracked is None or record["split"] != self._tracked.split:
             return
         if record["step"] == 0:
             self._start = measured_on(record), record.get(self._tracked.metric, math.nan)
             return
         if (pairs := measured_on(record)) != self._pairs:
-            self._measured, self._pairs = [], pairs  # a new list: another thread may be looking at the old one
+            self._measured, self._pairs = [], pairs  # a new list, because another thread may be reading the old one
         self._measured.append((record["step"], record.get(self._tracked.metric, math.nan)))
 
     def best_step(self) -> int | None:
-        """After which step the metric was best, of equal values the first; None if it was never a number."""
+        """The step after which the metric was best, the first of equal values; None if it was never finite."""
         best = self._best()
         return None if best is None else self._measured[best][0]
 
@@ -49,13 +49,13 @@ class Ranking:
         return math.nan if best is None else self._measured[best][1]
 
     def better_start(self) -> float | None:
-        """The metric before the first step, where it was measured on the same pairs and no step has reached it."""
+        """The metric before the first step, if it was measured on the same pairs and no step has been as good; else None."""
         pairs, value = self._start
         is_better = pairs == self._pairs and self._sign * value < self._sign * self.best_value()
         return value if is_better else None
 
     def num_since_best(self) -> int:
-        """How many times the metric was measured since then, in vain."""
+        """How many times the metric was measured after the best step."""
         best = self._best()
         return len(self._measured) - (0 if best is None else best + 1)
 
@@ -66,9 +66,9 @@ class Ranking:
         return min(values)[1] if values else None
 
     def rank(self, step: int) -> tuple[bool, float, int]:
-        """Lower is better; weights from before the metric was measured come last, the newer first.
+        """The sort key of a step: lower is better. Steps before the first measurement come last, newer ones first.
 
-        Of several that the same validation ranks the first is better: it is the nearest to what was validated.
+        Of several steps ranked by the same validation the first is best: it is the closest to the validated weights.
         """
         measured = self._measured
         until = bisect_right(measured, step, key=lambda one: one[0])
@@ -79,16 +79,16 @@ class Ranking:
 
 
 def measured_on(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Which pairs a validation's line is about: those of other pairs are not compared with it."""
+    """Identifies the pairs of a validation. Validations of different pairs are not compared."""
     return (record["data"], record.get("num_pairs")) if "data" in record else ()
 
 
 Record = dict[str, Any]
-MAX_NUMBER = 1 << 63  # larger integers do not fit into a float or a tracker
+MAX_NUMBER = 1 << 63  # larger integers do not fit in a float or a tracker
 
 
 def records_in(content: bytes) -> list[Record | None]:
-    """The record of each line; None of one that is damaged, or that tandem did not write."""
+    """The record of each line; None for a line that is damaged or that tandem did not write."""
     return [_record(line) for line in content.splitlines()]
 
 

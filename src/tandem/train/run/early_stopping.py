@@ -1,7 +1,7 @@
-"""Validations in; whether the run stops before its last step, and the best step's weights for the export, out.
+"""Decides whether a run stops before its last step, and restores the weights of the best step for the export.
 
-Everything follows from the lines of metrics.jsonl, as the ranking of checkpoints does: a resumed run decides as an
-uninterrupted one. The first rank, which alone keeps them, decides for all.
+Decisions follow from the lines of metrics.jsonl, like the ranking of checkpoints, so a resumed run decides as an
+uninterrupted one. Only the first rank has these lines, so it decides for all.
 """
 
 from dataclasses import dataclass, replace
@@ -17,27 +17,27 @@ from tandem.train.start.build import Training
 
 @dataclass(frozen=True, slots=True)
 class EarlyStop:
-    """Which step is exported in place of the last one, and why."""
+    """Which step is exported instead of the last one, and why."""
 
     exported_step: int
     verdict: Verdict
-    helped: bool  # whether the exported step is better than the model before training, as far as that was measured
+    helped: bool  # False if the model before training was measured to be better
 
 
 def is_exhausted(t: Training) -> bool:
-    """Whether as many validations in a row as `dpo.early_stopping_patience` did not improve the tracked metric."""
+    """Whether the last `dpo.early_stopping_patience` validations did not improve the tracked metric."""
     patience = t.setup.config.dpo.early_stopping_patience
     return patience is not None and t.ranks.from_first(lambda: t.ranking.num_since_best() >= patience)
 
 
 def must_be_kept(t: Training) -> bool:
-    """Whether the weights of this step are the best so far, and may be exported in the end."""
+    """Whether this step is the best so far, so that its weights may be exported."""
     patience = t.setup.config.dpo.early_stopping_patience
     return patience is not None and t.ranks.from_first(lambda: t.ranking.best_step() == t.progress.step)
 
 
-def put_back_best(t: Training) -> EarlyStop | None:
-    """The weights of the best checkpoint, where patience is exhausted; None where the last step's stay."""
+def restore_best(t: Training) -> EarlyStop | None:
+    """Load the best checkpoint if the run stopped early; return None if the last step is exported."""
     if not is_exhausted(t):
         return None
     place, text = t.ranks.from_first(lambda: _best(t))
@@ -48,8 +48,8 @@ def put_back_best(t: Training) -> EarlyStop | None:
     return EarlyStop(step_of(place), Verdict("stopped_early", t.setup.tracked.split, text), helped)
 
 
-def put_back_exported(t: Training, per_pair: Path) -> None:
-    """The weights that a finished run exported, whatever decides now which step is the best, for the file `per_pair`."""
+def restore_exported(t: Training, per_pair: Path) -> None:
+    """Load the weights that a finished run exported, even if another step would be the best one now, for `per_pair`."""
     place = t.ranks.from_first(lambda: _exported(t, per_pair))
     if step_of(place) != t.progress.step:
         load_weights(place, t.policy)
@@ -57,17 +57,21 @@ def put_back_exported(t: Training, per_pair: Path) -> None:
 
 
 def _exported(t: Training, per_pair: Path) -> Path:
-    """The checkpoint of the exported step, verified unless it is the one that was loaded."""
-    place = t.saver.folder / f"step_{exported_step(t.run, t.setup.num_steps)}"
+    """The checkpoint of the exported step, verified unless it is already loaded."""
+    place = t.saver.folder / f"step_{exported_step(t.run, t.setup.plan.num_steps)}"
     try:
         if step_of(place) != t.progress.step:
             read_manifest(place)
     except ValueError:
-        is_last = step_of(place) == t.setup.num_steps
-        which = "its last step is gone" if is_last else f"step {step_of(place)}, which it exported, is gone or damaged"
+        is_last = step_of(place) == t.setup.plan.num_steps
+        which = (
+            "its last step is missing"
+            if is_last
+            else f"step {step_of(place)}, which it exported, is missing or damaged"
+        )
         raise CheckpointError(
             f"--per-pair {per_pair}: {t.run} is finished, but the checkpoint of {which}, so there is nothing to measure. Train "
-            "again, with --fresh."
+            "again with --fresh."
         ) from None
     return place
 
@@ -77,19 +81,20 @@ def _best(t: Training) -> tuple[Path, str]:
     place = min(checkpoints(t.saver.folder), key=lambda place: t.ranking.rank(step_of(place)), default=None)
     try:
         if place is None:
-            raise ValueError(f"{t.saver.folder} holds no checkpoint")
+            raise ValueError(f"{t.saver.folder} has no checkpoint")
         read_manifest(place)
     except ValueError as error:
         raise CheckpointError(
-            f"{error}. The run stopped early, and its best checkpoint is what it exports. Restore it, or export the last step "
+            f"{error}. The run stopped early and exports its best checkpoint. Restore it, or export the last step "
             "with dpo.early_stopping_patience=null."
         ) from None
     assert t.setup.tracked is not None
     since = t.ranking.num_since_best()
     validations = "validation was" if since == 1 else f"{since} validations were"
     text = (
-        f"stopped early at step {t.progress.step} of {t.setup.num_steps}: the last {validations} no better than that of step "
-        f"{t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step {step_of(place)} is exported."
+        f"stopped early at step {t.progress.step} of {t.setup.plan.num_steps}: the last {validations} no better than that of "
+        f"step {t.ranking.best_step()} by {t.setup.tracked.metric} ({t.ranking.best_value():.4f}). Step "
+        f"{step_of(place)} is exported."
     )
     if (start := t.ranking.better_start()) is not None:
         text += f" No step was as good as the model before training ({start:.4f})."

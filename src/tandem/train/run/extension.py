@@ -1,7 +1,7 @@
-"""A finished run that is asked for more steps in; refused, or ready to train on from its last checkpoint, out.
+"""Extends a finished run by more steps from its last checkpoint, or refuses to.
 
 A run with a folder `model` is finished. An extension first loads the last checkpoint, then renames that folder, then writes
-the new configuration: killed at any moment, the run is either still finished or an unfinished one that resumes as usual.
+the new configuration. If it is killed in between, the run is either still finished or resumes as an unfinished one.
 """
 
 import shutil
@@ -20,33 +20,33 @@ INSTEAD = "Choose another run.dir, or --fresh without --resume."
 
 
 def last_step(run: Path) -> int:
-    """The steps that a finished run trained."""
+    """The number of steps that a finished run trained."""
     steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
     if not steps:
         raise CheckpointError(
-            f"{run} is finished, but the steps in its metrics.jsonl are gone, so it cannot be extended. {INSTEAD}"
+            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {INSTEAD}"
         )
     return max(steps)
 
 
 def check_extension(run: Path, setup: Setup) -> int | None:
-    """The step from which a finished run is extended; None if it is asked for as many steps as it has."""
-    trained, asked = last_step(run), setup.num_steps
+    """The step from which a finished run is extended; None if it already has the requested number of steps."""
+    trained, asked = last_step(run), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
         raise CheckpointError(
-            f"{run} is finished, with {trained} steps; it cannot be shortened to {asked}. A longer one would extend it. {INSTEAD}"
+            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {INSTEAD}"
         )
     if asked == trained:
         return None
     if not place.is_dir():
         raise CheckpointError(
-            f"{run} is finished, but the checkpoint of its last step, {place}, is gone, so it cannot be extended from {trained} "
-            f"to {asked} steps. {INSTEAD}"
+            f"{run} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended "
+            f"from {trained} to {asked} steps. {INSTEAD}"
         )
     if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
-            f"{place}: saved without the optimizer's states (checkpointing.save_optimizer=false), so the run cannot be extended "
+            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
             f"from {trained} to {asked} steps exactly. {INSTEAD}"
         )
     _refuse_to_stop_again(run, setup, place)
@@ -54,17 +54,17 @@ def check_extension(run: Path, setup: Setup) -> int | None:
 
 
 def refuse_shortening(run: Path, setup: Setup) -> None:
-    """A run that is not finished, and was trained further already than it is asked for now."""
-    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.num_steps
+    """Refuse an unfinished run that has already trained more steps than requested."""
+    trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.plan.num_steps
     if trained > asked:
         raise CheckpointError(
-            f"{run} has trained {trained} steps already; it cannot be shortened to {asked}. With dpo.max_num_steps and "
-            f"dpo.max_num_epochs ask for {trained} or more, or choose another run.dir."
+            f"{run} has already trained {trained} steps, so it cannot be shortened to {asked}. Set dpo.max_num_steps and "
+            f"dpo.max_num_epochs to {trained} steps or more, or choose another run.dir."
         )
 
 
 def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
-    """The names of what the last checkpoint holds. One that is not even readable is refused before weights load."""
+    """The names of the tensors in the last checkpoint; refuse an unreadable one before weights load."""
     try:
         found = names_in(place / "tensors")
     except (OSError, CheckpointError):
@@ -79,7 +79,7 @@ def _damaged(run: Path, trained: int) -> str:
 
 
 def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
-    """A run that stopped early, and would do so again before its first step."""
+    """Refuse to extend a run that stopped early and would stop again before its first new step."""
     patience = setup.config.dpo.early_stopping_patience
     if patience is None:
         return
@@ -97,7 +97,7 @@ def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
 
 
 def _saved_bytes(place: Path) -> int | None:
-    """How far metrics.jsonl reached when a checkpoint was saved; a damaged one is reported when it is loaded."""
+    """The size of metrics.jsonl when a checkpoint was saved; None if it is damaged, which is reported on loading."""
     try:
         saved = read_json(place / "state.json")["progress"]["metrics_bytes"]
     except (ValueError, KeyError, TypeError, IndexError):
@@ -106,7 +106,7 @@ def _saved_bytes(place: Path) -> int | None:
 
 
 def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
-    """Give the old export a name of its own, `model.step_N`, which is returned, and the run the new configuration.
+    """Rename the old export to `model.step_N`, write the new configuration, and return the new name of the export.
 
     trained: the steps of the finished run. resumed: the step whose checkpoint was loaded.
     """
@@ -120,9 +120,9 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
 
 
 def exported_step(run: Path, num_steps: int) -> int:
-    """The step whose weights a finished run exported: its export was validated, and that line has the step.
+    """The step whose weights a finished run exported, from the line of the validation of its export.
 
-    Where nothing is validated it is the last one trained. num_steps: that one, where metrics.jsonl is lost.
+    Without validation sets it is the last step trained. num_steps: used if metrics.jsonl is lost.
     """
     records = _records(run / "metrics.jsonl")
     exported = [one["step"] for one in records if one["split"].startswith("exported-")]
@@ -136,6 +136,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to a place in it, without damaged ones."""
+    """The undamaged lines in the first `num_bytes` of metrics.jsonl."""
     content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
     return [record for record in records_in(content) if record is not None]

@@ -1,4 +1,4 @@
-"""A trained policy in; validated, judged, saved and exported out, and the user told where everything is."""
+"""Finishes a run: validates, saves, judges and exports the policy, and prints where everything is."""
 
 import json
 from collections.abc import Iterator
@@ -26,24 +26,24 @@ from tandem.storage.cache import write_atomically
 from tandem.terminal.commands import key_of, override, python_command, tandem_command, with_override
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
-from tandem.train.run.early_stopping import EarlyStop, is_exhausted, put_back_best
+from tandem.train.run.early_stopping import EarlyStop, is_exhausted, restore_best
 from tandem.train.start.build import Training
 from tandem.train.start.references import load_sharded
 from tandem.train.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
-PLACES = ("run.dir", "checkpointing.checkpoint_dir")  # which a run shares with no other
-OF_THE_MODEL = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
-BATCH = "policy.train_global_batch_size"
+RUN_DIRECTORY_KEYS = ("run.dir", "checkpointing.checkpoint_dir")  # directories that belong to one run
+MODEL_KEYS = ("policy.revision", "policy.tokenizer.name", "policy.lora.adapter", "reference.model")
+BATCH_SIZE_KEY = "policy.train_global_batch_size"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
-    """Validate, save, judge, export, measuring what is exported before it gets its name; say where everything is."""
-    _tell_memory(t)
-    after = _validated_and_saved(t)
+    """Validate, save, judge and export. The export is measured before it gets its final name."""
+    _report_memory(t)
+    after = _validate_and_save_last(t)
     verdicts = judge(t.metrics.records(), t.setup.config)
-    if (stop := put_back_best(t)) is not None:
-        verdicts = [stop.verdict, *_of_export(verdicts, t, stop.exported_step)]
+    if (stop := restore_best(t)) is not None:
+        verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.ranks.agreed(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), by=t.ranks.is_first)
@@ -61,21 +61,21 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
-    _tell(t, model, dtype, per_pair, stop)
-    # A model that training made worse is not used, nor are its settings taken to another: the verdict says what to change.
+    _report_results(t, model, dtype, per_pair, stop)
+    # If training made the model worse, no next command is suggested: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
-        _tell_next(t, model, loaded)
+        _suggest_next(t, model, loaded)
 
 
-def _of_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
-    """Verdicts on what is exported, the model of an earlier step; that the run diverged after it is told as well."""
+def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
+    """The verdicts on the exported step, which is not the last; includes that the run diverged later."""
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
     return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
 
 
-def _tell_memory(t: Training) -> None:
-    """What the steps used of the GPU, beside what was expected. Nothing if none was made."""
+def _report_memory(t: Training) -> None:
+    """Print the GPU memory used vs. expected, if any step ran."""
     if t.expected is not None and torch.cuda.max_memory_allocated() > t.expected.weights + t.expected.gradients:
         used = torch.cuda.max_memory_allocated()
         t.reporter.say(
@@ -85,7 +85,7 @@ def _tell_memory(t: Training) -> None:
 
 
 def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.dtype:
-    """Write the model, or the adapters alone; the dtype they are in."""
+    """Export the model, or the adapters alone; return the dtype of the export."""
     setup, export = t.setup, t.setup.config.export
     alone = setup.lora is not None and not export.merge_lora
     own = torch.float32 if alone else setup.source.dtype
@@ -94,7 +94,7 @@ def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.d
     how["measure"] = lambda written: _measure_export(t, written, dtype, after)
     if alone:
         assert setup.lora is not None
-        # A folder is named by its whole path, so that the adapter finds it from anywhere.
+        # A local folder is named by its absolute path, so that the adapter finds it from anywhere.
         local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
         base = str(setup.source.folder) if local else setup.source.name
         export_adapter(t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.ranks, **how)
@@ -104,12 +104,14 @@ def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.d
     return dtype
 
 
-def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, stop: EarlyStop | None) -> None:
-    """Where everything is, and what could come next."""
+def _report_results(
+    t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, stop: EarlyStop | None
+) -> None:
+    """Print where everything is."""
     config = t.setup.config
     t.reporter.end(f"Done. Everything is in {t.run}")
     alone = t.setup.lora is not None and not config.export.merge_lora
-    what, layout = ("adapter", "as peft lays it out") if alone else ("model", "in the Hugging Face layout")
+    what, layout = ("adapter", "in peft's layout") if alone else ("model", "in the Hugging Face layout")
     best = (
         "the best checkpoint"
         if stop and stop.helped
@@ -126,13 +128,13 @@ def _tell(t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, s
         t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
 
 
-def _tell_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
-    """A command to continue with: after a run of the embedded model the same with a real one, else the use of the model."""
+def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
+    """Print a next command: after a run of the embedded model, the same with a real one; otherwise how to use the model."""
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
         t.reporter.command(using(model, t.setup.template))
     elif any(is_prepared(Path(str(one.data_path))) for one in _sets(loaded)):
-        t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs are to be prepared again.")
+        t.reporter.say("\nNext: a real model (policy.model_name), for which the pairs must be prepared again.")
     else:
         others = ", then your own pairs (JSONL with prompt, chosen, rejected) as data.train"
         t.reporter.say(f"\nNext: a real model{'' if _has_own_pairs(loaded) else others}.")
@@ -140,7 +142,7 @@ def _tell_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
 
 
 def using(model: Path, template: Template) -> str:
-    """The command that lets an exported model answer: a conversation where it has a chat template, else plain text."""
+    """The command that prompts an exported model: with a conversation if it has a chat template, else with plain text."""
     asked = json.dumps(template.example() or QUESTION, ensure_ascii=False)
     name = json.dumps(str(model), ensure_ascii=False)
     return python_command(
@@ -149,19 +151,19 @@ def using(model: Path, template: Template) -> str:
 
 
 def with_real_model(loaded: LoadedConfig, run: Path) -> str:
-    """The command of a run of the embedded model with a real one instead: the user's settings, another directory."""
+    """The command that repeats a run of the embedded model with a real one, in another directory."""
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
-    # A run's config.yaml spells out the embedded default, whose settings are for the embedded model alone.
+    # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.
     file = None if is_resumed and not own else loaded.file
-    given = [one for one in loaded.overrides if key_of(one) not in (*PLACES, *OF_THE_MODEL)]
+    given = [one for one in loaded.overrides if key_of(one) not in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS)]
     if file is not None:
-        given += [override(key, None) for key in (*PLACES, *OF_THE_MODEL) if _value(config, key) is not None]
+        given += [override(key, None) for key in (*RUN_DIRECTORY_KEYS, *MODEL_KEYS) if _value(config, key) is not None]
     given = with_override(given, "policy.model_name", REAL_MODEL)
     if not own:
         given = with_override(given, "data.train.data_path", EMBEDDED)
-    if not own and file is None and BATCH not in map(key_of, given):
-        given.append(f"{BATCH}=16")  # the usual batch takes most of the bundled pairs at once
+    if not own and file is None and BATCH_SIZE_KEY not in map(key_of, given):
+        given.append(f"{BATCH_SIZE_KEY}=16")  # the default batch would take most of the bundled pairs at once
     return tandem_command("train", *(["--config", file, *loaded.options] if file else []), *given)
 
 
@@ -177,13 +179,13 @@ def _sets(loaded: LoadedConfig) -> list[DatasetFields]:
     return [*loaded.config.data.training_sets, *loaded.config.data.validation_sets.values()]
 
 
-def _validated_and_saved(t: Training) -> list[ValidationReport]:
-    """The last validation, and the last checkpoint, which is whole on disk when this returns."""
+def _validate_and_save_last(t: Training) -> list[ValidationReport]:
+    """Run the last validation and save the last checkpoint, which is complete on disk when this returns."""
     if is_exhausted(t):  # by the validation of this step
         t.save()
         t.saver.wait()
         return []
-    # A run killed from here on repeats the last validation: its lines do not belong to the checkpoint.
+    # A run killed from here on repeats the last validation, so its lines do not belong to the checkpoint.
     trained_bytes, owed = t.metrics.size(), t.progress.owes_validation
     ranked = False
     try:
@@ -197,12 +199,12 @@ def _validated_and_saved(t: Training) -> list[ValidationReport]:
 
 
 def write_per_pair(t: Training, path: Path) -> None:
-    """The policy as it is now, on every pair of the training set and of the validation sets."""
+    """Measure the current policy on every pair of the training and validation sets, and write the file."""
     contexts = {"train": t.context, **{validation.split: validation.context for validation in t.validation_sets}}
     batch_size = t.setup.config.policy.train_global_batch_size
 
     def tables() -> Iterator[tuple[str, PairTable, Preferences]]:
-        for split, packer in t.setup.packers().items():
+        for split, packer in t.setup.plan.packers().items():
             yield split, measure(t.policy, contexts[split], packer, batch_size, check=t.stopping.check), packer.store
 
     if t.ranks.is_first:
@@ -213,14 +215,14 @@ def write_per_pair(t: Training, path: Path) -> None:
 
 
 def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
-    """Validate the folder that was written, beside the model in memory: rounding must not have cost the learning."""
+    """Validate the exported folder and compare it with the model in memory: rounding must not undo the training."""
     if not after:
         return
     exported = _reload(t, model)
     reports = [validate(exported, validation) for validation in t.validation_sets]
     for report in reports:
         t.write(replace(report, split=report.split.replace("validation-", "exported-")))
-    t.reporter.change("\nWhat was exported", ("in memory", f"exported ({_spelled(dtype)})"), after, reports)
+    t.reporter.change("\nExported model", ("in memory", f"exported ({_spelled(dtype)})"), after, reports)
 
 
 def _reload(t: Training, model: Path) -> Policy:

@@ -1,6 +1,6 @@
-"""A Setup in; out, everything that each rank derived from it, compared over all ranks before anything is trained.
+"""Compares what each rank derived from the configuration, before training.
 
-Each rank derives rows, packs and batches alone. If two came to different ones, some pairs would be trained twice and others
+Each rank computes rows, packs and batches independently. If two ranks differed, some pairs would be trained twice and others
 never, or the ranks would wait for each other forever.
 """
 
@@ -21,8 +21,8 @@ from tandem.packing.packer import Packer
 from tandem.storage.cache import real_path
 from tandem.train.start.setup import Setup
 
-# Settings that may differ between machines: what they lead to is compared by its content.
-OF_THE_MACHINE = (
+# Settings that may differ between machines: paths, whose contents are compared instead, and the number of workers.
+PER_MACHINE = (
     "run.name",
     "run.dir",
     "data.train",
@@ -36,12 +36,12 @@ OF_THE_MACHINE = (
     "checkpointing.checkpoint_dir",
     "logger.log_dir",
 )
-COMPARED_BATCHES = 2  # of the first epoch, by their packs
-SHOWN = 3  # differences, the likeliest causes first
+COMPARED_BATCHES = 2  # of the first epoch, whose packs are compared
+MAX_SHOWN = 3  # differences, the likeliest causes first
 
 
 def derived(setup: Setup, run: Path) -> dict[str, str]:
-    """Everything a rank derived before weights load that decides what is trained, by name; long values as a digest."""
+    """Everything derived before weights load that affects training, by name; long values as a digest."""
     facts: dict[str, Any] = {
         "the version of tandem": __version__,
         "the version of torch": torch.__version__,
@@ -51,15 +51,15 @@ def derived(setup: Setup, run: Path) -> dict[str, str]:
         "the precision": setup.precision,
         "compiled layers": setup.compiles,
         "the directory of checkpoints": real_path(setup.checkpoint_dir(run)),
-        "the number of steps": setup.num_steps,
-        "the number of pairs": setup.num_pairs_trained,
-        "the batches": _digest_of_batches(setup.batches),
+        "the number of steps": setup.plan.num_steps,
+        "the number of pairs": setup.plan.num_pairs,
+        "the batches": _digest_of_batches(setup.plan.batches),
         "the pairs packed together in validation": setup.validation_batch_size,
     }
-    for split, packer in setup.packers().items():
+    for split, packer in setup.plan.packers().items():
         facts |= _of_packer(split, packer)
-    for number, batch in enumerate(setup.batches.epoch(0)[:COMPARED_BATCHES], start=1):
-        rounds = setup.train.rounds(batch.preferences, batch.bounds)
+    for number, batch in enumerate(setup.plan.batches.epoch(0)[:COMPARED_BATCHES], start=1):
+        rounds = setup.plan.train.rounds(batch.preferences, batch.bounds)
         facts[f"the number of rounds of batch {number}"] = len(rounds)
         packs = [part for one in rounds for part in (np.array([one.length, len(one.packs)]), *one.packs)]
         facts[f"the packs of batch {number}"] = _digest(*packs, np.array([len(part) for part in packs]))
@@ -80,7 +80,7 @@ def _of_packer(split: str, packer: Packer) -> dict[str, Any]:
 
 
 def _is_shared(key: str) -> bool:
-    return not any(key == one or key.startswith(f"{one}.") for one in OF_THE_MACHINE)
+    return not any(key == one or key.startswith(f"{one}.") for one in PER_MACHINE)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _digest_of_batches(batches: Batches) -> str:
-    """Of the first epoch: the others follow from the same numbers."""
+    """A digest of the first epoch; later epochs follow from the same settings."""
     epoch = batches.epoch(0)
     ends = np.cumsum([len(batch.preferences) for batch in epoch])
     bounds = [batch.bounds for batch in epoch if batch.bounds is not None]
@@ -105,25 +105,25 @@ def _digest(*parts: Any) -> str:
 
 
 def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) -> None:
-    """RanksDifferError names what is not the same on all ranks; the first of them says so for all."""
+    """Raise RanksDifferError, on all ranks, if `facts` are not the same on all of them."""
     if ranks.count == 1:
         return
     of_ranks = ranks.gather(facts())
 
     def compare() -> None:
         if found := differences(of_ranks):
-            shown = "\n".join(f"  {one}" for one in found[:SHOWN])
-            more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            shown = "\n".join(f"  {one}" for one in found[:MAX_SHOWN])
+            more = f"\n  and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
             raise RanksDifferError(
-                f"the ranks would not train the same:\n{shown}{more}\nNothing was trained. Start every rank with the same "
-                "command, data, model and versions of tandem, torch and transformers."
+                f"the ranks differ and would not train the same model:\n{shown}{more}\nNothing was trained. Start every rank "
+                "with the same command, data, model and versions of tandem, torch and transformers."
             )
 
     ranks.agreed(compare, by=ranks.is_first)
 
 
 def differences(of_ranks: list[dict[str, str]]) -> list[str]:
-    """What is not the same on all ranks: "the precision: float32 on rank 0; bfloat16 on ranks 1, 2"."""
+    """Describe what differs between ranks: "the precision: float32 on rank 0; bfloat16 on ranks 1, 2"."""
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""A Setup in; a Training out: weights, reference, audit, optimizer, and the newest checkpoint put back."""
+"""Builds a Training from a Setup: loads weights, reference and optimizer, audits them, and restores the newest checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from tandem.train.checkpoint.checkpoints import (
 )
 from tandem.train.checkpoint.host_copy import HostCopier
 from tandem.train.checkpoint.ranking import Ranking
-from tandem.train.memory import Forecast, forecast, refuse_what_cannot_fit
+from tandem.train.memory import Forecast, forecast, refuse_forecast_overflow
 from tandem.train.optimizer import make_optimizer, make_scheduler
 from tandem.train.run.directory import is_finished, values_from_environment
 from tandem.train.run.extension import begin_extension
@@ -49,7 +49,7 @@ from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 @dataclass(slots=True)
 class Training:
-    """What the loop works on, and the two things it does beside steps: validate and save."""
+    """The state of a run during training. It also validates, records metrics and saves."""
 
     setup: Setup
     run: Path
@@ -59,7 +59,7 @@ class Training:
     optimizer: Any
     scheduler: Any
     fingerprints: dict[str, str]
-    config: str  # as YAML
+    config: str  # as YAML, stored in every checkpoint
     reporter: Reporter
     metrics: MetricsFile
     ranking: Ranking
@@ -67,7 +67,7 @@ class Training:
     saver: Saver
     stopping: Stopping
     tracking: Tracking
-    expected: Forecast | None  # of memory, on a GPU
+    expected: Forecast | None  # of GPU memory; None on a CPU
     samples: Samples | None
 
     @property
@@ -75,7 +75,7 @@ class Training:
         return self.context.ranks
 
     def validate(self) -> list[ValidationReport]:
-        """Every validation set. What a stop cuts short leaves no line in metrics.jsonl."""
+        """Validate on every set and record the results. A validation that is interrupted records nothing."""
         started = time.perf_counter()
         reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
         for report in reports:
@@ -90,34 +90,34 @@ class Training:
         return reports
 
     def show_samples(self, samples: Samples) -> None:
-        """What policy and reference answer now, printed and kept in samples/step_N.jsonl."""
+        """Generate answers of the policy, print them next to the reference's, and store them in samples/step_N.jsonl."""
         taken = samples.take(self.policy, self.ranks.device)
         step = self.progress.step
         self.ranks.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.ranks.is_first)
         self.reporter.samples(step, taken)
 
     def write(self, report: ValidationReport) -> None:
-        """A validation's line in metrics.jsonl."""
+        """Record a validation in metrics.jsonl."""
         measured = {"num_pairs": report.num_pairs, "data": report.data}
         self.record({"step": self.progress.step, "split": report.split, **report.metrics, **measured})
 
     def record(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, told to whoever follows the run."""
+        """Write a line of metrics.jsonl and pass it to the ranking, the trackers and the reporter."""
         self.metrics.write(record)
         self.ranking.note(record)
         self.tracking.log(record)
         self.reporter.record(record)
 
     def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
-        """Begin a checkpoint of this moment.
+        """Start saving a checkpoint of the current state.
 
-        metrics_bytes: what of metrics.jsonl belongs to it; all without it.
-        ranked: whether its validation, if one is due, is done.
+        metrics_bytes: how much of metrics.jsonl belongs to it; None: all of it.
+        ranked: False if a validation that ranks this checkpoint is still to come.
         """
         checkpointing = self.setup.config.checkpointing
         if not checkpointing.enabled:
             return
-        self.saver.wait()  # before the copy: there is never more than one
+        self.saver.wait()  # the previous save: there is one copy on the host at most
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
@@ -125,14 +125,14 @@ class Training:
         self.reporter.detail(f"saving step {self.progress.step}")
 
     def saved_tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """The tensors that a checkpoint contains."""
         optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
         return state_tensors(self.policy, optimizer, self.ranks.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The policy and its references, audited, before anything is trained."""
+    """The policy and its references, audited, before training."""
 
     policy: Policy
     weights: str  # the fingerprint of the start model
@@ -148,17 +148,17 @@ def build(
     reporter: Reporter,
     stopping: Stopping,
     given: LoadedConfig,
-    extended_from: int | None,  # the last step of a finished run that is to be longer
+    extended_from: int | None,  # the last step of the finished run that is being extended
 ) -> Training:
-    """Weights, reference, audit, optimizer; and the newest checkpoint put back, if there is one."""
+    """Load and audit the model, create the optimizer, and restore the newest checkpoint if there is one."""
     loaded = _load(setup, run, ranks, reporter, stopping.check)
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
     )
-    scheduler = make_scheduler(optimizer, setup.config.policy, setup.num_steps)
+    scheduler = make_scheduler(optimizer, setup.config.policy, setup.plan.num_steps)
     fingerprints = _fingerprints(setup, ranks, loaded.weights) | values_from_environment(given)
-    # Before it all workers draw alike (new weights must agree), from here on each its own.
+    # Until here all ranks draw the same random numbers, so that new weights agree; from here on each rank draws its own.
     torch.manual_seed(setup.config.run.seed + ranks.number)
     progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, ranks, reporter)
     if extended_from is not None:
@@ -220,8 +220,8 @@ def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ran
 
 
 def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
-    """What a run trains on and from, by content. weights: of the start model."""
-    found = {"training data": setup.train.store.fingerprint, "start model": weights}
+    """Fingerprints of the training data and of the models. weights: the fingerprint of the start model."""
+    found = {"training data": setup.plan.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
         found["reference model"] = ranks.one_then_all(lambda: weights_fingerprint(other))
     return found
@@ -237,20 +237,22 @@ def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[Val
             setup.validation_batch_size,
             dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
         )
-        for name, packer in setup.validation.items()
+        for name, packer in setup.plan.validation.items()
     ]
 
 
 def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporter) -> MetricsFile | NoMetricsFile:
-    """metrics.jsonl, cut back to where the run goes on from."""
+    """Open metrics.jsonl, cut back to the checkpoint that the run resumes from."""
     if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
-        reporter.warn(f"{run} has steps in metrics.jsonl, but no checkpoint to go on from: it begins anew.")
+        reporter.warn(
+            f"{run} has steps in metrics.jsonl, but no checkpoint to resume from: it starts from the beginning."
+        )
     kept = None if is_finished(run) else progress.metrics_bytes
     metrics = MetricsFile(run / "metrics.jsonl", kept) if ranks.is_first else NoMetricsFile()
     if metrics.has_lost_lines:
         reporter.warn(
-            f"{run}/metrics.jsonl is not as it was when step {progress.step} was saved: the lines of some steps are lost, and "
-            "with them how good the checkpoints are. Those up to here are all kept; the run itself goes on as it was."
+            f"{run}/metrics.jsonl changed since step {progress.step} was saved: some lines are lost, so earlier checkpoints can "
+            "no longer be ranked and are all kept. Training is not affected."
         )
     return metrics
 
@@ -258,7 +260,7 @@ def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporte
 def _tracking(
     setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
 ) -> Tracking:
-    if is_finished(run):  # nothing more will be recorded
+    if is_finished(run):  # nothing will be recorded
         return Tracking()
     logger, on_gpu = setup.config.logger, setup.device.type == "cuda"
     records = metrics.records()
@@ -274,17 +276,17 @@ def _put_back(
     ranks: Ranks,
     reporter: Reporter,
 ) -> Progress:
-    """Go on from the newest checkpoint that is whole; from the start where there is none at all."""
+    """Resume from the newest intact checkpoint; start from the beginning if there are no checkpoints."""
     place, damaged = ranks.from_first(lambda: newest_verified(folder))
-    own = ("step_[0-9]+", "latest", "best")
-    ranks.agreed(lambda: remove_abandoned(folder, *own, is_held=True), by=ranks.is_first)
+    names = ("step_[0-9]+", "latest", "best")
+    ranks.agreed(lambda: remove_abandoned(folder, *names, is_held=True), by=ranks.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
     progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, ranks)
     ranks.agreed(lambda: set_newer_aside(place), by=ranks.is_first)
-    reporter.say(f"Going on from {place}")
+    reporter.say(f"Resuming from {place}")
     return progress
 
 
@@ -293,12 +295,12 @@ def _has_steps(metrics: Path) -> bool:
 
 
 def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
-    """Forward and backward of a row of each length before the first step: later steps then never stop to compile.
+    """Run forward and backward on a row of each length before the first step, so that no later step has to compile.
 
-    On a GPU the first batch's longest rows follow, as long as they are before the last are packed anew, and twice: the second
-    time stands beside gradients, as in most of a step, and tells the memory that a run needs.
+    On a GPU, then run the longest rows of the first batch, at their length before the last rounds are repacked, and forecast
+    the memory of a step. They run twice, because in most of a step gradients are already allocated.
     """
-    packer, on_gpu = setup.train, setup.device.type == "cuda"
+    packer, on_gpu = setup.plan.train, setup.device.type == "cuda"
     smallest = int(np.argmin(packer.sizes))
     lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
     if lengths:
@@ -312,7 +314,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     policy.zero_grad()
     if not on_gpu:
         return None
-    first = setup.batches.epoch(0)[0]
+    first = setup.plan.batches.epoch(0)[0]
     bins = packer.bins(first.preferences, first.bounds)
     length = packer.longest_row(bins)
     longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
@@ -327,18 +329,18 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
     policy.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     reporter.say(f"Memory: {expected}")
-    refuse_what_cannot_fit(expected, setup.device, setup.config.policy)
+    refuse_forecast_overflow(expected, setup.device, setup.config.policy)
     return expected
 
 
 def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ranks: Ranks) -> Samples | None:
-    """The prompts to show answers to, and the reference's answers: before the first update they are the policy's own."""
+    """The prompts to print answers to, and the reference's answers, generated before the first update of the policy."""
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
     if not count:
         return None
-    name = next(iter(setup.validation))
-    prompts = prompts_of(setup.validation[name].store, tokenizer, count)
-    if not setup.compares:
+    name = next(iter(setup.plan.validation))
+    prompts = prompts_of(setup.plan.validation[name].store, tokenizer, count)
+    if not setup.uses_reference:
         return Samples(tokenizer, prompts, None)
     asked, other = references["train"], setup.reference_source
     model = asked.policy if isinstance(asked, LiveReference) else policy

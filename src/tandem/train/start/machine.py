@@ -1,4 +1,4 @@
-"""A device in; how it computes a run out: precision, adapters, compiled or not. Refused where it cannot."""
+"""Decides how a device computes a run: precision, adapters, compiled or not. Refuses what the device does not support."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,12 @@ class Machine:
 
 
 def this_device() -> torch.device:
-    """What a run of one process computes on here."""
+    """The device that a run of one process uses on this machine."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_machine(config: Config, source: ModelSource, device: torch.device) -> Machine:
-    """What this machine cannot do. Another may."""
+    """Choose precision, adapters and compilation for this device; refuse settings that it does not support."""
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
@@ -43,24 +43,24 @@ def _check_weights(config: Config, precision: str) -> None:
         return
     if config.policy.lora.enabled:
         raise ConfigError(
-            f"policy.weights = {weights}: with adapters the model's own weights are frozen, and the few that are trained are "
+            f"policy.weights = {weights}: with adapters the model's weights are frozen, and the adapters are trained in "
             "float32. Leave it out."
         )
     if precision != "bfloat16":
-        # auto is bfloat16 on a GPU.
+        # With auto, a GPU would compute in bfloat16: then the machine is the cause.
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
-            f"policy.weights = {weights}: bfloat16 weights are computed with in bfloat16, not in {precision}. Set "
+            f"policy.weights = {weights}: bfloat16 weights need bfloat16 computation, not {precision}. Set "
             "policy.precision=bfloat16, or leave policy.weights out."
         )
 
 
 def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
     wanted = config.policy.compile
-    # transformers' float32 experts split rows by numbers that only the device knows; bfloat16 ones do not.
-    cannot = precision == "float32" and has_experts(source.config)
-    if wanted is True and cannot:
+    # In float32, transformers splits the rows of experts by sizes that only the device knows; in bfloat16 it does not.
+    uncompilable = precision == "float32" and has_experts(source.config)
+    if wanted is True and uncompilable:
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
             f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "
             "Use policy.compile=auto, or policy.precision=bfloat16."
         )
-    return wanted is True or (wanted == "auto" and device.type == "cuda" and not cannot)
+    return wanted is True or (wanted == "auto" and device.type == "cuda" and not uncompilable)

@@ -1,4 +1,4 @@
-"""A Setup and its policy in; the reference of every set out, after the audits: nothing of a wrong model is cached."""
+"""Audits the policy and makes the reference of every set. Audits come first, so that nothing of a wrong model is cached."""
 
 import json
 from collections.abc import Callable
@@ -34,11 +34,12 @@ from tandem.train.checkpoint.checkpoints import checkpoints
 from tandem.train.start.setup import Setup
 from tandem.train.validation import portions
 
-# Of a run: which folders of the cache hold the references it started with.
-REFERENCES = "references.json"
+# The file of a run that names the cache folders of the references it started with.
+REFERENCES_FILE = "references.json"
 
 
 def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
+    """Load a model, then recompute, shard and compile its layers as the setup says."""
     policy = (
         load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
         if lora is None
@@ -62,15 +63,15 @@ def make_references(
     check: Callable[[], None],
 ) -> dict[str, Reference]:
     """The reference for the training set and every validation set, by split."""
-    packers = setup.packers()
-    if not setup.compares:
+    packers = setup.plan.packers()
+    if not setup.uses_reference:
         return dict.fromkeys(packers, NoReference())
     other = setup.reference_source
     source, lora = (setup.source, setup.lora) if other is None else (other, None)
 
     @cache
     def load() -> Policy:
-        """The reference as a model of its own; another model than the policy, which was audited, is audited too."""
+        """Load the reference as a separate model, and audit it if it is another model than the policy."""
         loaded = freeze(load_sharded(setup, source, ranks, lora))
         if other is not None:
             audit_model(setup, loaded, other, ranks, reporter)
@@ -98,11 +99,11 @@ def make_references(
                 ranks,
                 place=folder / places[name],
                 progress=advance,
-                # In the packs of a validation: the first one finds policy and reference alike, unless these are of another run.
-                portions=None if packer is setup.train else portions(packer, setup.validation_batch_size),
+                # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
+                portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
             )
     ranks.agreed(
-        lambda: write_atomically(run / REFERENCES, json.dumps(places, indent=1), "references"), by=ranks.is_first
+        lambda: write_atomically(run / REFERENCES_FILE, json.dumps(places, indent=1), "references"), by=ranks.is_first
     )
     return references
 
@@ -110,19 +111,20 @@ def make_references(
 def _places_of_references(
     setup: Setup, run: Path, folder: Path, weights: str, ranks: Ranks, reporter: Reporter
 ) -> dict[str, str]:
-    """The folder of each set's reference in the cache. A resumed run keeps those it started with, as long as they are there.
+    """The cache folder of each set's reference. A resumed run keeps the ones it started with while they exist.
 
-    What may change on a resume (the version of transformers, attention, shared prompts) changes them by rounding, or more.
+    Settings that may change on a resume (version of transformers, attention, shared prompts) change the values, if only by
+    rounding, and with them the name of the folder.
     """
     policy = setup.config.policy
     rounded = setup.reference_source is None and rounds_frozen_weights(setup.source, setup.lora)
     computed = {
         "transformers": transformers.__version__,
-        # Weights loaded in bfloat16 are rounded in another way than weights that are cast to it.
+        # Loading weights in bfloat16 rounds differently than casting them to it later.
         "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
-    packers = setup.packers()
+    packers = setup.plan.packers()
     places = {
         name: reference_name(weights, packer.store.tokens_fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()
@@ -132,25 +134,25 @@ def _places_of_references(
         before = started.get(name, places[name])
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.tokens_fingerprint)):
             continue
-        # Under the old name nothing may be computed anew: its numbers would be those of another name, for every later run.
+        # Nothing may be recomputed under the old name: later runs would find values that belong to another name.
         num_values = int(packer.store.num_scored_tokens.sum())
-        whole = ranks.agreed(
+        intact = ranks.agreed(
             lambda place=folder / before, num=num_values: is_intact(place, num), by=ranks.is_first_here
         )
-        if not ranks.highest(whole is False):  # on any machine
+        if not ranks.highest(intact is False):  # on any machine
             places[name] = before
         else:
             reporter.warn(
-                f"the reference that {run} started with ({name}) is no longer in {folder}: it is computed again, with "
+                f"the reference that {run} started with ({name}) is no longer in {folder}: it is recomputed with "
                 f"transformers {transformers.__version__}, and may differ by rounding."
             )
     return places
 
 
 def _started_with(run: Path) -> dict[str, str]:
-    """The folders of the references that a run was started with, by set; none where that is not known."""
+    """The cache folders of the references that a run started with, by set; empty if the file is missing or damaged."""
     try:
-        found = read_json(run / REFERENCES)
+        found = read_json(run / REFERENCES_FILE)
     except ValueError:
         return {}
     kept = found.items() if isinstance(found, dict) else ()
@@ -158,10 +160,10 @@ def _started_with(run: Path) -> dict[str, str]:
 
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
-    """Packed = plain, for the policy or for a reference that is another model."""
+    """Check that packed and plain forward passes agree, for the policy or for a reference that is another model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
-        found = audit(policy, setup.train, ranks, precision=setup.precision, model=model)
+        found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
     rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"
     reporter.say(
         f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
@@ -182,19 +184,19 @@ def audit_start(
     ranks: Ranks,
     reporter: Reporter,
 ) -> None:
-    """Policy = reference where the reference is the start model; and what the start model makes of the data."""
-    same = setup.compares and setup.reference_source is None
-    if same:
+    """Check policy = reference if the reference is the start model, and report the start model's loss on the data."""
+    is_start_model = setup.uses_reference and setup.reference_source is None
+    if is_start_model:
         with policy.computing():
             difference = audit_reference(policy, found, references["train"], ranks)
         reporter.say(f"  policy = reference to {difference:.1e} nats a token")
     else:
-        reporter.say(f"  policy and reference are not compared: {_why_not(setup)}")
+        reporter.say(f"  policy and reference are not compared: {_why_not_compared(setup)}")
     reporter.say("Start model on the chosen completions")
-    packers = setup.packers()
+    packers = setup.plan.packers()
     for split, reference in references.items():
-        # Read from the start's cache over the whole set; without it there is only what the audit looked at.
-        if same and isinstance(reference, CachedReference):
+        # From the cache, over the whole set; without a cache only the audited completions are known.
+        if is_start_model and isinstance(reference, CachedReference):
             nats = _chosen_nats(packers[split], reference)
         elif split == "train":
             nats = found.chosen_nats
@@ -203,12 +205,12 @@ def audit_start(
         reporter.say(f"  {split}: {start_loss_verdict(nats, setup.source.vocabulary)}")
 
 
-def _why_not(setup: Setup) -> str:
-    return "the reference is another model" if setup.compares else "the loss has no reference"
+def _why_not_compared(setup: Setup) -> str:
+    return "the reference is another model" if setup.uses_reference else "the loss has no reference"
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
-    """Mean loss per token of the best completions under the start model."""
+    """Mean loss per token of the best completions under the start model, over at most 10,000 preferences."""
     total = tokens = 0.0
     for index in range(min(len(packer.store), 10_000)):
         preference = packer.store[index]

@@ -1,0 +1,192 @@
+"""Describes a Setup in words: the settings that determine the trained model, and how the run is computed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, reads, spelled
+from tandem.config.schema import Config
+from tandem.data.store.selection import Preferences
+from tandem.data.store.sets import Sets, columns_in_words
+from tandem.model.load import describe_attention, dropouts
+from tandem.model.lora.layers import LoraPlan
+from tandem.terminal.printable import listed
+from tandem.train.adamw import state_bytes
+from tandem.train.optimizer import schedule_in_words
+from tandem.train.start.plan import shown_pairs, shown_path
+from tandem.train.start.setup import Setup
+
+MAX_COUNTED_EPOCHS = (
+    1000  # counting pairs takes time per epoch, and some users set a million epochs and limit the steps
+)
+RECOMPUTED = {
+    "none": "",
+    "selective": "; half of their matrix products recomputed in the backward pass",
+    "full": "; recomputed in the backward pass",
+}
+AVERAGING = {True: "per token", False: "summed"}
+
+
+def describe_computation(setup: Setup) -> str:
+    """The device, the attention implementation, and whether layers are compiled or recomputed."""
+    where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "the CPU"
+    layers = "compiled, which takes a while the first time" if setup.compiles else "not compiled"
+    attention = describe_attention(setup.config.policy, setup.device)
+    recomputed = RECOMPUTED[setup.config.policy.activation_checkpointing]
+    return f"on {where}; attention: {attention}; layers: {layers}{recomputed}"
+
+
+def describe_choices(setup: Setup) -> list[tuple[str, str]]:
+    """The settings that determine the trained model, as (name, value in words)."""
+    config, dpo = setup.config, setup.config.dpo
+    sets = config.data.training_sets
+    weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
+    return [
+        ("model", _name_and_folder(config.policy.model_name, setup.source.folder)),
+        ("text", "none (raw text)" if setup.template.source is None else "chat template"),
+        *describe_sets(setup.plan.sets, config),
+        *columns_in_words(setup.plan.sets),
+        (
+            "loss",
+            f"({spelled(dpo.preference_loss)}) x {dpo.preference_loss_weight:g} + sft x {dpo.sft_loss_weight:g}"
+            f"{_loss_settings(config)}",
+        ),
+        *([("beta", f"{dpo.reference_policy_kl_penalty:g}")] if reads(dpo.preference_loss, BETA) else []),
+        (
+            "log-probabilities",
+            f"{AVERAGING[dpo.per_token]} in the preference loss, "
+            f"{AVERAGING[dpo.sft_average_log_probs]} in the SFT loss",
+        ),
+        *([("SFT term", SFT_TERM[dpo.sft_average_log_probs])] if dpo.sft_loss_weight else []),
+        ("pairing", config.data.pairing),
+        *([("weights of sets", weights)] if weights else []),
+        *([("duplicates", config.data.duplicates)] if config.data.duplicates != "keep" else []),
+        ("over-long", f"{config.data.overlong} beyond {config.policy.max_total_sequence_length} tokens"),
+        ("batch", f"{config.policy.train_global_batch_size} pairs{_packs_per_batch(setup)}"),
+        ("length", _run_length(setup)),
+        ("optimizer", _optimizer(setup)),
+        ("schedule", schedule_in_words(config.policy, setup.plan.num_steps)),
+        *([("adapters", _adapters(setup.lora))] if setup.lora else []),
+        ("precision", f"{setup.precision} computation over {_weights(setup)}"),
+        ("export rounding", config.export.rounding),
+        ("reference", f"{config.reference.mode}, {_reference(setup)}" if setup.uses_reference else "none"),
+        ("dropout", _dropout(setup)),
+    ]
+
+
+def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:
+    """The path of each set and its number of pairs: ("training set", "a.jsonl (10 pairs) and b.jsonl (20 pairs)")."""
+    data = config.data
+    given = data.training_sets
+    names = ["train"] if len(given) == 1 else [f"train-{number}" for number in range(len(given))]
+    read = [f"{shown_path(one)} ({_num_pairs(sets.read[name])})" for name, one in zip(names, given, strict=True)]
+    held_out = f"; {_num_pairs(sets.train)} without those held out" if data.validation_share else ""
+    rows = [("training set" if len(read) == 1 else "training sets", " and ".join(read) + held_out)]
+    for name, chosen in sets.validation.items():
+        one = data.validation_sets.get(name)
+        where = f"{data.validation_share:g} of the training preferences" if one is None else shown_path(one)
+        label = "validation set" if len(sets.validation) == 1 else f"validation set {name}"
+        rows.append((label, f"{where} ({_num_pairs(chosen)})"))
+    return rows if sets.validation else [*rows, ("validation set", "none")]
+
+
+def _num_pairs(preferences: Preferences) -> str:
+    return shown_pairs(int(preferences.num_pairs.sum()))
+
+
+def _loss_settings(config: Config) -> str:
+    """The arguments of the chosen losses, and other loss settings that differ from their defaults."""
+    dpo, fields = config.dpo, type(config.dpo).model_fields
+    defaults = {name: field.default for name, field in fields.items()}
+    arguments = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
+    # An argument whose default is 0 is off by default: it is shown only if it is set.
+    shown = [name for name in arguments if defaults[name] or getattr(dpo, name) != defaults[name]]
+    shown += [name for name in ("ld_alpha", "wpo", "f_divergence", "f_alpha") if getattr(dpo, name) != defaults[name]]
+    return "".join(f", {name} {_as_yaml(getattr(dpo, name))}" for name in shown)
+
+
+def _packs_per_batch(setup: Setup) -> str:
+    """With policy.packing.mode=dataset, about how many packs make a batch."""
+    plan = setup.plan
+    if plan.batches.packs is None:
+        return ""
+    pairs = plan.batches.pairs_per_pack()
+    packs = max(1, round(setup.config.policy.train_global_batch_size / pairs.mean()))
+    return (
+        f", in about {packs} of {len(pairs):,} packs of {plan.train.length:,} tokens ({plan.train.algorithm}), "
+        f"{pairs.mean():.1f} pairs per pack on average"
+    )
+
+
+def _run_length(setup: Setup) -> str:
+    plan, dpo = setup.plan, setup.config.dpo
+    before = f", which end before dpo.max_num_steps={dpo.max_num_steps}" if setup.ends_with_epochs else ""
+    patience = dpo.early_stopping_patience
+    early = "" if patience is None else f"; at most {patience} validations without a better {setup.tracked}"
+    return (
+        f"steps: {plan.num_steps}; pairs used: {plan.num_pairs:,} of {_pairs_of_epochs(setup)}; "
+        f"epochs: {dpo.max_num_epochs}{before}; seed: {setup.config.run.seed}{early}"
+    )
+
+
+def _pairs_of_epochs(setup: Setup) -> str:
+    """The number of pairs in all epochs, incomplete last batches included; per epoch if there are very many epochs."""
+    batches, epochs = setup.plan.batches, setup.config.dpo.max_num_epochs
+    if epochs > MAX_COUNTED_EPOCHS:
+        return f"{batches.num_pairs_of(0):,} per epoch"
+    return f"{sum(batches.num_pairs_of(epoch) for epoch in range(epochs)):,}"
+
+
+def _optimizer(setup: Setup) -> str:
+    policy, kwargs = setup.config.policy, setup.config.policy.optimizer.kwargs
+    highest = f"{setup.plan.highest_rate:g}"
+    reached = "" if highest == f"{kwargs.lr:g}" else f" (at most {highest} is reached)"
+    return (
+        f"AdamW, learning rate {kwargs.lr:g}{reached}, weight decay {kwargs.weight_decay:g}, "
+        f"clipping at {policy.max_grad_norm}"
+    )
+
+
+def _adapters(lora: LoraPlan) -> str:
+    return (
+        f"LoRA, dim {lora.dim}, alpha {lora.alpha:g}{' / sqrt(dim)' if lora.rslora else ''}, on {len(lora.targets)} layers "
+        f"({listed(lora.names)}); {lora.num_trained:,} parameters trained, {lora.num_frozen:,} frozen"
+        + (f"; starting from {lora.start.folder}" if lora.start else "")
+    )
+
+
+def _weights(setup: Setup) -> str:
+    policy = setup.config.policy
+    # Gradients are float32: 4 bytes.
+    size = setup.weights_dtype.itemsize + 4 + 2 * state_bytes(policy.optimizer.state_dtype)
+    states = f"{policy.optimizer.state_dtype} optimizer states, {size:.0f} bytes"
+    if setup.lora is None:
+        rounded = "" if policy.weights == "float32" else f", rounded {policy.weights.removeprefix('bfloat16_')}"
+        return f"{str(setup.weights_dtype).removeprefix('torch.')} weights{rounded}, {states} a parameter"
+    frozen = setup.lora.quantization or str(setup.lora.dtype).removeprefix("torch.")
+    return f"frozen {frozen} weights; adapters in float32, {states} a trained parameter"
+
+
+def _reference(setup: Setup) -> str:
+    if setup.reference_source is not None:
+        return _name_and_folder(setup.reference_source.name, setup.reference_source.folder)
+    if setup.lora is None:
+        return "the model as it starts"
+    return "the base model" if setup.lora.start is None else "the base model with the adapter it starts from"
+
+
+def _dropout(setup: Setup) -> str:
+    of_adapters, of_model = setup.config.policy.lora.dropout, dropouts(setup.source.config)
+    used = f"{of_adapters:g} of the adapters' inputs, in training steps" if of_adapters else "0"
+    return f"{used} (the model's own {of_model} is switched off)" if of_model else used
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as a configuration spells it: true, not True."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _name_and_folder(name: str, folder: Path) -> str:
+    return name if Path(name).resolve() == folder else f"{name} ({folder})"
