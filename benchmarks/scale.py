@@ -269,7 +269,7 @@ def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, An
     """Every method on every number of workers, for batches of 256 pairs and of 16 a worker."""
     rows = []
     for batch in ("fixed", "growing"):
-        for ranks in options.ranks:
+        for ranks in options.workers:
             per_batch = PAIRS_PER_BATCH if batch == "fixed" else PAIRS_PER_WORKER * ranks
             num_steps = min(MAX_STEPS, len(pairs) // per_batch)
             run = Simulation(pairs, ranks, per_batch, options.pack_length, options.hidden_size)
@@ -373,7 +373,7 @@ def main() -> None:
     heading("a batch of")
     rows = many_workers(pool, options)
     if options.plot:
-        Path(options.plot).write_text(plot(rows, options.ranks), encoding="utf-8")
+        Path(options.plot).write_text(plot(rows, options.workers), encoding="utf-8")
     missed = missed_targets(of_sets, sets, options.pack_length)
     for target in missed:
         print(f"missed: {target}")

@@ -49,7 +49,7 @@ def margin(run, split="validation-default"):
 
 def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, by_chance, monkeypatch):
     exactly = short_run(tmp_path / "float32", *GENTLE, f"policy.model_name={start}")
-    monkeypatch.setattr(working_copy, "rounded", lambda weight, start: weight.bfloat16())
+    monkeypatch.setattr(working_copy, "round_to_bfloat16", lambda weight, start: weight.bfloat16())
     to_the_nearest = short_run(tmp_path / "nearest", *GENTLE, BFLOAT16, f"policy.model_name={start}")
     assert margin(exactly) > 0
     assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.3)

@@ -218,7 +218,7 @@ def test_a_run_stopped_several_times_ends_with_identical_weights(tmp_path, monke
 def test_a_stop_in_the_reference_pass_leaves_no_incomplete_cache(tmp_path, monkeypatch):
     settings = [*SETTINGS, f"reference.cache_dir={tmp_path}/reference"]
     monkeypatch.setattr(reference, "PREFERENCES_PER_PORTION", 16)
-    with signalled(monkeypatch, reference, "_ask", 2), pytest.raises(StoppedError):
+    with signalled(monkeypatch, reference, "_start_portion", 2), pytest.raises(StoppedError):
         short_run(tmp_path / "run", *settings)
     assert not list((tmp_path / "reference").iterdir())
     assert steps_kept(tmp_path / "run") == []

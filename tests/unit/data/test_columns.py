@@ -25,6 +25,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.inspect import as_json, inspect_data, show
 from tandem.packing.layout import join, lay_out
 from tandem.packing.nemo_files import check_for_nemo
+from tandem.report.choices import describe_choices
 from tandem.train.start.setup import set_up
 
 RAW = Template(letter_tokenizer(), None, {})
@@ -110,7 +111,7 @@ EMPTY = "importance is empty; every row needs a weight, since data.train.weight_
         (
             {"importance": "0,5", "gap": 1},
             "bad weight",
-            "importance: '0,5' is not a finite number. Write it with a point: 0.5.",
+            "importance: '0,5' is not a finite number. Write it with a decimal point: 0.5.",
         ),
         ({"importance": True, "gap": 1}, "bad weight", "importance: True is not a finite number."),
         ({"importance": [1], "gap": 1}, "bad weight", "importance: [1] is not a finite number."),
@@ -120,7 +121,7 @@ EMPTY = "importance is empty; every row needs a weight, since data.train.weight_
         (
             {"importance": 1, "gap": 1e39},
             "bad margin",
-            "gap: 1e+39 is too large: margins are stored as float32, up to 3.4e+38.",
+            "gap: 1e+39 is too large. Margins are stored as float32, up to 3.4e+38.",
         ),
     ],
 )
@@ -242,7 +243,7 @@ def test_nemo_packs_have_no_place_for_them(source):
         ),
         (
             ["data.train.weight_key=prompt"],
-            "prompt_key and weight_key are both 'prompt': a field cannot be two parts of a preference",
+            "prompt_key and weight_key are both 'prompt', but must name different fields",
         ),
     ],
 )
@@ -268,8 +269,8 @@ def test_a_prepared_folder_carries_the_columns(source, tmp_path, monkeypatch, ca
         cli.main()
     assert not ended.value.code, capsys.readouterr()
     setup = setup_of(f"data.train.data_path={folder}/train")
-    assert columns_of(setup.train.store) == {"weight": [(2.0,), (0.5,)], "margin": [(1.0,), (0.0,)]}
-    assert dict(setup.choices())["columns"] == "weight, margin of train"
+    assert columns_of(setup.plan.train.store) == {"weight": [(2.0,), (0.5,)], "margin": [(1.0,), (0.0,)]}
+    assert dict(describe_choices(setup))["columns"] == "weight, margin of train"
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "data.train.weight_key=importance")
     assert str(caught.value) == (
@@ -290,7 +291,7 @@ def test_the_choices_mention_fields_that_are_not_used(source, tmp_path):
     held = tmp_path / "held.jsonl"
     write(source, row(weight=2), row("what", weight=1))
     write(held, row("so", margin=1))
-    choices = dict(setup_of(f"data.train.data_path={source}", f"data.validation={held}").choices())
+    choices = dict(describe_choices(setup_of(f"data.train.data_path={source}", f"data.validation={held}")))
     assert "columns" not in choices
     assert choices["columns not used"] == (
         "weight of train (data.train.weight_key=weight uses it); margin of validation-default "
