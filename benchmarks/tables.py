@@ -29,11 +29,15 @@ def versus_trl(records: list[Record]) -> str:
     def speed(one: Record) -> str:
         return f"{one['pairs_per_second']} pairs/s, {one['peak_gib']} GiB"
 
+    def ratio(one: Record) -> str:
+        spread = " ({:.2f} to {:.2f})".format(*one["ratio_range"]) if "ratio_range" in one else ""
+        return f"{one['ratio']:.2f}{spread}"
+
     rows = [
-        [one["name"], f"`{one['options']}`", speed(one["tandem"]), speed(one["trl"]), f"{one['ratio']:.2f}"]
+        [one["name"], f"`{one['options']}`", f"{one['runs']}", speed(one["tandem"]), speed(one["trl"]), ratio(one)]
         for one in records
     ]
-    return table(["model and precision", "options", "tandem", "TRL", "ratio"], rows)
+    return table(["model and precision", "options", "runs", "tandem", "TRL", "ratio"], rows)
 
 
 def train(records: list[Record]) -> str:
