@@ -89,10 +89,10 @@ def _cells(
     asking, asked = np.concatenate([alone, has_prompt]), np.concatenate([alone, segments.prompt[has_prompt]])
     # Each block of the queries, then each block of keys that it looks at: a segment in itself, not beyond its own.
     first_q, end_q = segments.start[asking] // block, -(-segments.end[asking] // block)
-    meeting, q = _counted(first_q, end_q - first_q)
+    meeting, q = _expand_ranges(first_q, end_q - first_q)
     asking, asked = asking[meeting], asked[meeting]
     first_k, end_k = segments.start[asked] // block, -(-segments.end[asked] // block)
-    meeting, k = _counted(first_k, np.where(asking == asked, q + 1, end_k) - first_k)
+    meeting, k = _expand_ranges(first_k, np.where(asking == asked, q + 1, end_k) - first_k)
     asking, asked, q = asking[meeting], asked[meeting], q[meeting]
     num_q, lowest_q, highest_q = segments.overlap(asking, q, block)
     num_k, lowest_k, highest_k = segments.overlap(asked, k, block)
@@ -118,10 +118,10 @@ def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segm
     return _Segments(start, end, position_ids[start].astype(np.int64), prompt)
 
 
-def _counted(first: IntArray, num: IntArray) -> tuple[IntArray, IntArray]:
-    """Who counts, and the numbers counted: from 5 two and from 0 three -> [0, 0, 1, 1, 1], [5, 6, 0, 1, 2]."""
-    who = np.repeat(np.arange(len(num)), num)
-    return who, np.arange(len(who)) + np.repeat(first - (np.cumsum(num) - num), num)
+def _expand_ranges(first: IntArray, num: IntArray) -> tuple[IntArray, IntArray]:
+    """Expand ranges: the range of each number, and the numbers. 2 from 5 and 3 from 0 -> [0, 0, 1, 1, 1], [5, 6, 0, 1, 2]."""
+    owner = np.repeat(np.arange(len(num)), num)
+    return owner, np.arange(len(owner)) + np.repeat(first - (np.cumsum(num) - num), num)
 
 
 def _lists(rows: list[IntArray], num: int) -> tuple[IntLists, IntLists]:
@@ -129,6 +129,6 @@ def _lists(rows: list[IntArray], num: int) -> tuple[IntLists, IntLists]:
     counts, lists = np.zeros((len(rows), num), np.int32), np.zeros((len(rows), num, num), np.int32)
     for cells, row_counts, row_lists in zip(rows, counts, lists, strict=True):
         in_row = np.bincount(cells // num, minlength=num)
-        _, place = _counted(np.zeros(num, np.int64), in_row)
+        _, place = _expand_ranges(np.zeros(num, np.int64), in_row)
         row_counts[:], row_lists[cells // num, place] = in_row, cells % num
     return counts, lists

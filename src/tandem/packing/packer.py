@@ -37,7 +37,7 @@ class Share:
     num_ranks: int = 1
 
 
-ALONE = Share()
+SINGLE_RANK = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Packer:
     packs_per_micro_batch: int
     algorithm: str
     seed: int = 0
-    share: Share = ALONE
+    share: Share = SINGLE_RANK
     costs: FloatArray | None = None  # what each preference adds to its row's cost; without it, its tokens
 
     @property
@@ -82,7 +82,7 @@ class Packer:
 
     def alone(self) -> "Packer":
         """The same for one rank that computes everything."""
-        return replace(self, share=ALONE)
+        return replace(self, share=SINGLE_RANK)
 
     def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:
         """Which preferences share a row. One that is longer than a row has several to itself."""
@@ -146,7 +146,7 @@ def make_packer(
     shortest_auto: int = 0,
     pairs_per_batch: int | None,
     seed: int = 0,
-    share: Share = ALONE,
+    share: Share = SINGLE_RANK,
     hidden_size: int | None = None,
 ) -> Packer:
     """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
@@ -187,7 +187,7 @@ def make_packer(
         packing.algorithm,
         seed,
         share,
-        None if hidden_size is None or share == ALONE else _costs(store, arrangement, hidden_size),
+        None if hidden_size is None or share == SINGLE_RANK else _costs(store, arrangement, hidden_size),
     )
 
 

@@ -93,8 +93,8 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
                 read[split] = opened(split, one, embedded, processes)
             except (ConfigError, DataError) as error:
                 # Messages about rows name the keys of data.train: those of this set take their place.
-                told = of_set(str(error), split)
-                problems[split] = type(error)(f"{told}\n{IN_LIST}" if "data.train[" in told else told)
+                message = of_set(str(error), split)
+                problems[split] = type(error)(f"{message}\n{IN_LIST}" if "data.train[" in message else message)
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
     if problems:
         raise _together(problems, _hints(problems, shares, config))
@@ -115,8 +115,8 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
 def _together(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
     """What is wrong with the sets, as one error of the first one's kind."""
     (first, *others) = problems.values()
-    told = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
-    return type(first)("\n".join(["\n\n".join(told), *hints]))
+    messages = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
+    return type(first)("\n".join(["\n\n".join(messages), *hints]))
 
 
 def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.model.load import attention_kind, check_packable
 from tandem.model.lora.layers import LoraPlan
-from tandem.packing.packer import ALONE, Packer, Share, make_packer
+from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable, real_path
 from tandem.train.memory import (
@@ -84,7 +84,11 @@ class Setup:
 
 
 def set_up(
-    config: Config, device: torch.device, bar: ProgressBar = no_bar, share: Share = ALONE, memory: int | None = None
+    config: Config,
+    device: torch.device,
+    bar: ProgressBar = no_bar,
+    share: Share = SINGLE_RANK,
+    memory: int | None = None,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights. share: which part of each batch this rank gets.
 
@@ -142,7 +146,7 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     )
 
 
-def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int | None = None) -> Setup:
+def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
     """Choose row lengths for the device and return the setup; refuse a run that cannot fit.
 
     memory: as in set_up.
@@ -166,7 +170,7 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = ALONE, memor
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: Share = ALONE, memory: int | None = None) -> Plan:
+def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
     """Pack the sets into rows as long as the device's memory allows; refuse what cannot fit. memory: as in set_up.
 
     Of the model only its sizes matter here: with other sets and their schedule in `inputs` this gives a plan for the same model.
