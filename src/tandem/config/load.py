@@ -291,7 +291,7 @@ def _refer_to_default(data: dict[str, Any]) -> None:
 
 
 def _with_defaults(tree: dict[str, Any]) -> Any:
-    """The tree merged over the defaults, to which interpolations may refer."""
+    """Merge the tree over the defaults, so that interpolations can refer to default values."""
     with _one_line_errors():
         return OmegaConf.create(_merge(Config().model_dump(), tree))
 
@@ -350,7 +350,7 @@ def _split_unknown_section(error: Any) -> list[Any]:
 
 
 def _without_repeats(errors: list[Any]) -> list[Any]:
-    """Errors, those in data.default only once: they repeat in every dataset that takes values from it."""
+    """The errors without duplicates: an error in data.default is repeated for every dataset that inherits it."""
 
     def identify(error: Any) -> tuple[Any, str]:
         return error["loc"][-1:], repr(error["input"])

@@ -92,7 +92,7 @@ def _refuse_long_number(event: yaml.ScalarEvent) -> None:
 
 
 def is_scalar(text: str) -> bool:
-    """Whether a YAML file is a single text, number or date, not a mapping or a list. An empty file is none of these."""
+    """Whether a YAML file holds a single scalar (a string, number or date), not a mapping or a list. False for an empty file."""
     root = next((event for event in _events(text) if isinstance(event, yaml.NodeEvent)), None)
     return isinstance(root, yaml.ScalarEvent) and yaml.safe_load(text) is not None
 

@@ -203,7 +203,7 @@ def _spelled_out(rows: list[tuple[int, int, int, int]]) -> IntArray:
 
 
 def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[int, int]:
-    """Copies of each size in the next bin: the largest, and what comes closest to the capacity with it."""
+    """How many items of each size go into the next bin: one of the largest, and those that fill the rest of it best."""
     largest = distinct[-1]
     room = capacity - largest
     left[largest] -= 1

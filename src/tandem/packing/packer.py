@@ -81,7 +81,7 @@ class Packer:
         return share_out(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, tightly=free)
 
     def alone(self) -> "Packer":
-        """The same for one rank that computes everything."""
+        """This packer for a single rank, which computes everything."""
         return replace(self, share=SINGLE_RANK)
 
     def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:

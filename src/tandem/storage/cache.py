@@ -65,7 +65,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def outside_of(folder: Path, file: Path) -> Path | None:
-    """Where a file really is, if a link leads out of its folder. Into the hub's cache a link may lead.
+    """Where a file really is, if a link leads out of its folder. Links into the hub's cache are allowed.
 
     models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
     """
@@ -75,11 +75,11 @@ def outside_of(folder: Path, file: Path) -> Path | None:
 
 
 def refuse_outside(folder: Path, file: Path) -> None:
-    """Refuse a link out of a stranger's folder: what it leads to, a user's own file, would be part of the exported model."""
+    """Refuse a link out of a stranger's folder: its target, a file of the user's, would become part of the exported model."""
     if target := outside_of(folder, file):
         raise ConfigError(
-            f"{file}: a link to {target}, outside of its folder, and files of a model are read from nowhere else. Copy the file "
-            "to where the link is."
+            f"{file}: a link to {target}, outside the model's folder. Model files are read only from that folder. Replace the "
+            "link with a copy of the file."
         )
 
 

@@ -121,7 +121,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
-    """Remove a folder so that under its name it is either complete or absent, even if the process is killed.
+    """Remove a folder atomically: if the process is killed, either the whole folder remains under its name or nothing does.
 
     `renamed` is called once the folder has a temporary name.
     """

@@ -44,7 +44,7 @@ def override(key: str, value: Any) -> str:
 
 
 def with_override(overrides: Sequence[str], key: str, value: Any) -> list[str]:
-    """Overrides with `key` set to `value`, instead of earlier overrides of the same key."""
+    """Return the overrides with `key` set to `value`, in place of earlier overrides of that key."""
     kept = [one for one in overrides if key_of(one) != key]
     return [*kept, override(key, value)]
 

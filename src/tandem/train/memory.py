@@ -181,7 +181,10 @@ def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
 def refuse_large_masks(
     length: int, tree: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> None:
-    """Refuse rows whose dense attention masks would not fit in memory. length: of a row; tree: the longest preference."""
+    """Refuse rows whose dense attention masks would not fit in memory.
+
+    `length` is the row length, `tree` the length of the longest preference.
+    """
     kind = attention_kind(policy, device)
     if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
         return

@@ -167,8 +167,8 @@ def test_a_link_to_a_file_elsewhere_is_refused(tmp_path, name):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
     assert refusal(folder) == (
-        f"{folder}/{name}: a link to {tmp_path}/private, outside of its folder, and files of a model are read from nowhere else. "
-        "Copy the file to where the link is."
+        f"{folder}/{name}: a link to {tmp_path}/private, outside the model's folder. Model files are read only from that "
+        "folder. Replace the link with a copy of the file."
     )
 
 

@@ -152,8 +152,8 @@ def test_a_link_to_settings_elsewhere_is_refused(folder, tmp_path, file):
     private = (folder / file).rename(tmp_path / "private.json")
     (folder / file).symlink_to(private)
     assert refusal(folder) == (
-        f"{folder}/{file}: a link to {private}, outside of its folder, and files of a model are read from nowhere else. Copy the "
-        "file to where the link is."
+        f"{folder}/{file}: a link to {private}, outside the model's folder. Model files are read only from that folder. Replace "
+        "the link with a copy of the file."
     )
     inside = private.rename(folder / "inside.json")
     (folder / file).unlink()

@@ -186,7 +186,7 @@ def _is_dialogue(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value is a completion, not a complete conversation: some datasets repeat the prompt in it."""
+    """Whether a value holds only the completion. In some datasets it is the whole conversation, with the prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 

@@ -36,7 +36,7 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def float_to_int(number: Any) -> Any:
-    """Convert 2.0 to 2: tables store integers as floats if a row has none."""
+    """Convert 2.0 to 2: tables store an integer column as floats if a row lacks a value."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 

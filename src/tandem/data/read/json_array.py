@@ -14,7 +14,7 @@ NESTED_TOO_DEEPLY = f"JSON nested over {MAX_DEPTH} levels deep"
 
 
 def elements(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """Yield (number from 1, element, number of characters) for each element of the array, parsed as the file is read."""
+    """Yield (1-based index, element, length in characters) for each element of the array, parsed as the file is read."""
     text = _ArrayText(file, path)
     text.skip("[")
     number = 0

@@ -101,7 +101,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def _refuse_settings(source: str, keys: DatasetFields) -> None:
-    """How rows are read was decided when the set was prepared."""
+    """Refuse settings that change how rows are read: for a prepared set, that is fixed."""
     for name, field in DatasetFields.model_fields.items():
         value = getattr(keys, name)
         if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):

@@ -121,6 +121,6 @@ class TokenStore:
 
     @cached_property
     def longest(self) -> NDArray[np.int64]:
-        """Tokens of each preference's prompt and longest completion."""
+        """The number of tokens in each preference's prompt plus its longest completion."""
         longest = self._file.reduce("lengths", np.maximum).astype(np.int64)
         return self.num_prompt_tokens + longest

@@ -144,7 +144,7 @@ def _any_token(backend: Any) -> re.Pattern[str]:
 
 
 def _can_be_cut(backend: Any) -> bool:
-    """Whether every component of the backend is known to encode the pieces of a text as in the text."""
+    """Whether every component of the backend is known to give the same ids if a text is split and its pieces are encoded."""
     from tokenizers.models import BPE
 
     steps = _steps(backend.pre_tokenizer)

@@ -151,7 +151,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def weights_of(source: ModelSource) -> list[Path]:
-    """The files that its weights are read from. Others in its folder are not looked into."""
+    """The files that a model's weights are read from. Other files in its folder are ignored."""
     return weight_files(source.key, source.name, source.folder, read_json(source.folder / "config.json"))
 
 

@@ -165,7 +165,7 @@ class GradientSums:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Run backward passes inside this context. Gradients from before it are included in the sums."""
+        """Run backward passes inside this context. Gradients that exist on entry are added to the sums."""
         if self.is_held:
             yield
             return
