@@ -47,7 +47,8 @@ class Checkpointing(Section):
         if self.checkpoint_must_save_by is not None and not self.enabled:
             raise ValueError(
                 f"checkpointing.checkpoint_must_save_by = {self.checkpoint_must_save_by} needs checkpoints, but "
-                "checkpointing.enabled=false: the run would stop without saving. Set checkpointing.enabled=true, or remove this key"
+                "checkpointing.enabled=false: the run would stop without saving. Set checkpointing.enabled=true, or remove this "
+                "key"
             )
         return self
 
