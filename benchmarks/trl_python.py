@@ -1,4 +1,4 @@
-"""The interpreter that has TRL: tried before anything is computed, so that what it lacks costs no time."""
+"""Checks of the interpreter that has TRL, made first, so that a missing package is reported before anything is computed."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ BOTH_USE = ("torch", "transformers")
 
 
 def require(*modules: str) -> None:
-    """End with one message where they are missing in the current interpreter, which is the one to run TRL."""
+    """Exit with a message if a module is missing from the current interpreter, which has to run TRL."""
     if missing := [name for name in modules if find_spec(name) is None]:
         names = ", ".join(missing)
         sys.exit(
@@ -19,7 +19,7 @@ def require(*modules: str) -> None:
 
 
 def check(python: str, *modules: str) -> None:
-    """Ends where it lacks a module; tells of versions that are not those of tandem's own interpreter."""
+    """Exit if `python` cannot import a module; print a warning if its versions differ from those of this interpreter."""
     tell = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
     command = [python, "-c", f"import {', '.join(modules)}; {tell}"]
     try:
@@ -30,4 +30,7 @@ def check(python: str, *modules: str) -> None:
         sys.exit(f"{python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
     for name, theirs in zip(BOTH_USE, found, strict=True):
         if theirs != version(name):
-            print(f"{name} {version(name)} beside TRL's {theirs}: more than the two trainers differs.", file=sys.stderr)
+            print(
+                f"{name} is {version(name)} here and {theirs} with TRL: the comparison includes this difference.",
+                file=sys.stderr,
+            )
