@@ -120,7 +120,7 @@ def main() -> None:
     print(f"{len(preferences)} preferences, {o.length:,} tokens with shared prompts, {repeated_length:,} without")
     print(f"{'':<38} {'forward':>9} {'with backward':>14} {'difference':>11}")
 
-    def tell(name: str, call: Callable[..., Tensor], length: int) -> None:
+    def measure_and_print(name: str, call: Callable[..., Tensor], length: int) -> None:
         nonlocal plain
         try:
             forward, both, out = milliseconds(call, o, length)
@@ -137,13 +137,13 @@ def main() -> None:
         torch._dynamo.reset()
         compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, None, CUDA, block)
         given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
-        tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
+        measure_and_print(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
     torch._dynamo.reset()
     compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(repeated, None, CUDA)
     given = {"block_mask": mask, "enable_gqa": grouped}
-    tell("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
+    measure_and_print("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
     runs = runs_of(repeated, None, CUDA)
-    tell("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
+    measure_and_print("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
     print(json.dumps({"benchmark": "attention", **vars(o), "milliseconds": found, "torch": torch.__version__}))
 
 

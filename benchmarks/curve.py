@@ -178,7 +178,7 @@ def main() -> None:
     systems = {name: run for name, run in systems.items() if name in o.systems}
     curves: dict[str, list[list[dict[str, float]]]] = {}
 
-    def told(name: str, seed: int) -> list[dict[str, float]]:
+    def run_and_print(name: str, seed: int) -> list[dict[str, float]]:
         points = systems[name](seed)
         last = points[-1]
         said = f"{name}, seed {seed}: accuracy {last['accuracy']:.4f}, loss {last['loss']:.4f}"
@@ -186,7 +186,7 @@ def main() -> None:
         return points
 
     for name in systems if not o.only_ends else ():
-        curves[name] = [told(name, 0)]
+        curves[name] = [run_and_print(name, 0)]
         last = curves[name][0][-1]
         print(
             f"{name}: {last['command']:.0f} s from the command, {last['first_step']:.0f} s from the first step",
@@ -194,7 +194,8 @@ def main() -> None:
         )
     with ThreadPoolExecutor() as together:
         started = {
-            name: [together.submit(told, name, seed) for seed in range(not o.only_ends, o.seeds)] for name in systems
+            name: [together.submit(run_and_print, name, seed) for seed in range(not o.only_ends, o.seeds)]
+            for name in systems
         }
         for name, rest in started.items():
             curves.setdefault(name, []).extend(one.result() for one in rest)

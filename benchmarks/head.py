@@ -96,8 +96,11 @@ def main() -> None:
             "largest_difference": off,
         }
         row = found[name]
-        told = "" if off is None else f"{off:.1e}"
-        print(f"{name:<20} {row['milliseconds']:>8} {row['gib']:>7} {row['useful_tflops']:>8} {told:>19}", flush=True)
+        difference = "" if off is None else f"{off:.1e}"
+        print(
+            f"{name:<20} {row['milliseconds']:>8} {row['gib']:>7} {row['useful_tflops']:>8} {difference:>19}",
+            flush=True,
+        )
     print(json.dumps({"benchmark": "head", **vars(o), "torch": torch.__version__, "found": found}))
 
 

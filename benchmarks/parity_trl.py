@@ -90,11 +90,11 @@ class Case:
 
     @property
     def settings(self) -> str:
-        told = {**self.both, **self.tandem}
-        told |= {"lr": self.rate} if self.rate != RATE else {}
-        told |= {"weight_decay": self.weight_decay} if self.weight_decay else {}
-        told |= {"data": self.data} if self.data != "text" else {}
-        parts = [f"{'beta' if key == BETA else key}={_plain(value)}" for key, value in told.items()]
+        given = {**self.both, **self.tandem}
+        given |= {"lr": self.rate} if self.rate != RATE else {}
+        given |= {"weight_decay": self.weight_decay} if self.weight_decay else {}
+        given |= {"data": self.data} if self.data != "text" else {}
+        parts = [f"{'beta' if key == BETA else key}={_plain(value)}" for key, value in given.items()]
         return ", ".join([*parts, *(["TRL in two micro-batches"] if self.trl == TWO_MICRO_BATCHES else [])])
 
     def trl_arguments(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ WIDTH, LEFT, RIGHT, PANEL, BAR = 760, 70, 30, 200, 26
 IDLE = "nothing runs"
 
 
-def told(run: dict[str, Any]) -> str:
+def label_of(run: dict[str, Any]) -> str:
     """The label of a run: the model's shape, its weights or adapters, and its checkpointing if any."""
     kinds = [f"{run['weights'].partition('_')[0]} weights" if not run["lora"] else f"adapters of rank {run['lora']}"]
     kinds += [f"checkpointing {run['checkpointing']}"] if run["checkpointing"] != "none" else []
@@ -35,7 +35,7 @@ def over_length(runs: list[dict[str, Any]]) -> str:
     """Two panels over the pack length, one above the other: speed and peak memory."""
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run["pack_length"]):
-        lines[told(run)].append(run)
+        lines[label_of(run)].append(run)
     lines = {name: of for name, of in lines.items() if len(of) > 1}
     lengths = sorted({run["pack_length"] for of in lines.values() for run in of})
     if len(lengths) < 2:
@@ -68,7 +68,7 @@ def over_length(runs: list[dict[str, Any]]) -> str:
 
 def of_step(runs: list[dict[str, Any]]) -> str:
     """A stacked bar for each run: the share of each kind of kernel and of idle time."""
-    bars = {told(run): _shares(run["where_time_goes"]) for run in runs if run.get("where_time_goes")}
+    bars = {label_of(run): _shares(run["where_time_goes"]) for run in runs if run.get("where_time_goes")}
     if not bars:
         raise SystemExit("no run has --profile")
     kinds = [*dict.fromkeys(kind for shares in bars.values() for kind in shares if kind != IDLE), IDLE]

@@ -144,9 +144,9 @@ def of_file(file: Path, o: argparse.Namespace, processes: ProcessPoolExecutor) -
     found: dict[str, list[dict[str, float]]] = {}
     for name, running in started.items():
         runs = found[name] = [one.result() for one in running]
-        told = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
+        cells = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
         near = "" if name == "float32" else f"  {compared(found, name)}"
-        print(f"{name:<42} {told[0]:>16} {told[1]:>16}{near}", flush=True)
+        print(f"{name:<42} {cells[0]:>16} {cells[1]:>16}{near}", flush=True)
     return found
 
 

@@ -20,14 +20,14 @@ def require(*modules: str) -> None:
 
 def check(python: str, *modules: str) -> None:
     """Exit if `python` cannot import a module; print a warning if its versions differ from those of this interpreter."""
-    tell = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
-    command = [python, "-c", f"import {', '.join(modules)}; {tell}"]
+    print_versions = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
+    command = [python, "-c", f"import {', '.join(modules)}; {print_versions}"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-len(BOTH_USE) :]
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.strerror if isinstance(error, OSError) else error.stderr.strip()
-        lacking = (said or "it fails").splitlines()[-1]
-        sys.exit(f"{python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
+        problem = (said or "it fails").splitlines()[-1]
+        sys.exit(f"{python}: {problem}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
     for name, theirs in zip(BOTH_USE, found, strict=True):
         if theirs != version(name):
             print(

@@ -112,12 +112,15 @@ def main() -> None:
             tuned = [*(option for option in tuned if option != "--liger"), "--compile"]
         theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *tuned, memory=MEMORY)
         found[setting] = {"tandem": ours, "trl": theirs}
-        print(f"{setting:<10} {told(ours):>16} {told(theirs):>16} {ratio(ours, theirs):>7}", flush=True)
+        print(
+            f"{setting:<10} {speed_and_memory(ours):>16} {speed_and_memory(theirs):>16} {ratio(ours, theirs):>7}",
+            flush=True,
+        )
     print(json.dumps(found))
     raise SystemExit(any(one["pairs_per_second"] is None for both in found.values() for one in both.values()))
 
 
-def told(one: dict[str, Any]) -> str:
+def speed_and_memory(one: dict[str, Any]) -> str:
     return f"{one['pairs_per_second']} ({one['peak_gib']} GiB)" if one["pairs_per_second"] else "failed"
 
 
