@@ -1,9 +1,9 @@
-"""A linear layer with an adapter alone: forward and backward, as peft computes it and with the adapter inside the products.
+"""Times forward and backward of one linear layer with an adapter, as in peft and fused into the layer's product.
 
     python benchmarks/adapters.py [--shape qwen2.5-1.5b] [--tokens 16384] [--rank 16]
 
-Joined: src/tandem/model/lora/joined.py. Every way is compiled. Needs a GPU to mean anything. Prints a table and, as its last
-line, one JSON object.
+"Joined" is src/tandem/model/lora/joined.py. Every variant is compiled. The times are meaningful only on a GPU. Prints a table
+and, as its last line, one JSON object.
 """
 
 import json
@@ -23,7 +23,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def frozen(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Without an adapter: what no way can be faster than."""
+    """The layer without an adapter: a lower bound on the time."""
     return F.linear(x, weight)
 
 
@@ -43,7 +43,7 @@ WAYS: dict[str, Layer] = {
 
 
 def linears(shape: str) -> dict[str, tuple[int, int, int]]:
-    """Inputs, outputs and how many of them a layer has."""
+    """For each kind of linear layer: inputs, outputs, and how many a decoder layer has."""
     sizes = dict(zip(NAMES, SHAPES[shape].sizes, strict=True))
     hidden, wide = sizes["hidden_size"], sizes["intermediate_size"]
     narrow = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
@@ -56,7 +56,7 @@ def linears(shape: str) -> dict[str, tuple[int, int, int]]:
 
 
 def timed(way: Layer, given: list[Tensor], scale: float, repeats: int) -> tuple[float, list[Tensor]]:
-    """Milliseconds of a forward and backward, and the output and the gradients."""
+    """Milliseconds per forward and backward, and a list of the output and the gradients."""
     x, weight, down, up, outer = given
     layer: Any = torch.compile(way, dynamic=False)
 

@@ -25,7 +25,7 @@ from tandem.packing.layout import lay_out
 
 CUDA = torch.device("cuda")
 SIDES = ("M1", "N1", "M2", "N2")
-HEAD_START = 400_000_000  # of the GPU's clock, about a fifth of a second
+HEAD_START = 400_000_000  # GPU clock cycles, about a fifth of a second
 
 
 def backward(size: int, warps: int, stages: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def forward(m: int, n: int, warps: int, stages: int) -> dict[str, Any]:
     return {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
 
 
-# Blocks of the mask, and what the kernels are told.
+# By name: the block size of the mask, and the kernel options.
 FLEX: dict[str, tuple[int, dict[str, Any]]] = {
     "flex": (128, {}),
     "flex, forward 128 x 128": (128, forward(128, 128, 8, 2)),
@@ -55,7 +55,7 @@ FLEX: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def made_preferences(o: argparse.Namespace) -> list[TokenizedPreference]:
-    """As many as fill a row."""
+    """Random preferences, as many as fit in one row."""
     rng = np.random.default_rng(0)
 
     def length(mean: float) -> int:
@@ -72,7 +72,7 @@ def made_preferences(o: argparse.Namespace) -> list[TokenizedPreference]:
 
 
 def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int) -> tuple[float, float, Tensor]:
-    """Of forward, and of forward and backward together; and what came out."""
+    """Milliseconds of forward, and of forward with backward; and the output."""
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, length, o.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -84,7 +84,7 @@ def milliseconds(call: Callable[..., Tensor], o: argparse.Namespace, length: int
         for _ in range(3):
             work()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START)  # else the GPU waits for the host, and that is what is timed
+        torch.cuda._sleep(HEAD_START)  # otherwise the GPU waits for the host, and the host is timed
         start.record()
         for _ in range(o.times):
             work()
@@ -120,7 +120,7 @@ def main() -> None:
     print(f"{len(preferences)} preferences, {o.length:,} tokens with shared prompts, {repeated_length:,} without")
     print(f"{'':<38} {'forward':>9} {'with backward':>14} {'difference':>11}")
 
-    def tell(name: str, call: Callable[..., Tensor], length: int) -> None:
+    def measure_and_print(name: str, call: Callable[..., Tensor], length: int) -> None:
         nonlocal plain
         try:
             forward, both, out = milliseconds(call, o, length)
@@ -137,13 +137,13 @@ def main() -> None:
         torch._dynamo.reset()
         compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(shared, None, CUDA, block)
         given = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": options}
-        tell(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
+        measure_and_print(name, lambda q, k, v, c=compiled, g=given: c(q, k, v, **g), o.length)
     torch._dynamo.reset()
     compiled, mask = torch.compile(flex_attention, dynamic=False), block_mask(repeated, None, CUDA)
     given = {"block_mask": mask, "enable_gqa": grouped}
-    tell("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
+    measure_and_print("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
     runs = runs_of(repeated, None, CUDA)
-    tell("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
+    measure_and_print("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
     print(json.dumps({"benchmark": "attention", **vars(o), "milliseconds": found, "torch": torch.__version__}))
 
 

@@ -1,11 +1,11 @@
-"""A bare loop of packed, prompt-shared DPO: the first that one would write for speed alone, to time train.py beside.
+"""Times a minimal loop of packed, prompt-shared DPO, written for speed alone, as a baseline for train.py.
 
     python benchmarks/bare_loop.py --shape qwen2.5-1.5b --pack-length 8192 --pairs 128 [--micro-updates]
 
-Plain bfloat16 weights and AdamW states, FlexAttention by transformers' AttentionInterface, layers compiled one by one, the
-head in chunks over scored positions alone, the reference zero. No clipping, no metrics, no loader beside it, no checkpoints:
-everything is laid out before the clock starts, attention's masks too. The pairs are train.py's, or of `--data FILE` as there.
-Its last line is one JSON object. Without a GPU attention has a dense mask and nothing is compiled.
+Plain bfloat16 weights and AdamW states, FlexAttention through transformers' AttentionInterface, layers compiled one by one,
+the head in chunks over scored positions only, a reference of zero. No clipping, no metrics, no loader, no checkpoints: all
+packs and attention masks are built before the clock starts. The pairs are those of train.py, including its `--data FILE`.
+The last line is one JSON object. Without a GPU, attention uses a dense mask and nothing is compiled.
 """
 
 import argparse
@@ -30,15 +30,15 @@ BETA, RATE = 0.1, 1e-6
 
 
 class Pack(NamedTuple):
-    """A row: prompts each followed by its two completions, and what is scored of it."""
+    """A row of prompts, each followed by its two completions, with the positions to score."""
 
     ids: torch.Tensor
-    positions: torch.Tensor  # a completion's go on from its prompt's
-    owner: torch.Tensor  # the preference a token is of; -1: filler
+    positions: torch.Tensor  # those of a completion continue from its prompt
+    owner: torch.Tensor  # the preference that a token belongs to; -1: filler
     part: torch.Tensor  # 0: prompt, 1: chosen, 2: rejected
-    scored: torch.Tensor  # places whose next token counts
+    scored: torch.Tensor  # positions whose next token is scored
     targets: torch.Tensor
-    answer: torch.Tensor  # twice the pair, one more for rejected
+    answer: torch.Tensor  # 2 * pair for chosen, 2 * pair + 1 for rejected
     num_pairs: int
 
 
@@ -52,7 +52,7 @@ def laid_out(preferences: list[TokenizedPreference], length: int, device: torch.
             columns["positions"].append(np.arange(len(ids)) + (prompt if part else 0))
             columns["owner"].append(np.full(len(ids), number))
             columns["part"].append(np.full(len(ids), part))
-            if part:  # its first token is told by the prompt's last
+            if part:  # the prompt's last position predicts its first token
                 columns["scored"].append(np.array([end, *range(at, at + len(ids) - 1)]))
                 columns["targets"].append(ids)
                 columns["answer"].append(np.full(len(ids), 2 * number + part - 1))
@@ -64,7 +64,7 @@ def laid_out(preferences: list[TokenizedPreference], length: int, device: torch.
 
 
 def packed(preferences: list[TokenizedPreference], length: int) -> list[list[TokenizedPreference]]:
-    """First fit, the longest first."""
+    """Rows packed by first fit, longest first."""
     rows: list[tuple[int, list[TokenizedPreference]]] = []
     for size, one in sorted(((size_of(one), one) for one in preferences), key=lambda pair: -pair[0]):
         at = next((n for n, (used, _) in enumerate(rows) if used + size <= length), None)
@@ -80,7 +80,7 @@ def size_of(one: TokenizedPreference) -> int:
 
 
 class Masks:
-    """One function of two buffers for all packs, so that layers are compiled once."""
+    """Attention masks of packs. One mask function reads two buffers for all packs, so layers are compiled once."""
 
     def __init__(self, length: int, device: torch.device):
         self.owner, self.part = owner, part = torch.zeros(2, length, dtype=torch.int64, device=device)
@@ -91,7 +91,7 @@ class Masks:
         self.seen, self.made = seen, create_block_mask if device.type == "cuda" else create_mask
 
     def use(self, pack: Pack) -> None:
-        """Masks of a pack hold while it is the one in use."""
+        """Copy a pack into the buffers: its mask is valid until another pack is used."""
         self.owner.copy_(pack.owner)
         self.part.copy_(pack.part)
 
@@ -114,7 +114,7 @@ def chunk_logps(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
 
 
 def loss_of(model: Any, pack: Pack, mask: Any, score: Any, chunk: int) -> torch.Tensor:
-    """The sum over the pack's pairs."""
+    """The DPO loss, summed over the pairs of the pack."""
     states = model.model(pack.ids[None], position_ids=pack.positions[None], attention_mask=mask, use_cache=False)
     hidden = states.last_hidden_state[0, pack.scored]
     weight = model.lm_head.weight
@@ -130,15 +130,15 @@ def parsed() -> argparse.Namespace:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--pairs", type=int, default=128, help="per update")
+    parser.add_argument("--pairs", type=int, default=128, help="pairs per update")
     parser.add_argument("--pack-length", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=4, help="timed, after two to warm up")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after two to warm up")
     parser.add_argument("--head-chunk", type=int, default=4096, help="scored tokens at a time")
-    parser.add_argument("--micro-updates", action="store_true", help="an update behind every pack, not every batch")
+    parser.add_argument("--micro-updates", action="store_true", help="update after every pack instead of every batch")
     o = parser.parse_args()
     if min(o.pairs, o.steps, o.head_chunk) < 1:
         parser.error("--pairs, --steps and --head-chunk are at least 1")
-    o.completions, o.prompt_mean, o.completion_mean, o.longest = 2, 200, 250, 2048  # as train.py's
+    o.completions, o.prompt_mean, o.completion_mean, o.longest = 2, 200, 250, 2048  # as in train.py
     return o
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     pairs = given_preferences(o.data)[:num] if o.data else made_preferences(o, num, shape.vocabulary)
     if len(pairs) < num:
         raise SystemExit(
-            f"{WARM_UP} steps to warm up and {o.steps} to time take {num} pairs, and there are {len(pairs)}"
+            f"{WARM_UP} steps to warm up and {o.steps} to time need {num} pairs, but there are {len(pairs)}"
         )
     if max(map(size_of, pairs)) > o.pack_length:
         raise SystemExit(f"rows of {o.pack_length} tokens do not hold a pair of {max(map(size_of, pairs))}")
@@ -189,7 +189,7 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(total)
-        if not cuda:  # which is not told when it has computed, and would wait
+        if not cuda:  # on a GPU, reporting a finished step would have to wait for it
             tell(f"step {number + 1} of {len(rows)}")
     if cuda:
         torch.cuda.synchronize()

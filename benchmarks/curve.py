@@ -1,13 +1,13 @@
-"""A real curve: held-out accuracy over wall-clock time, tandem and TRL with the same model, pairs and settings.
+"""Compares held-out accuracy over wall-clock time, tandem and TRL with the same model, pairs and settings.
 
     python benchmarks/curve.py --model FOLDER --data hh_harmless_test.jsonl.gz [--seeds 3] [--plot FILE] [--trl-python PYTHON]
     python benchmarks/curve.py ... --systems "TRL, float32" --seeds 1 --steps 20
 
-Token ids are made once, by tandem, and given to both. Float32 weights, bfloat16 computation on a GPU, AdamW, learning rate
-5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times count from
-the command and from the first step. The first seed has the machine to itself, and alone is timed and plotted; the others run
-side by side, for where they end (`--only-ends`: all of them), and each is told when it ends. "TRL, float32" computes in
-float32, which takes minutes. Its last line is one JSON object.
+tandem tokenises the pairs once, and both train on its token ids. Float32 weights, bfloat16 computation on a GPU, AdamW,
+learning rate 5e-6, beta 0.1, batches of 32 pairs, two epochs, no warm-up; validation before, every 20 steps and after. Times
+count from the command and from the first step. The first seed runs alone and is the only one timed and plotted; the others
+run at the same time, for their final values only (`--only-ends`: all seeds do). Each result is printed when its run ends.
+"TRL, float32" computes in float32, which takes minutes. The last line is one JSON object.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def settings_of(o: argparse.Namespace, kept: Path, held_out: Path) -> list[str]:
 
 
 def write_tokens(given: list[str], train: Path, held_out: Path) -> None:
-    """The first pair of every preference as token ids, a JSON object a line."""
+    """Write the first pair of every preference as token ids, one JSON object per line."""
     setup = set_up(load_config(None, given).config, torch.device("cpu"))
     for packer, place in ((setup.plan.train, train), (setup.plan.validation["default"], held_out)):
         with place.open("w") as file:
@@ -71,7 +71,7 @@ def write_tokens(given: list[str], train: Path, held_out: Path) -> None:
 
 
 def ours(o: argparse.Namespace, given: list[str], seed: int, folder: Path) -> list[dict[str, float]]:
-    """A run of the command. Its records come as they are written: their times are those of the lines."""
+    """Validation points of a run of `tandem train`, each with the time at which its line arrived."""
     began, first, points = time.time(), 0.0, []
     command = [sys.executable, "-m", "tandem", "train", "--json", *given, f"run.seed={seed}", f"run.dir={folder}"]
     errors = folder.with_suffix(".err")
@@ -115,12 +115,12 @@ def theirs(
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     points = json.loads(done.stdout.strip().splitlines()[-1])["points"]
-    # Before the first step every pair is a tie, which counts one half here and nothing there.
+    # Before the first step every pair is a tie, which counts one half in tandem and zero in TRL.
     return [{**point, "accuracy": point["accuracy"] if point["step"] else 0.5} for point in points]
 
 
 def plot(curves: dict[str, list[dict[str, float]]]) -> str:
-    """Held-out accuracy over seconds from the command."""
+    """An SVG of held-out accuracy over seconds from the command."""
     width, height, left, top, right, bottom = 760, 420, 70, 40, 30, 60
     every = [point for run in curves.values() for point in run]
     longest = max(point["command"] for point in every)
@@ -151,13 +151,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", default=["tandem", "TRL"], choices=["tandem", "TRL", "TRL, float32"])
-    parser.add_argument("--steps", type=int, default=-1, help="end after so many; -1: after all")
-    parser.add_argument("--only-ends", action="store_true", help="all seeds side by side; nothing is timed")
-    parser.add_argument("--micro-batch", type=int, default=16, help="TRL's, in pairs")
+    parser.add_argument("--steps", type=int, default=-1, help="number of steps; -1: all")
+    parser.add_argument("--only-ends", action="store_true", help="run all seeds at the same time; nothing is timed")
+    parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a micro-batch of TRL")
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-curve"))
-    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run of tandem")
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE for every run of tandem")
     o = parser.parse_args()
     if not o.data.is_file():
         parser.error(f"--data {o.data}: there is no such file")
@@ -178,7 +178,7 @@ def main() -> None:
     systems = {name: run for name, run in systems.items() if name in o.systems}
     curves: dict[str, list[list[dict[str, float]]]] = {}
 
-    def told(name: str, seed: int) -> list[dict[str, float]]:
+    def run_and_print(name: str, seed: int) -> list[dict[str, float]]:
         points = systems[name](seed)
         last = points[-1]
         said = f"{name}, seed {seed}: accuracy {last['accuracy']:.4f}, loss {last['loss']:.4f}"
@@ -186,7 +186,7 @@ def main() -> None:
         return points
 
     for name in systems if not o.only_ends else ():
-        curves[name] = [told(name, 0)]
+        curves[name] = [run_and_print(name, 0)]
         last = curves[name][0][-1]
         print(
             f"{name}: {last['command']:.0f} s from the command, {last['first_step']:.0f} s from the first step",
@@ -194,7 +194,8 @@ def main() -> None:
         )
     with ThreadPoolExecutor() as together:
         started = {
-            name: [together.submit(told, name, seed) for seed in range(not o.only_ends, o.seeds)] for name in systems
+            name: [together.submit(run_and_print, name, seed) for seed in range(not o.only_ends, o.seeds)]
+            for name in systems
         }
         for name, rest in started.items():
             curves.setdefault(name, []).extend(one.result() for one in rest)

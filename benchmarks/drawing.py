@@ -1,4 +1,4 @@
-"""Parts of a plot as SVG: its own white ground and dark ink, so that it reads the same on a light and on a dark page."""
+"""Parts of an SVG plot, with a white background and dark text, so that it is readable on light and dark pages."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", weight: str =
 
 
 def rule(x: float, y: float, width: float) -> str:
-    """A faint line across."""
+    """A faint horizontal line."""
     return f'<path d="M{x:.1f} {y:.1f}h{width:.1f}" stroke="{FAINT}"/>'
 
 
@@ -27,5 +27,5 @@ def line(points: Sequence[tuple[float, float]], colour: str, dash: str = "") -> 
 
 
 def key(x: float, y: float, words: str, colour: str, dash: str = "") -> list[str]:
-    """A piece of a line and what it stands for."""
+    """A legend entry: a short line and its label."""
     return [line([(x, y), (x + 24, y)], colour, dash), text(x + 32, y + 4, words)]

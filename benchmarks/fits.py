@@ -1,9 +1,9 @@
-"""Which settings fit which model on which GPU, by the estimate that `tandem train` makes before weights load.
+"""Lists which settings fit which model on which GPU, by the estimate that `tandem train` makes before weights load.
 
     python benchmarks/fits.py            # print the tables
     python benchmarks/fits.py --write    # write them into docs/choosing.md
 
-Nothing is downloaded and no GPU is needed. The second table compares the estimate with peaks that were measured.
+Nothing is downloaded and no GPU is needed. The second table compares the estimate with measured peaks.
 """
 
 import json
@@ -43,7 +43,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A way to need less memory: its letter in the table, its keys, and the quantisation of frozen weights."""
+    """Settings that save memory: their letter in the table, their keys, and the quantisation of frozen weights."""
 
     letter: str
     keys: dict[str, Any]
@@ -53,7 +53,7 @@ class Settings:
 SMALL = {"weights": "bfloat16_stochastic", "optimizer": {"state_dtype": "int8"}}
 LORA = {"lora": {"enabled": True}}
 FULL = {"activation_checkpointing": "full"}
-# In the order in which they are tried.
+# In the order they are tried.
 WAYS = (
     Settings("A", {}),
     Settings("B", FULL),

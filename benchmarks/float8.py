@@ -1,13 +1,13 @@
-"""An experiment: the matrix products of a model's layers in float8, and how far two cuts of the same batch then are apart.
+"""An experiment: compute the layers' matrix products in float8, and measure how much log-probabilities depend on packing.
 
     python benchmarks/float8.py --model FOLDER --data hh_harmless_test.jsonl.gz [--preferences 12]
 
-The preferences are computed in packs, and again each in a row of its own; in bfloat16, and with products in float8. Prints
-differences of log-probabilities. Its last line is one JSON object. benchmarks/train.py and precision.py take `--float8` and
-"float32, products in float8".
+The preferences are computed in packs, and again one per row; in bfloat16, and with products in float8. Prints the differences
+of log-probabilities. The last line is one JSON object. The same products are available as `--float8` in benchmarks/train.py
+and as "float32, products in float8" in precision.py.
 
-A tensor is cast by one factor, a power of two that brings its largest number into float8's range: what a number is rounded to
-does not depend on the factor, unless it is ten thousand times smaller than the largest.
+Each tensor is scaled by one factor, a power of two that brings its largest number into float8's range. The factor does not
+affect how a number is rounded, unless the number is ten thousand times smaller than the largest.
 """
 
 import json
@@ -26,16 +26,16 @@ from tandem.model.distributed.process_group import Ranks, join_process_group, le
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import Setup, set_up
 
-# Inputs and weights need digits, gradients range.
+# Inputs and weights need precision, gradients need range.
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-# The kernels take sides that are multiples of it.
+# The kernels need sides that are multiples of this.
 MULTIPLE = 16
-# A product so many times narrower on one side is a router's, say: little to compute, and much that hangs on it.
+# Products this many times narrower on one side stay as they are: a router, say, is cheap to compute but sensitive.
 NARROW = 10
 
 
 def compute_in_float8(layers: list[nn.Module]) -> None:
-    """Every plain linear layer in them that fits."""
+    """Compute every plain linear layer of suitable size in float8."""
     for layer in layers:
         for module in layer.modules():
             if fits(module):
@@ -79,9 +79,9 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two by which a tensor goes into float8: its largest number comes to the upper half of the range.
+    """The power of two that scales a tensor into float8: its largest number lands in the upper half of the range.
 
-    Zero where a number is infinite, which makes it NaN.
+    Zero if a number is infinite, which becomes NaN.
     """
     largest = values.abs().amax().float().clamp(min=1e-12)
     return torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)))
@@ -92,23 +92,23 @@ def _cast(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_columns(values: Tensor) -> Tensor:
-    """The same matrix with its columns one after another in memory, as the kernels want the right side of a product."""
+    """The same matrix in column-major order, which the kernels need for the right side of a product."""
     return values.t().contiguous().t()
 
 
 def _product(left: Tensor, right: Tensor, factor: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """left @ right / factor. Fast: sums in fewer bits, as is usual in the forward."""
+    """left @ right / factor. `fast` accumulates in fewer bits, as is usual in the forward pass."""
     if left.is_cuda:
         one = torch.ones_like(factor)
         return torch._scaled_mm(left, right, scale_a=1 / factor, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
     return (left.float() @ right.float() / factor).to(dtype)
 
 
-# Two cuts of the same preferences
+# The same preferences packed in two ways
 
 
 def logps(setup: Setup, ranks: Ranks, cuts: list[Any], *, float8: bool) -> list[np.ndarray]:
-    """Of every completion, in the order of their preferences, each cut computed by itself."""
+    """Token log-probabilities of every completion, in the order of the preferences; each group in `cuts` is packed separately."""
     policy = load_sharded(setup, setup.source, ranks)
     if float8:
         compute_in_float8(decoder_layers(policy))

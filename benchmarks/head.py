@@ -1,10 +1,10 @@
-"""The head alone: log-probabilities of targets from hidden states, forward and backward, beside other heads.
+"""Times the head alone, forward and backward: log-probabilities of targets from hidden states, compared with other heads.
 
     python benchmarks/head.py [--tokens 16384] [--hidden 1536] [--vocabulary 151936]
 
-tandem's, full logits in plain torch, and, where they are installed, TRL's, cut-cross-entropy's and Liger's. Every token's
-log-probability takes its own gradient, as a preference loss gives it; Liger's head knows a sum alone, which is less work.
-Needs a GPU to mean anything. Prints a table and, as its last line, one JSON object.
+Compares tandem's head, full logits in plain torch and, if installed, the heads of TRL, cut-cross-entropy and Liger. Every
+token's log-probability has a separate gradient, as in a preference loss; Liger's head supports only a sum, which is less work.
+The times are meaningful only on a GPU. Prints a table and, as its last line, one JSON object.
 """
 
 import json
@@ -23,7 +23,7 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def heads(device: torch.device, vocabulary: int) -> Iterator[tuple[str, Head]]:
-    """By name, those that can be imported: hidden states, weight and targets in, log-probabilities (or their sum) out."""
+    """Heads that can be imported, by name. Each maps hidden states, weight and targets to log-probabilities (or their sum)."""
     chunk = auto_head_chunk(vocabulary, device)
     yield "tandem", lambda hidden, weight, targets: chunked_logps(hidden, weight, None, targets, chunk=chunk)
 
@@ -96,15 +96,18 @@ def main() -> None:
             "largest_difference": off,
         }
         row = found[name]
-        told = "" if off is None else f"{off:.1e}"
-        print(f"{name:<20} {row['milliseconds']:>8} {row['gib']:>7} {row['useful_tflops']:>8} {told:>19}", flush=True)
+        difference = "" if off is None else f"{off:.1e}"
+        print(
+            f"{name:<20} {row['milliseconds']:>8} {row['gib']:>7} {row['useful_tflops']:>8} {difference:>19}",
+            flush=True,
+        )
     print(json.dumps({"benchmark": "head", **vars(o), "torch": torch.__version__, "found": found}))
 
 
 def timed(
     head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, outer: Tensor, repeats: int, device: torch.device
 ) -> tuple[float, int, Tensor]:
-    """Milliseconds of a forward and backward, the peak of memory, and the values."""
+    """Milliseconds per forward and backward, the peak memory, and the log-probabilities."""
 
     def once() -> Tensor:
         values = head(hidden, weight, targets)

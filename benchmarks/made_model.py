@@ -1,6 +1,6 @@
-"""Models of real shapes with random weights: their configuration, a folder that `tandem train` loads, and runs of it.
+"""Models of real shapes with random weights: their configurations, folders that `tandem train` can load, and runs of it.
 
-TRL's interpreter reads this file too, so tandem is not imported here.
+TRL's interpreter imports this file too, so it must not import tandem.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 2  # steps before the clock starts, of every system
+WARM_UP = 2  # steps before the clock starts, in every system
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -19,9 +19,9 @@ class Shape:
     """A model's architecture and sizes."""
 
     family: str
-    sizes: tuple[int, ...]  # by NAMES
+    sizes: tuple[int, ...]  # in the order of NAMES
     vocabulary: int
-    tied: bool  # embeddings and head
+    tied: bool  # whether embeddings and head share weights
 
     @property
     def hidden(self) -> int:
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 def config_of(name: str, longest: int = 8192) -> Any:
-    """Its configuration in transformers."""
+    """The transformers configuration of a shape."""
     from transformers import AutoConfig
 
     shape = SHAPES[name]
@@ -51,8 +51,8 @@ def config_of(name: str, longest: int = 8192) -> Any:
 
 
 def make_model(name: str, tokenizer: str, folder: Path) -> Path:
-    """A model of that shape in bfloat16, made once."""
-    if (folder / "tokenizer_config.json").is_file():  # what is saved last
+    """The folder of a bfloat16 model of that shape, created if it is not there."""
+    if (folder / "tokenizer_config.json").is_file():  # the file that is saved last
         return folder
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,7 +67,7 @@ def make_model(name: str, tokenizer: str, folder: Path) -> Path:
 
 
 def run(overrides: list[str], folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """`tandem train` into `folder`: what it printed, and its training records."""
+    """Run `tandem train` in `folder`; return its output and its training records."""
     command = [sys.executable, "-m", "tandem", "train", *overrides, f"run.dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

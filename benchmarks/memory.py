@@ -1,8 +1,8 @@
-"""Compares the memory that a run expects before its first step with what it used at most, for three configurations.
+"""Compares the memory that a run expects before its first step with its peak, for three configurations.
 
     python benchmarks/memory.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz --folder /tmp/memory
 
-Needs a GPU. Exits 1 when a forecast is off by more than a tenth. Its last line is one JSON object.
+Needs a GPU. Exits with 1 if an estimate is off by more than a tenth. The last line is one JSON object.
 """
 
 import json

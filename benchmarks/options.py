@@ -1,4 +1,4 @@
-"""How a benchmark's `--help` reads: its own words as they stand, and every option with its default."""
+"""The argument parser of the benchmarks: `--help` prints the module docstring unchanged, and the default of every option."""
 
 import argparse
 

@@ -1,16 +1,16 @@
-"""Times the algorithms that put preferences into rows: seconds, fill and peak memory, each in a process of its own.
+"""Times the algorithms that put preferences into rows: seconds, fill and peak memory, each in a separate process.
 
     python benchmarks/packing.py [--data FILE --tokenizer FOLDER | --data STORE] [--trl-python PYTHON]
 
-Sizes are log-normal, fitted to the whole sequences of HH (median 150 tokens, 95 % below 444, none above 965), or drawn
+Sizes are log-normal, fitted to the complete sequences of HH (median 150 tokens, 95 % below 444, none above 965), or drawn
 with replacement from those of a preference file or of a prepared store (a folder with tokens.arrow), prompts shared.
-Fill is the sum of the sizes over bins * capacity. Beside tandem's algorithms stand a plain first-fit loop, where it ends
-in reasonable time, and TRL's pack_dataset in an interpreter that has it: with its default of 1,000 rows at a time, and
-with all rows at once. TRL's time includes moving the tokens, of one byte each here. Seconds are the best of three calls
-(fewer where they take over 10 s together).
+Fill is the sum of the sizes over bins * capacity. tandem's algorithms are compared with a plain first-fit loop, where it
+finishes in reasonable time, and with TRL's pack_dataset, if --trl-python is given: with its default of 1,000 rows at a time,
+and with all rows at once. TRL's time includes moving the tokens, which are one byte each here. Seconds are the best of three
+calls (fewer if they take over 10 s together).
 
-Prints a table and, as its last line, one JSON object. Exits with 1 when an algorithm of tandem misses a target: at most
-2 s and 1 GiB, a fill of at least 99 % (which takes 100 bins or so to be possible).
+Prints a table and, as its last line, one JSON object. Exits with 1 if an algorithm of tandem misses a target: at most 2 s
+and 1 GiB, and a fill of at least 99 % (which is possible only with about 100 bins or more).
 """
 
 import argparse
@@ -38,7 +38,7 @@ PLAIN_LOOP, PLAIN_LOOP_ENDS_BY = "plain_first_fit_loop", 10_000
 
 
 def plain_first_fit_loop(sizes: np.ndarray, capacity: int) -> int:
-    """What the textbook says, bin after bin for each item, largest first."""
+    """Number of bins by textbook first fit: try each bin in turn for each item, largest first."""
     rooms: list[int] = []
     for size in sorted(sizes.tolist(), reverse=True):
         for bin, room in enumerate(rooms):
@@ -51,13 +51,13 @@ def plain_first_fit_loop(sizes: np.ndarray, capacity: int) -> int:
 
 
 def trl_packing(sizes: np.ndarray, *, at_once: bool) -> Callable[[int], int]:
-    """A dataset of such sequences, made before the clock starts; a call packs it."""
+    """A function that packs a dataset of such sequences; the dataset is built here, before the clock starts."""
     import datasets  # pyright: ignore[reportMissingImports]
     import pyarrow as pa
     from trl import pack_dataset  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
-    datasets.disable_caching()  # or the second call would read what the first has left
+    datasets.disable_caching()  # otherwise the second call would read the cache of the first
     offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
     tokens = pa.array(np.zeros(int(sizes.sum()), np.uint8))
     rows = datasets.Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, tokens)}))
@@ -66,7 +66,7 @@ def trl_packing(sizes: np.ndarray, *, at_once: bool) -> Callable[[int], int]:
 
 
 def algorithm_of(name: str, sizes: np.ndarray) -> Callable[[int], int]:
-    """A function of the capacity that packs the sizes and gives the number of bins."""
+    """A function that packs the sizes into bins of a given capacity and returns the number of bins."""
     if name in TRL:
         return trl_packing(sizes, at_once=name == "trl_bfd_at_once")
     if name == PLAIN_LOOP:
@@ -79,7 +79,7 @@ def algorithm_of(name: str, sizes: np.ndarray) -> Callable[[int], int]:
 
 
 def measure(name: str, file: str, capacity: int) -> None:
-    """Run one algorithm on the sizes in a file and print what it took: the work of a child process."""
+    """Run one algorithm on the sizes in a file and print its time, bins and peak memory. Runs in a child process."""
     sizes = np.load(file)
     pack = algorithm_of(name, sizes)
     seconds: list[float] = []
@@ -93,7 +93,7 @@ def measure(name: str, file: str, capacity: int) -> None:
 
 
 def write_sizes(data: str, tokenizer: str, file: str) -> None:
-    """The row sizes of a preference file or a prepared store, into a file: the work of a child process."""
+    """Write the row sizes of a preference file or a prepared store to a file. Runs in a child process."""
     from tandem.config.schema import Config
     from tandem.config.sections.datasets import DatasetFields
     from tandem.data.store.opening import open_store
@@ -114,7 +114,7 @@ def write_sizes(data: str, tokenizer: str, file: str) -> None:
 
 
 def like_hh(num: int, rng: np.random.Generator) -> np.ndarray:
-    # 5 % lie more than 1.645 standard deviations above the median.
+    # 5 % are more than 1.645 standard deviations above the median.
     drawn = rng.lognormal(np.log(150), np.log(444 / 150) / 1.645, 2 * num + 100).astype(np.int64)
     return drawn[(drawn >= 1) & (drawn <= 965)][:num]
 

@@ -4,19 +4,19 @@
 
 Both take 20 steps of 8 pairs in float32 on the CPU: the bundled pairs in the order of their file, the embedded random
 model, AdamW at a constant rate without weight decay, gradients clipped at a norm of 1, beta 0.1 where no other is
-named. tandem packs as it does by default, TRL pads. The pairs are written out by the chat template beforehand, so that
-both tokenise the same plain text; that the token ids agree is checked. Settings are named by tandem's keys of section
-dpo (beta is reference_policy_kl_penalty); what TRL is told instead stands in the JSON.
+given. tandem packs as it does by default, TRL pads. The pairs are rendered by the chat template beforehand, so that both
+tokenise the same plain text; the token ids are checked to be equal. Settings have the names of tandem's keys in section
+dpo (beta is reference_policy_kl_penalty); the corresponding arguments of TRL are in the JSON.
 
 The first table compares losses that are the same by definition: tandem's loss in the first and in the last step, the
-largest difference of a step's loss relative to TRL's, the largest difference of a final weight, and the largest change
-of a weight in training, to see it against. The second lists what differs by definition, measured in the same way and
-held to nothing. The last line is one JSON object. Exits with 1 when a loss of the first table differs by more than
-1e-4, or moves by less than 5 %, since agreement would then mean little.
+largest difference of a step's loss relative to TRL's, the largest difference of a final weight and, for scale, the largest
+change of a weight in training. The second lists losses that differ by definition, measured in the same way, without a
+target. The last line is one JSON object. Exits with 1 if a loss of the first table differs by more than 1e-4, or changes by
+less than 5 %, since agreement would then mean little.
 
-Some losses amplify rounding: forward_kl and alpha are exponentials of log-ratios, and at tau 0.05 discopop has a hump
-where training starts, off which a pair falls to either side. They take a lower rate or a larger tau, since at the
-common rate rounding alone, which no two implementations share, can part two runs by more than 1e-4.
+Some losses amplify rounding: forward_kl and alpha are exponentials of log-ratios, and at tau 0.05 discopop has a maximum
+where training starts, from which a pair can move to either side. They use a lower rate or a larger tau: at the common rate,
+rounding differences between two correct implementations can make their losses differ by more than 1e-4.
 """
 
 import argparse
@@ -70,17 +70,17 @@ Tokens = list[tuple[list[int], list[int], list[int]]]  # of each pair: prompt, c
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One loss with its settings, as both trainers are told it."""
+    """One loss with its settings for both trainers."""
 
-    loss: str | dict[str, float]  # or several with weights
-    both: dict[str, Any] = field(default_factory=dict)  # by tandem's keys
-    tandem: dict[str, Any] = field(default_factory=dict)  # what tandem alone is told
-    trl: dict[str, Any] = field(default_factory=dict)  # what TRL alone is told
+    loss: str | dict[str, float]  # or several losses with weights
+    both: dict[str, Any] = field(default_factory=dict)  # named by tandem's keys
+    tandem: dict[str, Any] = field(default_factory=dict)  # settings for tandem only
+    trl: dict[str, Any] = field(default_factory=dict)  # settings for TRL only
     trainer: Literal["DPO", "CPO", "ORPO"] = "DPO"
     rate: float = RATE
     weight_decay: float = 0.0
     data: Literal["text", "messages"] = "text"
-    differs: str = ""  # why, where the two are not the same by definition
+    differs: str = ""  # the reason, if the two are not the same by definition
 
     @property
     def name(self) -> str:
@@ -90,11 +90,11 @@ class Case:
 
     @property
     def settings(self) -> str:
-        told = {**self.both, **self.tandem}
-        told |= {"lr": self.rate} if self.rate != RATE else {}
-        told |= {"weight_decay": self.weight_decay} if self.weight_decay else {}
-        told |= {"data": self.data} if self.data != "text" else {}
-        parts = [f"{'beta' if key == BETA else key}={_plain(value)}" for key, value in told.items()]
+        given = {**self.both, **self.tandem}
+        given |= {"lr": self.rate} if self.rate != RATE else {}
+        given |= {"weight_decay": self.weight_decay} if self.weight_decay else {}
+        given |= {"data": self.data} if self.data != "text" else {}
+        parts = [f"{'beta' if key == BETA else key}={_plain(value)}" for key, value in given.items()]
         return ", ".join([*parts, *(["TRL in two micro-batches"] if self.trl == TWO_MICRO_BATCHES else [])])
 
     def trl_arguments(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ DIFFERENT = [
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one trainer made of a case."""
+    """The result of one trainer for a case."""
 
     losses: list[float]  # of each step
     weights: Path
@@ -214,7 +214,7 @@ class Outcome:
 
 
 def train_with_trl(jobs_file: str) -> None:
-    """Every job of a file, in TRL's interpreter: losses, tokens and the model into the job's folder."""
+    """Run every job of a file in TRL's interpreter, and write losses, tokens and the model to the folder of each job."""
     datasets, trl, transformers = map(import_module, ("datasets", "trl", "transformers"))
     cpo, orpo = import_module("trl.experimental.cpo"), import_module("trl.experimental.orpo")
     trainers = {
@@ -242,7 +242,7 @@ def train_with_trl(jobs_file: str) -> None:
 
 
 def tokens_of_trl(rows: Any) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Prompt, chosen and rejected of each pair; CPO's and ORPO's rows hold the prompt within the other two."""
+    """Prompt, chosen and rejected of each pair. In rows of CPO and ORPO, the other two contain the prompt."""
     for row in rows:
         if "chosen_ids" in row:
             yield row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]
@@ -252,7 +252,7 @@ def tokens_of_trl(rows: Any) -> Iterator[tuple[list[int], list[int], list[int]]]
 
 
 def outcomes_of_trl(cases: list[Case], inputs: dict[str, str], python: str, scratch: Path) -> list[Outcome]:
-    """One process for all cases: most of a short run is its start."""
+    """Outcomes of all cases, run in one process because start-up takes most of a short run."""
     shared = {
         "max_steps": STEPS,
         "per_device_train_batch_size": PAIRS,
@@ -277,7 +277,7 @@ def outcomes_of_trl(cases: list[Case], inputs: dict[str, str], python: str, scra
     jobs = [
         {
             "trainer": case.trainer,
-            # The trainers of CPO and ORPO would take no length for 512 and say so.
+            # Without a length, the trainers of CPO and ORPO use 512 and print a warning.
             "arguments": {
                 **shared,
                 "max_length": None if case.trainer == "DPO" else MAX_LENGTH,
@@ -305,7 +305,7 @@ def found_by_trl(folder: Path) -> Outcome:
 
 
 def outcome_of_tandem(case: Case, inputs: dict[str, str], run: Path) -> Outcome:
-    """`tandem train`, called in this process."""
+    """The outcome of `tandem train`, called in this process."""
     from tandem.cli.main import app
 
     optimizer = {"lr": case.rate, "betas": BETAS, "eps": EPSILON, "weight_decay": case.weight_decay}
@@ -335,7 +335,7 @@ def outcome_of_tandem(case: Case, inputs: dict[str, str], run: Path) -> Outcome:
 
 
 def tokens_of_tandem(config_file: Path) -> Tokens:
-    """What a run under this configuration is trained on."""
+    """The token ids that a run with this configuration is trained on."""
     from tandem.config.load import load_config
     from tandem.data.store.opening import open_store
     from tandem.data.text.template import make_template
@@ -350,7 +350,7 @@ def tokens_of_tandem(config_file: Path) -> Tokens:
 
 
 def write_inputs(folder: Path) -> dict[str, str]:
-    """The embedded model, and bundled pairs twice: as messages, and as the text that its template makes of them."""
+    """Write the bundled pairs as messages and as rendered text; return the paths of both and of the embedded model."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -379,9 +379,7 @@ def compare(case: Case, tandem: Outcome, trl: Outcome, start: Path) -> dict[str,
     """A row of the tables."""
     assert len(tandem.losses) == len(trl.losses) == STEPS, "both log a loss every step"
     if case.data == "text" and tandem.tokens != trl.tokens:
-        sys.exit(
-            f"{case.name}: tandem and TRL have made different tokens of the same text, so nothing can be compared."
-        )
+        sys.exit(f"{case.name}: tandem and TRL tokenised the same text differently, so nothing can be compared.")
     ours, theirs = np.array(tandem.losses), np.array(trl.losses)
     return {
         "loss": case.name,
@@ -398,7 +396,7 @@ def compare(case: Case, tandem: Outcome, trl: Outcome, start: Path) -> dict[str,
 
 
 def largest_difference(a: Path, b: Path) -> float:
-    """Between the weights of two files."""
+    """The largest difference between the weights of two files."""
     ours, theirs = load_file(a), load_file(b)
     assert ours.keys() == theirs.keys(), "both models have the same weights"
     return max(float(np.max(np.abs(ours[name] - theirs[name]))) for name in ours)
@@ -468,7 +466,7 @@ def main() -> None:
     options = parser.parse_args()
     trl_python.check(options.trl_python, "datasets", "trl")
     with tempfile.TemporaryDirectory() as scratch:
-        # Nothing is read from the user's caches or the hub, and both compute on the CPU.
+        # Do not read the user's caches or the hub, and compute on the CPU in both trainers.
         os.environ |= {
             "TANDEM_CACHE": f"{scratch}/cache",
             "HF_HOME": f"{scratch}/hf",

@@ -1,12 +1,12 @@
-"""Draws what benchmarks/train.py measured: pairs a second and memory over the pack length, and where a step's time goes.
+"""Draws measurements of benchmarks/train.py: pairs per second and memory over the pack length, and where the time of a step goes.
 Also draws how many times as fast as TRL tandem is, and the curves of one run.
 
     python benchmarks/plots.py RESULTS.jsonl [--lengths docs/pack-length.svg] [--step docs/step-time.svg]
     python benchmarks/plots.py benchmarks/results/versus_trl.jsonl --ratios docs/versus-trl.svg
     python benchmarks/plots.py benchmarks/results/embedded_run.jsonl --curve docs/curve.svg
 
-RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Those of one shape, one kind of weights or adapters and one
-checkpointing make a line of the first plot, those with --profile a bar of the second; no other option tells runs apart.
+RESULTS.jsonl: the last lines of runs of benchmarks/train.py. Runs with the same shape, weights or adapters, and checkpointing
+form a line of the first plot; each run with --profile is a bar of the second. Other options are not distinguished.
 versus_trl.jsonl: one line for each setting that benchmarks/versus_trl.py measured, with its conditions.
 embedded_run.jsonl: metrics.jsonl of a run of the embedded default (`make train`).
 """
@@ -24,18 +24,18 @@ WIDTH, LEFT, RIGHT, PANEL, BAR = 760, 70, 30, 200, 26
 IDLE = "nothing runs"
 
 
-def told(run: dict[str, Any]) -> str:
-    """What kind of a run it was: the model's shape, and the options that are not the usual ones."""
+def label_of(run: dict[str, Any]) -> str:
+    """The label of a run: the model's shape, its weights or adapters, and its checkpointing if any."""
     kinds = [f"{run['weights'].partition('_')[0]} weights" if not run["lora"] else f"adapters of rank {run['lora']}"]
     kinds += [f"checkpointing {run['checkpointing']}"] if run["checkpointing"] != "none" else []
     return ", ".join([run["shape"], *kinds])
 
 
 def over_length(runs: list[dict[str, Any]]) -> str:
-    """Two panels, one over the other."""
+    """Two panels over the pack length, one above the other: speed and peak memory."""
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run["pack_length"]):
-        lines[told(run)].append(run)
+        lines[label_of(run)].append(run)
     lines = {name: of for name, of in lines.items() if len(of) > 1}
     lengths = sorted({run["pack_length"] for of in lines.values() for run in of})
     if len(lengths) < 2:
@@ -67,8 +67,8 @@ def over_length(runs: list[dict[str, Any]]) -> str:
 
 
 def of_step(runs: list[dict[str, Any]]) -> str:
-    """A bar for each run, of shares that make a whole."""
-    bars = {told(run): _shares(run["where_time_goes"]) for run in runs if run.get("where_time_goes")}
+    """A stacked bar for each run: the share of each kind of kernel and of idle time."""
+    bars = {label_of(run): _shares(run["where_time_goes"]) for run in runs if run.get("where_time_goes")}
     if not bars:
         raise SystemExit("no run has --profile")
     kinds = [*dict.fromkeys(kind for shares in bars.values() for kind in shares if kind != IDLE), IDLE]
@@ -142,7 +142,7 @@ def over_steps(records: list[dict[str, Any]]) -> str:
 
 
 def _shares(given: dict[str, float]) -> dict[str, float]:
-    """Kernels may overlap by a little: shares of their sum and of the time in which none runs."""
+    """Shares that add up to 1: kernels can overlap slightly, so theirs are scaled to the time that is not idle."""
     kinds = {kind: share for kind, share in given.items() if kind not in ("idle", "seconds")}
     scale = (1 - given["idle"]) / sum(kinds.values())
     return {**{kind: share * scale for kind, share in kinds.items()}, IDLE: given["idle"]}

@@ -1,11 +1,11 @@
-r"""What each precision learns: the same runs in float32 weights and states and in fewer bits, over seeds.
+r"""Compares how well each precision learns: the same runs with float32 weights and states and with fewer bits, over seeds.
 
     python benchmarks/precision.py --model FOLDER --data hh_harmless_test.jsonl.gz llms_from_scratch_preference.json \
         [--seeds 3] [--jobs 4]
 
-A seventh of every file is held out, the same for all. Learning rate 5e-6, beta 0.1, batches of 32 pairs, two epochs, no
+A seventh of every file is held out, the same for all runs. Learning rate 5e-6, beta 0.1, batches of 32 pairs, two epochs, no
 warm-up, bfloat16 computation. Prints held-out loss and accuracy at the end, mean and spread over seeds, and whether a
-precision ends within two standard errors of float32. `--jobs` runs so many at a time. Its last line is one JSON object.
+precision ends within two standard errors of float32. `--jobs` is the number of runs at a time. The last line is one JSON object.
 """
 
 import argparse
@@ -61,7 +61,7 @@ SETTINGS = [
 
 
 def split(file: Path, folder: Path) -> tuple[Path, Path]:
-    """The rows of a file, six sevenths and one, as JSON lines."""
+    """Shuffle the rows of a file and write six sevenths and one seventh as JSON lines; return the two paths."""
     raw = file.read_bytes()
     text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode()
     rows = (
@@ -77,8 +77,8 @@ def split(file: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def ended(overrides: list[str], folder: Path, *, float8: bool) -> dict[str, float]:
-    """The last validation of a run."""
-    if float8:  # the cache does not know of it, and would give it the reference of other products
+    """Loss, accuracy and pairs of the last validation of a run."""
+    if float8:  # the cache key does not include float8: a shared cache would return a reference computed without it
         overrides = [*overrides, f"reference.cache_dir={folder}-reference"]
     with products_in_float8() if float8 else nullcontext():
         run = train(load_config(None, [*overrides, f"run.dir={folder}"]), Reporter("quiet"))
@@ -114,14 +114,14 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-precision"))
-    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of every run")
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE for every run")
     o = parser.parse_args()
     with ProcessPoolExecutor(o.jobs, multiprocessing.get_context("spawn")) as processes:
         print(json.dumps({file.name: of_file(file, o, processes) for file in o.data}))
 
 
 def of_file(file: Path, o: argparse.Namespace, processes: ProcessPoolExecutor) -> dict[str, list[dict[str, float]]]:
-    """The runs of every precision with the pairs of a file."""
+    """Run every precision on the pairs of a file; return the results of all seeds by precision."""
     kept, held_out = split(file, o.folder / file.name)
     given = [
         f"policy.model_name={o.model}",
@@ -144,9 +144,9 @@ def of_file(file: Path, o: argparse.Namespace, processes: ProcessPoolExecutor) -
     found: dict[str, list[dict[str, float]]] = {}
     for name, running in started.items():
         runs = found[name] = [one.result() for one in running]
-        told = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
+        cells = [f"{mean_of(runs, what):.4f} ± {spread_of(runs, what):.4f}" for what in ("loss", "accuracy")]
         near = "" if name == "float32" else f"  {compared(found, name)}"
-        print(f"{name:<42} {told[0]:>16} {told[1]:>16}{near}", flush=True)
+        print(f"{name:<42} {cells[0]:>16} {cells[1]:>16}{near}", flush=True)
     return found
 
 
@@ -159,7 +159,7 @@ def spread_of(runs: list[dict[str, float]], what: str) -> float:
 
 
 def compared(of_file: dict[str, list[dict[str, float]]], name: str) -> str:
-    """Whether the mean loss is within two standard errors of float32's."""
+    """A sentence that says whether the mean loss is within two standard errors of float32's."""
     if "float32" not in of_file:
         return ""
     plain, other = of_file["float32"], of_file[name]

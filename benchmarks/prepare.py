@@ -1,14 +1,14 @@
-"""Times the way from a file of pairs to tokens: tandem, TRL's dataset preparation, and bare `tokenizers` encoding.
+"""Times the conversion of a file of pairs to tokens: tandem, TRL's dataset preparation, and bare `tokenizers` encoding.
 
     python benchmarks/prepare.py --tokenizer DIR --trl-python PATH [--rows 100000] [--data FILE …] [--memory 1000000]
 
-All three read the same pairs on the same cores, one after another, each in a process of its own; imports and loading
-the tokenizer are not counted, but what tandem does with it then is. TRL and tandem get as many processes as there are
-cores; bare encoding (`encode_batch` over all rendered texts, kept in memory) uses its own threads.
+All three read the same pairs on the same cores, one after another, each in a separate process. Imports and loading the
+tokenizer are not timed, but everything that tandem then does with it is. TRL and tandem use as many processes as there are
+cores; bare encoding (`encode_batch` over all rendered texts, kept in memory) uses the threads of `tokenizers`.
 Several files of `--data` are several sets of one run, read one after another in the same process.
-`--memory` tokenises that many short rows and 10,000 of them, and compares peak memory.
-Where TRL does not know the keys of a file, bare encoding alone is compared.
-Prints a table and, as its last line, one JSON object; exits with 1 when a target is missed.
+`--memory` tokenises that many short rows, and 10,000 of them, and compares peak memory.
+If TRL does not support the keys of a file, tandem is compared with bare encoding only.
+Prints a table and, as its last line, one JSON object; exits with 1 if a target is missed.
 """
 
 import argparse
@@ -32,11 +32,11 @@ TARGETS = {"versus_trl": 5.0, "versus_bare": 1.5, "memory_growth": 1.2}
 NUM_CORES = len(os.sched_getaffinity(0))
 
 
-# Each of the three runs in a child process, TRL's in its own interpreter: what it imports is imported inside.
+# Each of the three runs in a child process, TRL with a separate interpreter, so imports are inside the functions.
 
 
 def with_tandem(files: list[str], tokenizer_folder: str, cores: int, cache: str) -> tuple[float, int]:
-    """Seconds and tokens of tandem's tokenisation, its store written to disk."""
+    """Seconds and tokens of tandem's tokenisation, including writing its store to disk."""
     from tandem.config.sections.datasets import Data, DatasetFields
     from tandem.config.sections.policy import Tokenizer
     from tandem.data.store.opening import open_store
@@ -96,7 +96,7 @@ def with_bare_tokenizers(files: list[str], tokenizer_folder: str, cores: int, ca
             try:
                 name, _ = detect_format(row, DatasetFields())
                 rendered = template.render(read_preference(row, DatasetFields(), name, Wording()))
-            except RowError:  # which tandem skips as well
+            except RowError:  # tandem skips it as well
                 continue
             texts += [rendered.prompt, *(part.text for parts in rendered.completions for part in parts)]
         sets.append(texts)
@@ -111,11 +111,11 @@ PROGRAMS = {"tandem": with_tandem, "trl": with_trl, "bare": with_bare_tokenizers
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer that has a chat template")
-    parser.add_argument("--trl-python", help="an interpreter that has TRL; without it TRL is left out")
+    parser.add_argument("--trl-python", help="an interpreter with TRL; if not given, TRL is left out")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--data", nargs="+", type=Path, help="files to read instead of generated pairs")
     parser.add_argument("--memory", type=int, default=0, metavar="ROWS", help="compare peak memory with 10,000 rows")
-    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many, in turn")
+    parser.add_argument("--repeat", type=int, default=1, help="number of rounds; the fastest of each program counts")
     given = parser.parse_args()
     if given.trl_python:
         trl_python.check(given.trl_python, "datasets", "trl")
@@ -130,7 +130,7 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     pythons = {"tandem": sys.executable, "trl": given.trl_python, "bare": sys.executable}
     timed: dict[str, list[tuple[float, int]]] = {name: [] for name, python in pythons.items() if python}
     unread = []
-    for _ in range(given.repeat):  # in turn: a machine is not equally fast all the time
+    for _ in range(given.repeat):  # in turn, because the speed of a machine varies over time
         for name in [name for name in timed if name not in unread]:
             try:
                 timed[name].append(measure(pythons[name], name, data, given.tokenizer, scratch))
@@ -164,7 +164,7 @@ def run(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def generate(file: Path, rows: int, words: int) -> Path:
-    """Pairs as messages, of words from English text; lengths log-normal around `words` in all."""
+    """Write pairs as messages, with words from English text and log-normal lengths of about `words` per pair."""
     random.seed(0)
     with (Path(__file__).parent.parent / "src/tandem/embedded/train.jsonl").open(encoding="utf-8") as lines:
         text = " ".join(json.loads(line)["chosen"] for line in lines).split() * 2
@@ -184,15 +184,15 @@ def generate(file: Path, rows: int, words: int) -> Path:
 
 
 class CannotRead(Exception):
-    """A program has no way to read the pairs as they are."""
+    """A program cannot read the pairs in their format."""
 
 
 def measure(python: str, program: str, data: list[Path], tokenizer: str, scratch: Path) -> tuple[float, int]:
-    """Seconds and tokens, as the program says."""
+    """Seconds and tokens, as reported by the program."""
     with started(python, program, data, tokenizer, scratch) as process:
         printed, complaints = process.communicate()
     if process.returncode and program == "trl" and "\nKeyError: " in complaints:
-        raise CannotRead  # of its keys it knows prompt, chosen and rejected only
+        raise CannotRead  # TRL reads only the keys prompt, chosen and rejected
     if process.returncode:
         sys.exit(f"{complaints}\n{python} failed")
     seconds, tokens = printed.split()[-2:]
@@ -200,7 +200,7 @@ def measure(python: str, program: str, data: list[Path], tokenizer: str, scratch
 
 
 def peak_memory(data: Path, tokenizer: str, scratch: Path) -> int:
-    """Of tandem's processes together. Looking takes time from them, so that this is not timed as well."""
+    """Peak memory in bytes of all tandem processes together. Sampling slows them down, so this run is not timed."""
     peak = 0
     with started(sys.executable, "tandem", [data], tokenizer, scratch) as process:
         while process.poll() is None:
@@ -235,7 +235,7 @@ def family(pid: int) -> Iterator[int]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, pages shared with others counted in part; mapped files are the system's to drop."""
+    """Memory of a process, with shared pages counted proportionally, without mapped files, which the system can drop."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

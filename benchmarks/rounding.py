@@ -1,10 +1,11 @@
-"""What rounding in bfloat16 does to log-probabilities, to the audit and to sums of gradients.
+"""Measures the effect of bfloat16 rounding on log-probabilities, on the audit and on gradient sums.
 
     python benchmarks/rounding.py --model DIR --data PAIRS.jsonl [--weights bfloat16_stochastic] [--preferences 256]
 
-The same preferences are computed in two cuts (other neighbours, other row lengths) and in float32; a few, as the audit does,
-by the plain forward, and by it again where it is rounded in another way. Gradients of 16 packs are added up one after another
-and compared with their sum in float64. Needs a GPU to be fast. Prints a table and, as its last line, one JSON object.
+The same preferences are packed in two ways ("cuts", with different neighbours and row lengths) and also computed in float32.
+A few are computed by the plain forward, as in the audit, and again with different rounding. The gradients of 16 packs are
+accumulated one after another and compared with their sum in float64. Slow without a GPU. Prints a table and, as its last
+line, one JSON object.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from tandem.model.policy import Policy
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import Setup, set_up
 
-PACKS = 16  # whose gradients are added up
-AUDITED = 4  # preferences
-BATCH = 64  # preferences that are packed together
+PACKS = 16  # number of packs whose gradients are accumulated
+AUDITED = 4  # number of audited preferences
+BATCH = 64  # number of preferences packed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Cut:
     logps: dict[tuple[int, int], torch.Tensor]
 
     def margins(self, *, per_token: bool = False) -> np.ndarray:
-        """Of the first completion over the second, in nats: of sums, or of means per token."""
+        """Margins of the first completion over the second, in nats: of sums, or of means per token."""
         reduce = torch.mean if per_token else torch.sum
         firsts = [index for index, number in self.logps if number == 0]
         return np.array([float(reduce(self.logps[i, 0]) - reduce(self.logps[i, 1])) for i in sorted(firsts)])
@@ -73,7 +74,7 @@ def computed(setup: Setup, policy: Policy, order: np.ndarray) -> Cut:
 
 @torch.no_grad()
 def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
-    """Mean differences per token, as the audit takes them: the smallest, the mean and the largest of the completions."""
+    """Mean differences per token, as in the audit: the smallest, the mean and the largest over completions."""
     found: dict[str, list[float]] = {"packed to plain": [], "plain, filler": [], "plain, perturbed": []}
     store, device = setup.plan.train.store, setup.device
     with policy.computing():
@@ -93,7 +94,7 @@ def audited(setup: Setup, policy: Policy, cut: Cut) -> dict[str, list[float]]:
 
 
 def error_of_gradient_sums(setup: Setup, policy: Policy) -> float:
-    """Of packs of one preference each: how far their sum, as training makes it, is from the sum in float64."""
+    """Largest relative error of gradients accumulated as in training, over packs of one preference, vs. sums in float64."""
     row = setup.plan.train.length
     packs = [setup.plan.train.row([index], row) for index in range(min(PACKS, len(setup.plan.train.store)))]
     watched = dict(list(policy.trained())[:8])
@@ -122,7 +123,7 @@ def error_of_gradient_sums(setup: Setup, policy: Policy) -> float:
 
 
 def spread(differences: np.ndarray) -> list[float]:
-    """Mean, 95th percentile and largest of what two computations differ by."""
+    """Mean, 95th percentile and largest absolute difference between two computations."""
     sizes = np.abs(differences)
     return [float(sizes.mean()), float(np.quantile(sizes, 0.95)), float(sizes.max())]
 

@@ -1,9 +1,9 @@
-"""Compares steps beside which a checkpoint is written with the steps of the same run before it.
+"""Compares the steps during which a checkpoint is written with the steps before it in the same run.
 
     python benchmarks/saving.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape qwen2.5-1.5b] --folder /tmp/saving
 
-The checkpoint is saved in the middle of the run; the copy off the device is within the steps behind it. Batches differ in
-length, so that seconds are compared by the token. Exits 1 when they are over 5 % more. Its last line is one JSON object.
+The checkpoint is saved in the middle of the run; the steps after it include the copy from the device. Batches differ in length,
+so seconds per token are compared. Exits with 1 if they increase by over 5 %. The last line is one JSON object.
 """
 
 import json
@@ -22,7 +22,7 @@ SETTINGS = [
     "policy.max_total_sequence_length=4096",
     "checkpointing.keep_top_k=1",
 ]
-WARM_UP = 5  # steps not counted
+WARM_UP = 5  # steps that are not timed
 
 
 def main() -> None:
@@ -31,8 +31,10 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-saving"))
-    parser.add_argument("--steps", type=int, default=12, help="steps that are counted, before the save and behind it")
-    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of the run")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="number of timed steps before the save, and again after it"
+    )
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE for the run")
     options = parser.parse_args()
     save_at = WARM_UP + options.steps
     model = make_model(options.shape, options.tokenizer, options.folder / options.shape)
@@ -47,7 +49,7 @@ def main() -> None:
         print(
             f"{name:<7} {1e6 * pace[name]:.2f} µs a token; a step {statistics.mean(seconds):.3f} s, longest {max(seconds):.3f}"
         )
-    print(f"steps beside a save take {ratio - 1:+.1%}")
+    print(f"time per token during a save: {ratio - 1:+.1%}")
     times = {name: [[r["step_seconds"], r["num_tokens"]] for r in part] for name, part in parts.items()}
     print(json.dumps({"shape": options.shape, "pace": pace, "ratio": ratio, "times": times}))
     raise SystemExit(ratio > 1.05)

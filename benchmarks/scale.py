@@ -1,30 +1,30 @@
-"""Simulates how full rows are, and how long workers wait for one another, on 8 to 1,024 workers.
+"""Simulates how full rows are, and how long workers wait for each other, with 8 to 1,024 workers.
 
     python benchmarks/scale.py [--data FILE ... --tokenizer FOLDER] [--plot FILE]
 
 Lengths are those of preference files with two completions (many workers take theirs from the first file, drawn with
 replacement), or log-normal as in benchmarks/train.py. A global batch is 256 pairs, or 16 pairs for each worker.
 
-    batch            each batch packed by first fit decreasing and shared out, in rows of --pack-length and less
-    batch, auto      the same, in rows short enough that every worker has four of a batch
-    dataset          65,536 pairs packed once, batches of whole packs, dealt to the workers in turn
+    batch            each batch packed by first fit decreasing and distributed, in rows of at most --pack-length
+    batch, auto      the same, in rows short enough that every worker has four rows per batch
+    dataset          65,536 pairs packed once, batches of complete packs, dealt to the workers in turn
     greedy           each batch packed in order, a row closed when the next pair does not fit; dealt in turn
     padded           one sequence a row, padded to the longest of a micro-batch of 8 pairs, in random order; dealt in turn
     padded, sorted   the same, the pairs of a batch first sorted by their longest sequence
-    padded, grouped  the same, all 65,536 sorted, so that batches are of like length (and no longer drawn at random)
+    padded, grouped  the same, all 65,536 sorted, so batches have similar lengths (and are no longer random)
 
-Cost is that of tandem.packing.distribution: tokens through the linear layers and pairs in attention, here with filler and
-padding, because they are computed.
+Cost is as in tandem.packing.distribution: tokens through the linear layers and pairs in attention, here including filler and
+padding, because they are computed too.
 
-    fill        tokens over positions, of rows that hold any ("lowest fill" in the JSON: of one step)
+    fill        tokens over positions, of rows that contain any ("lowest fill" in the JSON: of one step)
     imbalance   cost of the worker with the most over the mean of all; the mean over steps
-    idle        share of the workers' time spent waiting, if they wait for one another at the end of a step
-    by round    the same, if they wait in every round (micro-batch), as workers do that gather sharded weights
-    useful      cost of the pairs, each prompt once and no filler, over the workers' time when they wait by round
+    idle        share of the workers' time spent waiting, if they synchronise at the end of a step
+    by round    the same, if they synchronise in every round (micro-batch), as with sharded weights
+    useful      cost of the pairs, each prompt once and no filler, over the workers' time if they synchronise by round
 
-A worker without a pair in a round is idle there, though it may compute filler. Prints tables and, as its last line, one
-JSON object. Exits with 1 when one worker's rows are less than 97 % full over an epoch of a set at 256 pairs a batch,
-unless such a batch does not fill four rows.
+A worker without a pair in a round counts as idle, though it may compute filler. Prints tables and, as its last line, one
+JSON object. Exits with 1 if the rows of a single worker are less than 97 % full over an epoch at 256 pairs per batch, unless
+such a batch does not fill four rows.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every worker computes in every round of a step: zero where it has nothing."""
+    """The work of every worker in every round of a step; zero if it has none."""
 
     positions: np.ndarray  # [rounds, workers]
     costs: np.ndarray  # [rounds, workers]
@@ -92,11 +92,11 @@ class Step:
     least_cost: float  # of these pairs: no filler, each prompt once
 
 
-# Where lengths come from
+# Lengths of pairs
 
 
 def log_normal(num: int, seed: int) -> Pairs:
-    """Prompts of 200 tokens in the mean, completions of 250, sigma 0.7, at most 2,048 together."""
+    """Random lengths: prompts of 200 tokens on average, completions of 250, sigma 0.7, at most 2,048 together."""
     rng = np.random.default_rng(seed)
 
     def drawn(mean: float, *shape: int) -> np.ndarray:
@@ -122,7 +122,7 @@ def read(file: str, tokenizer: str) -> Pairs:
     return Pairs(store.num_prompt_tokens, store.completion_lengths.reshape(-1, 2).astype(np.int64))
 
 
-# What the workers compute
+# Work of each worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +205,12 @@ def by_length(pairs: Pairs) -> np.ndarray:
 
 
 def dealt(values: np.ndarray, ranks: int) -> np.ndarray:
-    """In turn, round by round, zeros where there is no more: 1 2 3 for two workers -> [[1, 2], [3, 0]]."""
+    """Values dealt to workers in turn, padded with zeros: 1 2 3 for two workers -> [[1, 2], [3, 0]]."""
     return np.pad(values, (0, -len(values) % ranks)).reshape(-1, ranks)
 
 
 def in_order(sizes: np.ndarray, capacity: int) -> Bins:
-    """Items in order, a bin closed for good when the next does not fit."""
+    """Bins of items in order; a bin is closed when the next item does not fit."""
     bounds, room = [0], capacity
     for number, size in enumerate(sizes.tolist()):
         if size > room:
@@ -239,7 +239,7 @@ def measures(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def epochs(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One shuffled epoch of a set at 256 pairs a batch, on one worker and on eight."""
+    """Rows for one shuffled epoch of a set at 256 pairs per batch, on one worker and on eight."""
     order = np.random.default_rng(options.seed).permutation(len(pairs))
     num_steps = len(pairs) // PAIRS_PER_BATCH
     rows = []
@@ -253,7 +253,7 @@ def epochs(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[st
 
 
 def whole_set(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A set packed once by each algorithm: how full packs are, and how unlike in the pairs they hold."""
+    """Rows for a set packed once by each algorithm: fill, and the fewest and most pairs in a pack."""
     rows = []
     for algorithm in ALGORITHMS:
         packs = pack_into_bins(algorithm, pairs.sizes, options.pack_length, options.seed)
@@ -266,7 +266,7 @@ def whole_set(name: str, pairs: Pairs, options: argparse.Namespace) -> list[dict
 
 
 def many_workers(pairs: Pairs, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every method on every number of workers, for batches of 256 pairs and of 16 a worker."""
+    """Rows for every method and number of workers, for batches of 256 pairs and of 16 pairs per worker."""
     rows = []
     for batch in ("fixed", "growing"):
         for ranks in options.workers:
@@ -301,7 +301,7 @@ def missed_targets(rows: list[dict[str, Any]], sets: dict[str, Pairs], pack_leng
     return missed
 
 
-# The plot: a row for each measure, a column for batches of 256 pairs and one for 16 pairs a worker
+# The plot: a row for each metric, a column for batches of 256 pairs and one for 16 pairs per worker
 
 WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT = 900, 800, 370, 170
 PLOTTED = {"by round": "idle share, waiting by round", "fill": "fill", "useful": "useful share"}
@@ -309,7 +309,7 @@ COLOURS = ["#0b5fa5", "#3fa7d6", "#2e7d32", "#8e5bb5", "#b3261e", "#d9822b", "#8
 
 
 def plot(rows: list[dict[str, Any]], ranks: list[int]) -> str:
-    """Two columns of panels."""
+    """An SVG with two columns of panels."""
     parts: list[str] = []
     for column, batch in enumerate(("fixed", "growing")):
         of_batch = [row for row in rows if row["batch"] == batch]
@@ -345,7 +345,7 @@ def panel(rows: list[dict[str, Any]], ranks: list[int], metric: str, name: str, 
 
 
 def dash(method: str) -> str:
-    """A method and its variants: drawn through, dashed, dotted."""
+    """The dash pattern of a method: solid, or dashed or dotted for its variants."""
     return {"auto": "7 4", "sorted": "7 4", "grouped": "2 3"}.get(method.partition(", ")[2], "")
 
 

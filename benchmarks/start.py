@@ -2,7 +2,7 @@
 
     python benchmarks/start.py --tokenizer FOLDER --data hh_harmless_test.jsonl.gz [--shape qwen2.5-1.5b] --folder /tmp/start
 
-The model is made before and not counted. Prints when a run said each thing. Its last line is one JSON object.
+The model is created beforehand and not timed. Prints each line of a run with its time. The last line is one JSON object.
 """
 
 import json
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-start"))
     parser.add_argument("--times", type=int, default=2)
-    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE, of the runs")
+    parser.add_argument("--more", nargs="*", default=[], help="KEY=VALUE for the runs")
     options = parser.parse_args()
     model = make_model(options.shape, options.tokenizer, options.folder / options.shape)
     given = [f"policy.model_name={model}", f"data.train.data_path={options.data}", *SETTINGS, *options.more]

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, made from benchmarks/results/*.jsonl.
+"""Prints the tables of docs/benchmarks.md from benchmarks/results/*.jsonl, or writes them into the page.
 
 python benchmarks/tables.py            # print them
 python benchmarks/tables.py --write    # write them into docs/benchmarks.md
@@ -110,7 +110,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
 
 
 def made() -> dict[str, str]:
-    """Every table by the name of its file of results, which is also that of its markers."""
+    """Every table by the name of its results file, which is also the name of its markers in the page."""
     lines = {name: (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for name in TABLES}
     return {name: make([json.loads(line) for line in lines[name]]) for name, make in TABLES.items()}
 

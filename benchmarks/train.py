@@ -3,9 +3,9 @@
     python benchmarks/train.py --shape qwen2.5-1.5b --pairs 128 --pack-length 16384 [--mode none] [--weights ...] [--lora 16]
 
 Lengths are log-normal (prompt mean 200, completions mean 250, sigma 0.7, total at most 2,048), the same for every
-system and seed; `--data FILE` takes pairs as token ids instead, a JSON object a line with prompt_ids, chosen_ids and
+system and seed; `--data FILE` reads pairs as token ids instead, one JSON object per line with prompt_ids, chosen_ids and
 rejected_ids. Prints a table and, as its last line, one JSON object. `--profile` adds where the time of a step goes.
-Needs a GPU to mean anything; without one float32 weights are computed with in float32.
+The times are meaningful only on a GPU; without one, float32 weights are computed in float32.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from tandem.train.optimizer import make_optimizer
 from tandem.train.step import PendingStep, StepReport, train_step
 from tandem.train.terms import StepContext
 
-PROFILED = 2  # steps
-# What a kernel is for, by a part of its name; the first that fits.
+PROFILED = 2  # number of profiled steps
+# The purpose of a kernel, by a part of its name; the first match counts.
 KINDS = {
     "attention": ("flex_attention", "flash", "fmha", "sdpa"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma"),
@@ -60,7 +60,7 @@ KINDS = {
 
 
 class PairsInMemory:
-    """Preferences that are not on disk, with the part of a TokenStore's interface that packing and reports read."""
+    """Preferences in memory, with the part of TokenStore's interface that packing and reports use."""
 
     def __init__(self, preferences: list[TokenizedPreference]):
         self.preferences = preferences
@@ -78,7 +78,7 @@ class PairsInMemory:
 
 
 def made_preferences(o: argparse.Namespace, num: int, vocabulary: int) -> list[TokenizedPreference]:
-    """So many preferences of `o.completions` completions each, all pairs of them compared."""
+    """`num` random preferences of `o.completions` completions each, with all pairs compared."""
     rng = np.random.default_rng(0)
 
     def length(mean: float) -> int:
@@ -99,14 +99,12 @@ def given_preferences(path: Path) -> list[TokenizedPreference]:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         ids = [[np.array(row[f"{part}_ids"], np.int32) for part in ("prompt", "chosen", "rejected")] for row in rows]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SystemExit(
-            f"--data {path}: pairs as token ids, a JSON object a line, cannot be read: {error!r}"
-        ) from None
+        raise SystemExit(f"--data {path}: cannot be read as token ids, one JSON object per line: {error!r}") from None
     return [TokenizedPreference(prompt, (a, b), ((0, 1),), "given") for prompt, a, b in ids]
 
 
 def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPreference]:
-    """Every pair a preference of its own, with its prompt repeated."""
+    """Every pair as a separate preference, with its prompt repeated."""
     return [
         TokenizedPreference(p.prompt, (p.completions[a], p.completions[b]), ((0, 1),), "made")
         for p in preferences
@@ -117,7 +115,7 @@ def as_single_pairs(preferences: list[TokenizedPreference]) -> list[TokenizedPre
 def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     packed = o.mode == "batch"
     config = config_of(o.shape, max(8192, o.longest))
-    # Frozen weights are in bfloat16 where products are: float32 adapters on a CPU need float32 weights beside them.
+    # Frozen weights are in bfloat16 where products are: on a CPU, float32 adapters need float32 weights.
     frozen = o.lora and device.type == "cuda"
     dtype = torch.bfloat16 if o.weights != "float32" or frozen else torch.float32
     torch.manual_seed(0)
@@ -126,7 +124,7 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
             config, dtype=dtype, attn_implementation=IMPLEMENTATION if packed else "sdpa"
         )
     with torch.no_grad():
-        for parameter in model.parameters():  # as published weights are
+        for parameter in model.parameters():  # published weights are bfloat16 values
             parameter.copy_(parameter.bfloat16())
     if o.float8:
         compute_in_float8(list(model.base_model.layers))
@@ -179,9 +177,9 @@ class Bench:
         self.policy.zero_grad()
 
     def steps(self, num: int) -> Iterator[tuple[float, StepReport]]:
-        """So many steps after those that warm up: when each was read, and its report. One step late, as the trainer reads."""
+        """Run the warm-up and `num` more steps; yield when each was read, one step late as in the trainer, and its report."""
         precision = "bfloat16" if self.device.type == "cuda" else "float32"
-        # Reference numbers cost nothing while training (they are read from a cache): zeros replace them.
+        # Training reads reference values from a cache at no cost, so zeros replace them here.
         context = StepContext(NoReference(), self.config.dpo, self.ranks, precision)
         batches = self.batches()[: num + WARM_UP]
         unread: list[PendingStep] = []
@@ -196,12 +194,12 @@ class Bench:
         return time.perf_counter(), report
 
     def num_scored(self) -> int:
-        """Tokens of completions in the steps that are timed."""
+        """Number of completion tokens in the timed steps."""
         timed = self.batches()[WARM_UP : WARM_UP + self.options.steps]
         return int(sum(self.store.num_scored_tokens[batch.preferences].sum() for batch in timed))
 
     def reference_pairs_per_second(self) -> float:
-        """Of the pass that computes the reference once, over all pairs there are."""
+        """Speed of the pass that computes the reference, over all pairs."""
 
         def seconds() -> float:
             started = time.perf_counter()
@@ -222,7 +220,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     preferences = given_preferences(o.data) if o.data else made_preferences(o, num, vocabulary)
     if o.data and len(preferences) < num:
         raise SystemExit(
-            f"--data {o.data}: {num} pairs are needed, {WARM_UP} steps of them to warm up, and there are {len(preferences)}"
+            f"--data {o.data}: {num} pairs are needed, including {WARM_UP} steps to warm up, but there are {len(preferences)}"
         )
     store = PairsInMemory(as_single_pairs(preferences) if o.single_pairs else preferences)
     shared = o.mode == "batch" and not o.no_sharing
@@ -234,7 +232,7 @@ def prepared(o: argparse.Namespace) -> Bench:
         lengths = tuple(o.lengths)
     longest = max(len(p.prompt) + max(map(len, p.completions)) for p in store.preferences)
     if longest > lengths[-1]:
-        raise SystemExit(f"rows of {lengths[-1]} tokens do not hold the longest sequence, of {longest}")
+        raise SystemExit(f"the longest sequence, of {longest} tokens, does not fit in rows of {lengths[-1]}")
     arrangement: Arrangement = "shared" if shared else "repeated" if o.mode == "batch" else "separate"
     packer = Packer(store.as_store(), sizes, lengths, arrangement, o.packs, "first_fit_decreasing")
     tell("making the model")
@@ -253,7 +251,7 @@ def prepared(o: argparse.Namespace) -> Bench:
 
 
 def where_time_goes(bench: Bench) -> dict[str, float]:
-    """Shares of PROFILED steps by kind of kernel, and of nothing running."""
+    """Shares of the time of PROFILED steps by kind of kernel, and the idle share."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -262,7 +260,7 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         num = len(list(steps))
-    # Straight from the profiler: its own list of events takes half a minute to make.
+    # Read the raw results: building the profiler's event list takes half a minute.
     profiler: Any = seen.profiler
     events = profiler.kineto_results.events()
     found = [one for one in events if one.device_type() == DeviceType.CUDA and not one.is_user_annotation()]
@@ -293,19 +291,19 @@ def where_time_goes(bench: Bench) -> dict[str, float]:
 def parsed() -> argparse.Namespace:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--data", type=Path, help="pairs as token ids, a JSON object a line")
+    parser.add_argument("--data", type=Path, help="pairs as token ids, one JSON object per line")
     parser.add_argument("--pairs", type=int, default=64, help="pairs per global batch")
-    parser.add_argument("--completions", type=int, default=2, help="of a preference, all compared with all")
-    parser.add_argument("--single-pairs", action="store_true", help="every pair as a preference of its own")
+    parser.add_argument("--completions", type=int, default=2, help="completions per preference; all pairs are compared")
+    parser.add_argument("--single-pairs", action="store_true", help="every pair as a separate preference")
     parser.add_argument("--prompt-mean", type=float, default=200)
     parser.add_argument("--completion-mean", type=float, default=250)
-    parser.add_argument("--longest", type=int, default=2048, help="prompt and completion together")
+    parser.add_argument("--longest", type=int, default=2048, help="most tokens of a prompt and completion together")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after two to warm up")
-    parser.add_argument("--pack-length", type=int, help="8192 without it")
+    parser.add_argument("--pack-length", type=int, help="8192 if not given")
     parser.add_argument("--packs", type=int, default=1, help="rows that go through the model together")
-    parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; as training chooses them without it")
+    parser.add_argument("--lengths", type=int, nargs="*", help="row lengths; if not given, as training chooses them")
     parser.add_argument("--mode", choices=["batch", "none"], default="batch")
-    parser.add_argument("--no-sharing", action="store_true", help="a prompt once for every completion")
+    parser.add_argument("--no-sharing", action="store_true", help="repeat the prompt for every completion")
     parser.add_argument("--attention", choices=["auto", "varlen", "sdpa"], default="auto")
     parser.add_argument("--weights", choices=["float32", "bfloat16_stochastic", "bfloat16_nearest"], default="float32")
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "int8"], default="float32")
@@ -315,7 +313,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as run.deterministic=true")
     parser.add_argument("--reference", action="store_true", help="time the reference pass too")
-    parser.add_argument("--profile", action="store_true", help="where the time of two more steps goes")
+    parser.add_argument("--profile", action="store_true", help="show where the time of two more steps goes")
     o = parser.parse_args()
     if o.steps < 1 or o.pairs < 1 or o.completions < 2 or (o.pack_length is not None and o.pack_length < 1):
         parser.error("--steps, --pairs and --pack-length are at least 1, --completions at least 2")
@@ -326,16 +324,18 @@ def parsed() -> argparse.Namespace:
     if o.mode == "none" and (o.pack_length or o.lengths or o.no_sharing or o.attention != "auto"):
         parser.error(
             "--mode none: every sequence is a row of --longest tokens; --pack-length, --lengths, --no-sharing and "
-            "--attention are of packs"
+            "--attention apply only to packs"
         )
     if o.lengths and o.pack_length:
-        parser.error("--lengths are all the lengths there are: leave out --pack-length")
+        parser.error("--lengths lists all row lengths: leave out --pack-length")
     if o.attention == "varlen" and not o.no_sharing:
-        parser.error("--attention varlen takes every sequence for a run of its own: give --no-sharing too")
+        parser.error(
+            "--attention varlen treats every sequence separately and cannot share prompts: give --no-sharing too"
+        )
     made = ("completions", "prompt_mean", "completion_mean", *(["longest"] if o.mode == "batch" else []))
     if o.data and any(getattr(o, name) != parser.get_default(name) for name in made):
         parser.error(
-            "--data: the pairs are given; --completions, --prompt-mean, --completion-mean and --longest make them"
+            "--data: leave out --completions, --prompt-mean, --completion-mean and --longest, which apply only to random pairs"
         )
     o.lengths = sorted(set(o.lengths or [])) or None
     o.pack_length = max(o.lengths or [o.pack_length or 8192]) if o.mode == "batch" else o.longest

@@ -1,9 +1,8 @@
-"""Trains with TRL's DPO trainer on pairs given as token ids, and validates as curve.py asks. Run by curve.py, with a python
-that has TRL.
+"""Trains and validates with TRL's DPO trainer on pairs given as token ids. Run by curve.py, with a Python that has TRL.
 
     python benchmarks/trl_curve.py --began SECONDS --model FOLDER --train FILE --held-out FILE --settings JSON ...
 
-Its last line is one JSON object.
+The last line is one JSON object.
 """
 
 import argparse
@@ -21,11 +20,9 @@ from options import options_of
 
 def parsed() -> argparse.Namespace:
     parser = options_of(__doc__)
-    parser.add_argument(
-        "--began", type=float, required=True, help="when the command was given, in seconds of time.time()"
-    )
+    parser.add_argument("--began", type=float, required=True, help="when the command started, as time.time()")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--train", type=Path, required=True, help="pairs as token ids, a JSON object a line")
+    parser.add_argument("--train", type=Path, required=True, help="pairs as token ids, one JSON object per line")
     parser.add_argument("--held-out", type=Path, required=True, help="the same, to validate on")
     parser.add_argument("--settings", type=json.loads, required=True, help="as curve.py writes them")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The interpreter that has TRL: tried before anything is computed, so that what it lacks costs no time."""
+"""Checks of the interpreter that has TRL, made first, so that a missing package is reported before anything is computed."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ BOTH_USE = ("torch", "transformers")
 
 
 def require(*modules: str) -> None:
-    """End with one message where they are missing in the current interpreter, which is the one to run TRL."""
+    """Exit with a message if a module is missing from the current interpreter, which has to run TRL."""
     if missing := [name for name in modules if find_spec(name) is None]:
         names = ", ".join(missing)
         sys.exit(
@@ -19,15 +19,18 @@ def require(*modules: str) -> None:
 
 
 def check(python: str, *modules: str) -> None:
-    """Ends where it lacks a module; tells of versions that are not those of tandem's own interpreter."""
-    tell = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
-    command = [python, "-c", f"import {', '.join(modules)}; {tell}"]
+    """Exit if `python` cannot import a module; print a warning if its versions differ from those of this interpreter."""
+    print_versions = f"from importlib.metadata import version; print(*map(version, {BOTH_USE}))"
+    command = [python, "-c", f"import {', '.join(modules)}; {print_versions}"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-len(BOTH_USE) :]
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.strerror if isinstance(error, OSError) else error.stderr.strip()
-        lacking = (said or "it fails").splitlines()[-1]
-        sys.exit(f"{python}: {lacking}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
+        problem = (said or "it fails").splitlines()[-1]
+        sys.exit(f"{python}: {problem}. In an environment of its own: pip install {NEEDED}; then --trl-python PYTHON.")
     for name, theirs in zip(BOTH_USE, found, strict=True):
         if theirs != version(name):
-            print(f"{name} {version(name)} beside TRL's {theirs}: more than the two trainers differs.", file=sys.stderr)
+            print(
+                f"{name} is {version(name)} here and {theirs} with TRL: the comparison includes this difference.",
+                file=sys.stderr,
+            )

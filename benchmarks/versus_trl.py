@@ -1,10 +1,10 @@
-"""Training steps of tandem beside TRL's, on the same pairs: one command, one table.
+"""Compares the speed of training steps of tandem and TRL on the same pairs.
 
     python benchmarks/versus_trl.py --shape qwen2.5-1.5b [--settings learning bfloat16 stock] [--trl-python PYTHON]
 
 Every step has the same 128 pairs on both sides; clipping and metrics are on. `learning`: float32 weights, bfloat16
-computation, the reference computed before. `bfloat16`: bfloat16 weights and optimizer states on both sides, ours rounded
-stochastically. `stock`: TRL as it comes (live reference, activation checkpointing) beside our default. Needs a GPU. Its last
+computation, the reference computed beforehand. `bfloat16`: bfloat16 weights and optimizer states on both sides, tandem's
+rounded stochastically. `stock`: TRL's defaults (live reference, activation checkpointing) and tandem's. Needs a GPU. The last
 line is one JSON object.
 """
 
@@ -22,7 +22,7 @@ from made_model import SHAPES, WARM_UP
 from options import options_of
 
 HERE = Path(__file__).parent
-# Near the end of the card's memory: with bfloat16 weights at 1.5B TRL makes a fifth more pairs a second with it.
+# When the card's memory is nearly full: at 1.5B with bfloat16 weights, TRL processes a fifth more pairs per second with it.
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 PAIRS = 128
 # TRL's pairs in a micro-batch: the largest power of two that fits on one H200. Half as many are 15 to 34 % slower.
@@ -40,7 +40,7 @@ THEIRS = {
 
 
 def write_pairs(path: Path, num: int, vocabulary: int) -> None:
-    """Lengths log-normal: prompt mean 200, completions mean 250, sigma 0.7, at most 2,048 together."""
+    """Write random pairs with log-normal lengths: prompt mean 200, completions mean 250, sigma 0.7, at most 2,048 together."""
     rng = np.random.default_rng(0)
 
     def length(mean: float) -> int:
@@ -72,9 +72,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pack-length", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--trl-compile", action="store_true", help="TRL with torch_compile in the place of Liger")
+    parser.add_argument("--trl-compile", action="store_true", help="run TRL with torch_compile instead of Liger")
     parser.add_argument(
-        "--trl-micro-batch", type=int, help="TRL's pairs at a time; else a power of two that fits on one H200"
+        "--trl-micro-batch",
+        type=int,
+        help="pairs in a micro-batch of TRL; if not given, a power of two that fits on one H200",
     )
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tandem-versus"))
@@ -86,7 +88,10 @@ def main() -> None:
     trl_python.check(o.trl_python, "datasets", "liger_kernel", "trl")
     micro = {one: o.trl_micro_batch or min(o.pairs, MICRO_BATCH.get((o.shape, one), 8)) for one in o.settings}
     if left := [one for one, pairs in micro.items() if o.pairs % pairs]:
-        sys.exit(f"--pairs {o.pairs}: TRL's micro-batches of {micro[left[0]]} do not make it up.")
+        sys.exit(
+            f"--pairs {o.pairs} is not a multiple of TRL's micro-batch of {micro[left[0]]} pairs. "
+            "Change --pairs or --trl-micro-batch."
+        )
     o.folder.mkdir(parents=True, exist_ok=True)
     data = o.folder / "pairs.jsonl"
     write_pairs(data, o.pairs * (o.steps + WARM_UP), SHAPES[o.shape].vocabulary)
@@ -103,16 +108,19 @@ def main() -> None:
         )
         batch = ("--micro-batch", str(micro[setting]), "--accumulate", str(o.pairs // micro[setting]))
         tuned = THEIRS[setting]
-        if o.trl_compile:  # which cannot see into Liger's kernels: with them it is slower than without it
+        if o.trl_compile:  # torch.compile cannot trace Liger's kernels: both together are slower than Liger alone
             tuned = [*(option for option in tuned if option != "--liger"), "--compile"]
         theirs = run(o.trl_python, "trl_steps.py", *common, *batch, *tuned, memory=MEMORY)
         found[setting] = {"tandem": ours, "trl": theirs}
-        print(f"{setting:<10} {told(ours):>16} {told(theirs):>16} {ratio(ours, theirs):>7}", flush=True)
+        print(
+            f"{setting:<10} {speed_and_memory(ours):>16} {speed_and_memory(theirs):>16} {ratio(ours, theirs):>7}",
+            flush=True,
+        )
     print(json.dumps(found))
     raise SystemExit(any(one["pairs_per_second"] is None for both in found.values() for one in both.values()))
 
 
-def told(one: dict[str, Any]) -> str:
+def speed_and_memory(one: dict[str, Any]) -> str:
     return f"{one['pairs_per_second']} ({one['peak_gib']} GiB)" if one["pairs_per_second"] else "failed"
 
 

@@ -1,8 +1,8 @@
 """Align a real model in minutes on two cores, and compare its answers: `make demo`.
 
 SmolLM2-135M-Instruct is trained on the bundled pairs, whose chosen answers are plain and whose rejected ones waffle. Then
-the model as it was and the model as exported, both loaded by plain transformers, answer the same held-out prompts.
-Changes to the configuration go behind the command: `python examples/demo.py dpo.max_num_steps=40`.
+the original and the exported model, both loaded with plain transformers, answer the same held-out prompts.
+Configuration overrides follow the command: `python examples/demo.py dpo.max_num_steps=40`.
 """
 
 import json
@@ -23,8 +23,8 @@ from tandem.train.trainer import train
 
 CONFIG = Path(__file__).with_name("smollm2.yaml")
 NEW_TOKENS = 60
-# Lines of the validation file, from 0; nothing of it is trained on. Chosen because the start model waffles there: they
-# show the change of manner, and are no sample.
+# Lines of the validation file, counted from 0; it is not trained on. Selected because the original model waffles there: they
+# show the change of style and are not a representative sample.
 SHOWN = (10, 45, 28, 47)
 
 
@@ -45,7 +45,7 @@ def held_out_prompts() -> list[str]:
 
 
 def answers(folder: Path, prompts: list[str]) -> list[str]:
-    """What a model says, greedily, by nothing but transformers."""
+    """Answers of a model by greedy decoding, with transformers alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +65,7 @@ def answers(folder: Path, prompts: list[str]) -> list[str]:
 
 
 def show(console: Console, prompts: list[str], before: list[str], after: list[str]) -> None:
-    """A table of two columns, a row per prompt."""
+    """Print a table with columns before and after, and a row per prompt."""
     table = Table(title=f"\nAnswers to held-out prompts, the first {NEW_TOKENS} tokens", show_lines=True)
     table.add_column("before", ratio=1)
     table.add_column("after", ratio=1)
@@ -75,12 +75,12 @@ def show(console: Console, prompts: list[str], before: list[str], after: list[st
 
 
 def show_accuracies(console: Console, run: Path) -> None:
-    """Two shares of the held-out pairs, before training and as exported, out of metrics.jsonl."""
+    """Print two accuracies on the held-out pairs, before training and as exported, from metrics.jsonl."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     before = next(record for record in records if record["split"] == "validation-default")
     after = next(record for record in records if record["split"] == "exported-default")
     console.print(f"\nOf {after['num_pairs']} held-out pairs, before -> after, as exported")
-    # Against itself the start model has no preference: every reward is 0, and a tie counts one half.
+    # The original model is its own reference: every reward is 0, and a tie counts one half.
     for words, key in (
         ("accuracy (chosen has the greater reward)", "accuracy"),
         ("chosen is likelier", "logps_accuracy"),

