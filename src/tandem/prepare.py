@@ -49,7 +49,8 @@ BAR_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """The rows of training on this machine: their length and its reason, and fill by set; or why training would not start."""
+    """The training rows on this machine: their length, the reason for it, and how full they are per set; or why training would
+    not start."""
 
     length: str
     sets: dict[str, Outlook]  # of one epoch; without the training set if it is packed as a whole

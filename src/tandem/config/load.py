@@ -298,7 +298,7 @@ def _with_defaults(tree: dict[str, Any]) -> Any:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn errors of OmegaConf into a ConfigError of one line."""
+    """Turn OmegaConf errors into a one-line ConfigError."""
     try:
         yield
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:

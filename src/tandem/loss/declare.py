@@ -89,7 +89,7 @@ class Loss:
     published: tuple[Published, ...] = ()  # empty where no source is known
 
     def supports_column(self, name: str) -> bool:
-        """Whether a column of the data has an effect: a weight has one on every loss that gives single pairs a value."""
+        """Whether a data column has an effect on this loss. A weight has one on every loss that is computed per pair."""
         return self.scope == "pair" if name == "weight" else name in self.columns
 
     def arguments(self, settings: object) -> dict[str, float]:

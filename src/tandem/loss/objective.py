@@ -71,8 +71,8 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
     """The derivative of each implicit reward with respect to its completion's summed log-probability.
 
-    Rounding of the sums appears in the rewards times this factor: beta, divided by the length where rewards are per token,
-    and times the slope of the f-divergence.
+    Rounding errors of the sums are multiplied by this factor in the rewards: beta times the slope of the f-divergence, divided
+    by the length if rewards are per token.
     """
     beta = dpo.reference_policy_kl_penalty
     ratios = (pairs.policy - pairs.reference).map(lambda ratio: ratio.detach())

@@ -40,7 +40,7 @@ class Pairs:
 
 
 def pair_sums(completions: Completions, ld_alpha: float | None) -> PairSums:
-    """The completions of each pair. With LD-DPO the record must hold the prefixes."""
+    """Sum the log-probabilities of both completions of each pair. LD-DPO needs the prefix sums in the record."""
     scores, margin = completions.columns.get("score"), completions.columns.get("margin")
     return PairSums(
         policy=_ld(completions.both(completions.policy), completions.policy_prefix, ld_alpha),

@@ -62,7 +62,7 @@ class Batches:
     def epoch(self, epoch: int) -> list[GlobalBatch]:
         """Preferences (or packs) in epoch order, taken until their pairs reach the batch size and never beyond.
 
-        The one that would pass it opens the next batch, unless the batch is empty: pairs [2, 2, 1, 6], size 4
+        A preference that would exceed the batch size starts the next batch, unless the batch is empty: pairs [2, 2, 1, 6], size 4
         -> [2, 2], [1], [6].
         """
         order = self.members(epoch) if self.packs is None else np.arange(len(self.packs))

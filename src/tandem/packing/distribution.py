@@ -160,7 +160,7 @@ def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[
 
 
 def _balanced(rounds: list[Round], costs: FloatArray, num_ranks: int) -> list[Round]:
-    """The packs of each round in another order: the costliest to the rank with the least so far.
+    """Reorder the packs of each round: the costliest pack goes to the rank with the lowest total cost so far.
 
     Costs 5 3 and 4 1 for two ranks: 5 | 3, then 1 | 4
     """

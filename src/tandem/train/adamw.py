@@ -81,7 +81,8 @@ class LocalAdamW(AdamW):
 
 
 class RoundedAdamW(Optimizer):
-    """AdamW with low-precision weights or moments. Like torch's fused AdamW it clips by `grad_scale` and skips by `found_inf`."""
+    """AdamW with low-precision weights or moments. Like torch's fused AdamW, it divides gradients by `grad_scale` (here:
+    clipping) and skips the update if `found_inf` is set."""
 
     grad_scale: Tensor
     found_inf: Tensor

@@ -288,7 +288,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """The validation before the first step, as a resumed run recorded it."""
+    """The validation before the first step, as recorded by the run that is resumed."""
     return [
         ValidationReport(
             record["split"],

@@ -19,7 +19,7 @@ from tandem.train.terms import StepContext
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named set, how it is packed, and the context of its steps."""
+    """A named validation set, how it is packed, and the context (reference, loss settings, ranks) that it is measured in."""
 
     name: str
     packer: Packer
@@ -58,7 +58,7 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
 
 
 def portions(packer: Packer, batch_size: int) -> list[IntArray]:
-    """A set in its order, in portions of this many pairs: those that are packed together."""
+    """Split a set, in its order, into portions of this many pairs. A portion is packed together."""
     return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
 
 

@@ -345,7 +345,8 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """A preference whose prompt is the longest common beginning that is followed by an assistant turn in both.
+    """Make a preference of two conversations. The prompt is their longest common beginning that an assistant turn follows in
+    both.
 
     user assistant user [assistant] and user assistant user [assistant tool assistant]: the completions are in brackets
     """

@@ -307,7 +307,8 @@ def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Splits named by shards in data/; else by known names of folders, else of files; else all files are train."""
+    """Find the splits by the names of shards in data/, else by known folder names, else by known file names; else all files
+    are train."""
     shards: dict[str, list[str]] = {}
     for file in files:
         if shard := SHARD.fullmatch(file):

@@ -114,7 +114,7 @@ def _said(preference: Preference) -> list[str]:
 
 
 def _is_lost(words: str, text: str, others: Iterable[str]) -> bool:
-    """Whether words are not written in a text, or only as often as others say the same."""
+    """Whether a text lacks these words, or has them only as often as the other messages together do."""
     return bool(words) and text.count(words) <= sum(other.count(words) for other in others)
 
 

@@ -67,7 +67,7 @@ class Watch:
         return self._more_seconds.value
 
     def at(self, row: int, more_seconds: float = 0.0) -> None:
-        """`more_seconds`: beyond what a row may take, for one with much to do."""
+        """`more_seconds`: time allowed beyond the limit of a row, for a row that takes much work."""
         self._more_seconds.value = more_seconds
         self._row.value = row
 

@@ -240,7 +240,8 @@ class _RejectsFile:
 
 
 def repeated(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Of the rows of `tokens`: how many repeat another, or state it the other way round; and the place of the first."""
+    """Count the rows of `tokens` that repeat another row, or repeat it with chosen and rejected swapped; also return the first
+    place of each."""
     order = np.argsort(digests, kind="stable")
     each = digests[order]
     # Opposites, which differ in the last bit, are neighbours.
@@ -315,7 +316,8 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 
 
 def digest_of(row: TokenizedPreference) -> bytes:
-    """Of the tokens of a preference. That of one pair and its opposite, which prefers the other, differ in one bit.
+    """Return a digest of a preference's tokens. The digests of a pair and of the same pair with chosen and rejected swapped
+    differ in one bit.
 
     The order of the completions does not matter.
     """

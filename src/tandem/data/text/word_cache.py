@@ -108,7 +108,7 @@ class WordEncoder:
         """Cache the new words, and return those that are not worth keeping.
 
         The last word of a turn and the token that the template writes after it rarely occur together again, so they are
-        cached separately: "moon?<|im_end|>" -> " moon?" and <|im_end|>, which is a token anywhere.
+        cached separately: "moon?<|im_end|>" -> " moon?" and <|im_end|>, which is always one token, whatever surrounds it.
         """
         new = words.difference(known)
         split_words = {word: self._token.split(prefix + word) for word in new if self._token.search(word)}

@@ -183,7 +183,7 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
 
 
 def _move_to_end(pack: Pack) -> Pack:
-    """Move the filler of a one-row pack to the front: tokens 5 6 7 F F become F F 5 6 7."""
+    """Move the tokens of a one-row pack to its end, behind the filler: tokens 5 6 7 F F become F F 5 6 7."""
     by = pack.token_ids.shape[1] - pack.num_tokens
     rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
     return replace(pack, **rows, predicting=pack.predicting + by)

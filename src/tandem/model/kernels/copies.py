@@ -124,7 +124,8 @@ class Blocks:
 
 
 class Casts:
-    """Casts tensors to their copies in one launch per call. Takes (source, target, start) for each."""
+    """Casts source tensors into their target copies, with one kernel launch per call. Takes (source, target, start) for each
+    tensor."""
 
     def __init__(self, given: Sequence[tuple[Tensor, Tensor, int]]):
         self.given = given

@@ -56,7 +56,7 @@ def salt_of(name: str) -> int:
 
 
 def salt_in_policy(name: str) -> int:
-    """The salt of a policy's parameter: that of its name in the model, so model.lm_head.weight has that of lm_head.weight."""
+    """The salt of a policy parameter, from its name in the model: model.lm_head.weight has the same salt as lm_head.weight."""
     return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
 
 

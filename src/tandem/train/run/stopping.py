@@ -32,7 +32,7 @@ class Stopping:
         self._reason = self._reason or (reason, exit_code)
 
     def took(self, what: str, seconds: float) -> None:
-        """Record how long a step or a save took: before the deadline there must be time for another of each."""
+        """Record how long a step or a save took, to know whether another one of each fits before the deadline."""
         self._longest[what] = max(self._longest[what], seconds)
 
     def is_wanted(self) -> bool:

@@ -92,7 +92,8 @@ def set_up(
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights. share: which part of each batch this rank gets.
 
-    memory: bytes of the smallest device of all ranks, so that all choose the same row length; None: of this device. Ranks
+    memory: the smallest device memory, in bytes, of all ranks, so that every rank chooses the same row length; None: the
+    memory of this device. Ranks
     run this at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
