@@ -1,0 +1,108 @@
+"""Validates a tree of values; reports every error with the origin of its value, in one message."""
+
+import json
+import re
+from itertools import islice
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.config.compat.suggest import describe_unknown_key, similar_key, suggestion
+from tandem.config.schema import Config
+from tandem.errors import ConfigError
+
+COMMAND_LINE = "command line"
+SHOWN_ERRORS = 20
+MOST_ERRORS = 50  # errors that are processed: a file may hold any number of wrong keys
+# pydantic adds the union branch that it tried to an error's location; these parts are not keys that the user wrote.
+UNION_BRANCH = re.compile(
+    r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
+)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings; an empty mapping is a value. {'a': {'b': 1}} -> {'a.b': 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        elif key != "_override_":
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, Any]) -> Config:
+    """Validate a tree of values. Errors name the origin of a value; values in `hidden` are shown as written there."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        # A default that depends on another key is not computed if that key's section has errors: not an error by the user.
+        errors = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        num_more = len(errors[MOST_ERRORS:])
+        errors = [one for e in _without_repeats(errors[:MOST_ERRORS]) for one in _split_unknown_section(e)]
+        raise ConfigError(_join_errors([_explain(e, origins, hidden) for e in errors], num_more)) from None
+
+
+def _split_unknown_section(error: Any) -> list[Any]:
+    """Split the error for an unknown section into one per key with a suggestion; keep it if no key has one."""
+    given = error["input"]
+    if (
+        error["type"] != "extra_forbidden"
+        or not isinstance(given, dict)
+        or similar_key(".".join(map(str, error["loc"])))
+    ):
+        return [error]
+    inside = [(*error["loc"], *key.split(".")) for key in islice(flatten(given), MOST_ERRORS)]
+    return [{**error, "loc": loc} for loc in inside if suggestion(".".join(map(str, loc)))] or [error]
+
+
+def _without_repeats(errors: list[Any]) -> list[Any]:
+    """The errors without duplicates: an error in data.default is repeated for every dataset that inherits it."""
+
+    def identify(error: Any) -> tuple[Any, str]:
+        return error["loc"][-1:], repr(error["input"])
+
+    of_default = [e for e in errors if e["loc"][:2] == ("data", "default")]
+    known = {identify(e) for e in of_default}
+    return [e for e in errors if e in of_default or e["loc"][:1] != ("data",) or identify(e) not in known]
+
+
+def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
+    """One line per mistake, up to SHOWN_ERRORS. A value that matches no type of a union has a reason for each type."""
+    reasons: dict[str, list[str]] = {}
+    for mistake, reason in explained:
+        known = reasons.setdefault(mistake, [])
+        if reason and reason not in known:
+            known.append(reason)
+    lines = [f"{mistake}: {', or '.join(why)}." if why else mistake for mistake, why in reasons.items()]
+    num_more += len(lines[SHOWN_ERRORS:])
+    return "\n".join([*lines[:SHOWN_ERRORS], *([f"... and {num_more:,} more."] if num_more else [])])
+
+
+def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
+    """The mistake, and the reason if the mistake does not include it."""
+    loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
+    key = ".".join(loc)
+    place = origin_of(key, origins)
+    if error["type"] == "extra_forbidden":
+        return f"{place}: {describe_unknown_key(key)}", None
+    if error["type"] == "value_error":
+        return f"{place}: {error['ctx']['error']}.", None
+    if error["type"] in ("dict_type", "model_type"):
+        error = {**error, "msg": "it must be a mapping, such as {KEY: VALUE}"}
+    if error["type"] == "too_short":
+        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        error = {**error, "msg": f"it has {given} items and needs at least {least}"}
+    # A value from the environment may be a secret, so it is shown as written.
+    shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
+    reason = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", reason
+
+
+def origin_of(key: str, origins: dict[str, str]) -> str:
+    found = [
+        origin
+        for known, origin in origins.items()
+        if known == key or known.startswith(key + ".") or key.startswith(known + ".")
+    ]
+    return COMMAND_LINE if COMMAND_LINE in found else next(iter(found), "configuration")
