@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from tandem.terminal.printable import scrubbed
 
+MAX_QUOTED_CHARACTERS = 500  # of another library's message; some quote a whole file
+
 
 class TandemError(Exception):
     """Shown to the user as one message, without a traceback."""
@@ -44,6 +46,14 @@ class OutOfMemoryError(TandemError):
 
 class DiskError(TandemError):
     exit_code = 7
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of another library's error on one line, shortened and without its final period.
+
+    An error without a message gives the name of its type.
+    """
+    return " ".join(str(error).split())[:MAX_QUOTED_CHARACTERS].rstrip(".") or type(error).__name__
 
 
 def full_disk(error: BaseException | None) -> OSError | None:

@@ -26,8 +26,8 @@ from tandem.config.sections.datasets import MAX_EXPANSION
 from tandem.data.read.csv_cells import check_first_line, is_python_list, parse_json_cell, refuse_spreadsheet
 from tandem.data.read.json_array import NESTED_TOO_DEEPLY, DuplicateKey, decode, elements
 from tandem.data.read.limits import MAX_COLUMNS, MAX_RECORD_BYTES, Expansion
-from tandem.data.read.tables import kind_of_table, one_line, stream_values, table_parts, too_many_columns
-from tandem.errors import DataError, full_disk
+from tandem.data.read.tables import kind_of_table, stream_values, table_parts, too_many_columns
+from tandem.errors import DataError, full_disk, one_line
 
 # A chunk ends with the record that reaches one of these. The layout of a store depends on them, not on the number of workers.
 CHUNK_RECORDS = 512

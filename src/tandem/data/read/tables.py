@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tandem.data.read.limits import MAX_COLUMNS, MAX_RECORD_BYTES, Expansion
 from tandem.data.store.pool import bounded_memory
-from tandem.errors import DataError
+from tandem.errors import DataError, one_line
 
 TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow"}
 POINTER_BYTES = 8  # the least a value takes as a Python object
@@ -189,7 +189,3 @@ def _without_nulls(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
     return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

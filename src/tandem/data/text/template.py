@@ -24,7 +24,7 @@ from tandem.data.text.chat import (
 )
 from tandem.data.text.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.text.word_cache import IntArray, WordEncoder
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.terminal.printable import listed
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -262,7 +262,7 @@ class Template:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
-            reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+            reason = one_line(error)
             if isinstance(error, TemplateSyntaxError):
                 message = f"the chat template is malformed in line {error.lineno}: {reason}. {ANOTHER_TEMPLATE}."
                 raise RowError(before.place, MALFORMED, message) from None
