@@ -241,8 +241,8 @@ def test_subset_split_and_revision_are_refused_for_a_file(tmp_path, given, messa
 
 def test_a_folder_without_data_is_refused(tmp_path):
     assert refusal(tmp_path) == (
-        f"{tmp_path}: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
-        ".gz or .zst."
+        f"{tmp_path}: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst). Convert the data to one of these and give it as data_path."
     )
 
 

@@ -296,7 +296,10 @@ def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
 @pytest.mark.parametrize("file", ["../train.jsonl", "/train.jsonl", "data/../../train.jsonl"])
 def test_files_that_would_lie_elsewhere_are_not_fetched(hub: StubHub, file):
     hub.add(NAME, {**ONE, file: b""})
-    assert refusal() == f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
+    assert refusal() == (
+        f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched. Give local files as "
+        "data_path instead."
+    )
     assert hub.requests == [f"GET /api/datasets/{NAME}"]
 
 
@@ -342,6 +345,41 @@ def test_half_a_download_is_not_remembered(hub: StubHub, monkeypatch, tmp_path):
     assert remembered(tmp_path) == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == NOT_FETCHED
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_the_download(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, ONE)
+    (tmp_path / "tandem").write_text("")  # a file in place of the folder: nobody can write below it, not even root
+    assert contents(fetch()) == [ONE["train.jsonl"]]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def refuse_to_write(number: int):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_an_old_record_that_cannot_be_replaced_is_not_used_offline(hub: StubHub, monkeypatch, number):
+    hub.add(NAME, {"train.jsonl": b"old"})
+    fetch()
+    hub.add(NAME, {"train.jsonl": b"new"})
+    monkeypatch.setattr("tandem.data.read.hub.replacing", refuse_to_write(number))
+    assert contents(fetch()) == [b"new"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def test_a_record_that_is_up_to_date_is_kept_if_it_cannot_be_written(hub: StubHub, monkeypatch):
+    hub.add(NAME, ONE)
+    first = fetch()
+    monkeypatch.setattr("tandem.data.read.hub.replacing", refuse_to_write(errno.EROFS))
+    assert fetch() == first
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch() == first
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,8 @@ def test_code_is_not_run_in_the_place_of_data():
 
 def test_a_repository_without_data_files_is_refused():
     assert refusal(["README.md", "train.txt"]) == (
-        "acme/pairs: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
-        ".gz or .zst."
+        "acme/pairs: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst). Convert the data to one of these and give it as data_path."
     )
 
 
