@@ -143,7 +143,7 @@ def _cached_file(name: str, file: str, commit: str) -> Path:
 
 @contextmanager
 def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn any error into a one-line DataError."""
+    """Turn any error but that of a full disk into a one-line DataError."""
     try:
         yield
     except Exception as error:
@@ -294,7 +294,7 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 
 
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
-    """Return the given subset or split. If None is given, return the usual one, or else the only subset.
+    """Return the subset or split `given`. If it is None, return the usual one, or else the only subset.
 
     The only split is not chosen automatically: it may be a test set.
     """
@@ -310,7 +310,7 @@ def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: s
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Return a dict for each split, from each of its paths or patterns in README.md to the data files that match."""
+    """Return, for each split, its paths or patterns from README.md and the data files that match each of them."""
     folder = posixpath.normpath((subset.data_dir or ".").strip("/"))
     above = "" if folder == "." else f"{folder}/"
     if not subset.data_files:

@@ -11,7 +11,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
 from tandem.data.formats.preference import Message, Preference
-from tandem.data.formats.prompt_files import text_of, why_unreadable
+from tandem.data.formats.prompt_files import read_text_file, why_unreadable
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import (
     PROBE_TEXT,
@@ -313,7 +313,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
             source = source.get("default")
     elif given.endswith(".jinja"):
         try:
-            source = text_of(Path(given))
+            source = read_text_file(Path(given))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"policy.tokenizer.chat_template = {given}: cannot be read ({why_unreadable(error)}). Check the path."
