@@ -1,4 +1,4 @@
-"""Errors that are reported to the user, and the exit code of each kind (docs/commands.md, Exit codes)."""
+"""Errors that are reported to the user, each kind with its exit code (docs/commands.md, Exit codes)."""
 
 import errno
 import os
@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 from tandem.terminal.printable import scrubbed
 
+MAX_QUOTED_CHARACTERS = 500  # of another library's message; some quote a whole file
+
 
 class TandemError(Exception):
-    """Shown to the user as one message, without a traceback."""
+    """An error that is shown to the user as one message, without a traceback."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """The message without passwords and values from the environment."""
+        """Return the message without passwords in URLs and values from the environment."""
         return scrubbed(super().__str__())
 
 
@@ -46,10 +48,18 @@ class DiskError(TandemError):
     exit_code = 7
 
 
-def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the "disk full" error that caused `error`, or None.
+def one_line(error: BaseException) -> str:
+    """Return the message of another library's error on one line, shortened and without its final period.
 
-    torch raises its own error while it handles the system's, and safetensors only quotes the system's.
+    An error without a message gives the name of its type.
+    """
+    return " ".join(str(error).split())[:MAX_QUOTED_CHARACTERS].rstrip(".") or type(error).__name__
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """Return the "disk full" error of the system that caused `error`, or None.
+
+    torch raises another error while it handles the system's; safetensors only quotes the text of the system's error.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -62,7 +72,7 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Add the path `place` to a "disk full" error raised inside."""
+    """Add the path `place` to a "disk full" error that is raised inside the context and has no path."""
     try:
         yield
     except Exception as error:
@@ -73,7 +83,7 @@ def writing(place: object) -> Iterator[None]:
 
 
 class StoppedError(TandemError):
-    """The run was asked to stop, and saved a checkpoint to resume from. The exit code after Ctrl-C is 130."""
+    """The run stopped because of a signal or its time limit, and can be resumed. The exit code after Ctrl-C is 130."""
 
     exit_code = 143
 
@@ -83,11 +93,11 @@ class StoppedError(TandemError):
 
 
 class Terminated(BaseException):
-    """A signal to stop. Not an Exception, like KeyboardInterrupt, so that error handlers do not catch it."""
+    """A signal ends the process now. Like KeyboardInterrupt, this is not an Exception, so that error handlers do not catch it."""
 
 
 class AuditError(TandemError):
-    """The packed model does not compute what the plain model computes. Nothing was trained."""
+    """The packed model and the plain model compute different results. Nothing was trained."""
 
     exit_code = 1
 
@@ -105,7 +115,7 @@ class DefectError(TandemError):
 
 
 class AlreadyReportedError(TandemError):
-    """Another rank failed and reports why, so this one exits silently."""
+    """Another rank failed and reports why, so this rank exits silently."""
 
     def __init__(self, exit_code: int):
         super().__init__("another rank failed")

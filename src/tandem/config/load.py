@@ -25,7 +25,7 @@ from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
 from tandem.config.validation import COMMAND_LINE, flatten, origin_of, validate
 from tandem.config.yaml_text import YamlLimitError, is_scalar, read_yaml_text, resolve_config_path, to_yaml
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.terminal.printable import SECRETS
 
 Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
@@ -149,7 +149,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
     except YamlLimitError as error:
         raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{path}: not readable as YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: a configuration must be a mapping of sections, not a {type(loaded).__name__}.")
     parents = loaded.pop("defaults", [])
@@ -190,7 +190,7 @@ def _parse(text: str) -> Override:
                 "a pattern in quotes, 'FOLDER/*.jsonl'."
             ) from None
         raise ConfigError(
-            f"override {text!r}: {_one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
+            f"override {text!r}: {one_line(error)}. Write key=value, +key=value or ~key; quote values that contain "
             """, = { } [ ] or spaces: 'key="a, b"'."""
         ) from None
     if not override.key_or_group:
@@ -293,7 +293,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"configuration: {_one_line(error)}") from None
+        raise ConfigError(f"configuration: {one_line(error)}") from None
 
 
 def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
@@ -303,7 +303,3 @@ def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, An
         for key, value in given.items()
         if key != "_override_"
     }
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

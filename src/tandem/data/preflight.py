@@ -1,4 +1,4 @@
-"""Summarises datasets before training: counts, lengths, duplicates, and overlap of training and validation sets."""
+"""Summarises the datasets before training: row counts, lengths, duplicates, and overlap of validation and training sets."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,17 +12,17 @@ from tandem.data.store.selection import Preferences, Selection
 from tandem.data.store.sets import Sets
 from tandem.data.store.token_store import Counts, TokenStore
 
-NGRAM = 8
-# Overlap of large sets is measured on a sample: hashes of all n-grams of a billion tokens would not fit in memory.
+NGRAM = 8  # tokens
+# Overlap is measured on the first preferences of a set: hashes of all n-grams of a large set would not fit in memory.
 MAX_PREFERENCES = 100_000
 PERCENTILES = (50, 90, 95, 99)
-BINS = 12
+BINS = 12  # of a histogram of lengths
 HELD_OUT = "held out"
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens: percentiles, and a histogram over equal bins from 0 to the longest."""
+    """A distribution of lengths in tokens. The histogram has equal bins from 0 to the longest."""
 
     mean: float
     percentiles: dict[int, int]
@@ -32,35 +32,35 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The contents of one set, and the overlap of a validation set with the training set."""
+    """The summary of one set. For a validation set it includes the overlap with the training set."""
 
     name: str
     format: str
     format_reason: str
-    files: tuple[str, ...]  # the files it was read from
+    files: tuple[str, ...]  # the files that the set was read from
     counts: Counts
     num_pairs: int
     prompt_tokens: int
     completion_tokens: int
-    longest: int
+    longest: int  # tokens of the longest prompt with its longest completion
     shared_saving: float  # fraction of tokens saved by computing each prompt once
     prompt_lengths: Lengths
     completion_lengths: Lengths
-    whole_lengths: Lengths  # prompt and longest completion
-    longer_than: dict[int, int]  # preferences over each limit, including those dropped as over-long
-    notes: dict[str, int]
+    whole_lengths: Lengths  # of each prompt with its longest completion
+    longer_than: dict[int, int]  # limit in tokens -> preferences over it, including those dropped as over-long
+    notes: dict[str, int]  # note -> number of rows
     noted_at: dict[str, str]  # the place of the first row with each note
     prompt_overlap: int | None  # prompts of this set that are also in the training set
     ngram_overlap: float | None  # fraction of this set's completion n-grams that are also in the training set
 
 
 def preflights(sets: Sets) -> list[Preflight]:
-    """The summary of every set that was read, and of preferences held out of the training sets."""
+    """Summarise every set that was read, and every validation set held out of the training data."""
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
-    again = _repeat_notes(sets)
-    read = [replace(one, notes={**one.notes, **again.get(one.name, {})}) for one in read]
+    repeats = _repeat_notes(sets)
+    read = [replace(one, notes={**one.notes, **repeats.get(one.name, {})}) for one in read]
     held = [
         preflight(f"validation-{name}", chosen, sets.train)
         for name, chosen in sets.validation.items()
@@ -70,7 +70,7 @@ def preflights(sets: Sets) -> list[Preflight]:
 
 
 def preflight(name: str, store: TokenStore | Selection, train: Preferences | None = None) -> Preflight:
-    """The summary of one set; with `train`, also its overlap with the training set."""
+    """Summarise one set. If `train` is given, measure the overlap with it."""
     prompt_tokens = int(store.num_prompt_tokens.sum())
     completion_tokens = int(store.num_completion_tokens.sum())
     repeated = int((store.num_prompt_tokens * store.num_completions).sum())
@@ -102,14 +102,13 @@ def warnings_of(found: Preflight) -> dict[str, str]:
 
 
 def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
-    """The warnings for notes that usually mean a mistake in the data, by note."""
+    """Return a warning for each note that usually indicates a mistake in the data, by note."""
     texts = {
         TEMPLATED: (
             "tokens of a chat template",
             "prompt",
             "which become plain text inside a user turn. Remove them; or, if prompts and completions are complete "
-            "texts, set "
-            "policy.tokenizer.chat_template=null.",
+            "texts, set policy.tokenizer.chat_template=null.",
         ),
         TAGGED: (
             "Human: or Assistant: tags",
@@ -143,7 +142,7 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
 
 
 def _repeat_notes(sets: Sets) -> dict[str, dict[str, int]]:
-    """Notes by training set: preferences that an earlier training set also has, or has with chosen and rejected swapped."""
+    """Count, per training set, the preferences that an earlier training set contains, unchanged or swapped."""
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}
     notes: dict[str, dict[str, int]] = {}
@@ -170,7 +169,10 @@ def _lengths(values: NDArray[np.integer]) -> Lengths:
     histogram, _ = np.histogram(values, bins=BINS, range=(0, max(BINS, longest)))
     percentiles = np.percentile(values, PERCENTILES, method="higher").astype(int).tolist()
     return Lengths(
-        float(values.mean()), dict(zip(PERCENTILES, percentiles, strict=True)), longest, tuple(histogram.tolist())
+        mean=float(values.mean()),
+        percentiles=dict(zip(PERCENTILES, percentiles, strict=True)),
+        longest=longest,
+        histogram=tuple(histogram.tolist()),
     )
 
 
@@ -180,13 +182,13 @@ def _prompt_overlap(store: Preferences, train: Preferences) -> int:
 
 
 def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:
-    """The fraction of the n-grams of `store` that are in `train`; None if all completions are shorter than an n-gram."""
+    """Return the fraction of the n-grams of `store` that are also in `train`, or None if `store` has no n-grams."""
     own, other = _ngrams(store), _ngrams(train)
     return float(np.isin(own, other).mean()) if len(own) else None
 
 
 def _ngrams(store: Preferences) -> NDArray[np.uint64]:
-    """Hashes of all n-grams of the completions, each once."""
+    """Return the distinct hashes of the n-grams of all completions."""
     weights = np.random.default_rng(0).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
     hashes = []
     for i in range(min(len(store), MAX_PREFERENCES)):

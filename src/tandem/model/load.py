@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from tandem.config.sections.policy import Policy as PolicyConfig
-from tandem.errors import ConfigError, MachineError
+from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
 from tandem.model.files.build_limits import within_limits
-from tandem.model.files.source import ModelSource, describe, one_line
+from tandem.model.files.source import ModelSource, describe
 from tandem.model.policy import Policy, auto_head_chunk
 
 # A setting whose name contains one of these adds randomness in training mode.

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from tandem.config.sections.datasets import Data
-from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
+from tandem.data.formats.nemo_packs import nemo_pack_tokens, read_nemo, single_pairs, write_nemo
 from tandem.data.read.sources import CHUNK_RECORDS, RowError
 from tandem.data.store.selection import Preferences
 from tandem.data.store.token_store import TokenStore
@@ -56,7 +56,7 @@ def check_for_nemo(store: Preferences, size: int) -> None:
             "Leave out --to-nemo, or the key of the data set that names it."
         )
     for index in range(len(store)):
-        largest = max(pack_sizes_for_nemo(pair) for pair in single_pairs(store[index]))
+        largest = max(nemo_pack_tokens(pair) for pair in single_pairs(store[index]))
         if largest > size:
             raise ConfigError(
                 f"--to-nemo: a pack of {size} tokens cannot hold the pair at {store.place(index)}, which takes {largest} "
@@ -67,7 +67,7 @@ def check_for_nemo(store: Preferences, size: int) -> None:
 def export_nemo(store: Preferences, folder: Path, *, size: int, algorithm: str, seed: int) -> Path:
     """`packed_{size}_seed{seed}.npy` in NeMo Aligner's layout, where both sides of every pair repeat the prompt."""
     pairs = [pair for i in range(len(store)) for pair in single_pairs(store[i])]
-    sizes = np.array([pack_sizes_for_nemo(pair) for pair in pairs])
+    sizes = np.array([nemo_pack_tokens(pair) for pair in pairs])
     file = folder / f"packed_{size}_seed{seed}.npy"
     write_nemo(file, ([pairs[i] for i in bin.tolist()] for bin in pack_into_bins(algorithm, sizes, size, seed)))
     return file

@@ -1,4 +1,4 @@
-"""Weights and margins of rows: read where a key names them, stored, refused with a reason, mentioned where not used."""
+"""Weights and margins of rows: read if a key names them, stored, refused with a reason, reported if not used."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def test_a_csv_file_holds_values_as_texts(tmp_path):
     assert columns_of(opened(file)) == {"weight": [(0.25,)], "margin": [(10.0,)]}
 
 
-EMPTY = "importance is empty; every row needs a weight, since data.train.weight_key is set."
+EMPTY = "importance is empty, but data.train.weight_key is set, so every row needs a weight."
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ EMPTY = "importance is empty; every row needs a weight, since data.train.weight_
         (
             {"gap": 1},
             "bad weight",
-            "no key importance, which data.train.weight_key names. Keys found: prompt, chosen, rejected, gap.",
+            "no key importance, which is set by data.train.weight_key. Keys found: prompt, chosen, rejected, gap.",
         ),
         ({"importance": None, "gap": 1}, "bad weight", EMPTY),
         ({"importance": " ", "gap": 1}, "bad weight", EMPTY),
@@ -116,7 +116,7 @@ EMPTY = "importance is empty; every row needs a weight, since data.train.weight_
         ({"importance": True, "gap": 1}, "bad weight", "importance: True is not a finite number."),
         ({"importance": [1], "gap": 1}, "bad weight", "importance: [1] is not a finite number."),
         ({"importance": "nan", "gap": 1}, "bad weight", "importance: nan is not a finite number."),
-        ({"importance": -0.5, "gap": 1}, "bad weight", "importance: -0.5 is below 0, the least weight allowed."),
+        ({"importance": -0.5, "gap": 1}, "bad weight", "importance: -0.5 is below 0, the smallest weight allowed."),
         ({"importance": 1, "gap": "inf"}, "bad margin", "gap: inf is not a finite number."),
         (
             {"importance": 1, "gap": 1e39},

@@ -1,4 +1,4 @@
-"""Where a set's files are: files, patterns, saved datasets, folders like a hub dataset, and the hub itself."""
+"""The files that a data path names: files, patterns, saved datasets, folders like a hub dataset, and the hub."""
 
 import gzip
 import json
@@ -174,7 +174,7 @@ def test_a_saved_dataset_is_its_arrow_files(tmp_path):
     assert names(saved) == ["data-00000-of-00001.arrow"]
 
 
-def test_of_saved_splits_the_wanted_one_is_read(tmp_path):
+def test_the_configured_split_of_a_saved_dataset_is_read(tmp_path):
     save(tmp_path / "saved/train", TULU)
     save(tmp_path / "saved/test", TULU)
     (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
@@ -189,9 +189,7 @@ def test_a_single_saved_dataset_has_only_its_split(tmp_path):
     unnamed, named = save(tmp_path / "a", TULU), save(tmp_path / "b", TULU, _split="test")
     assert names(unnamed, split="train") == names(named, split="test") == ["data-00000-of-00001.arrow"]
     for saved, split in ((unnamed, "test"), (named, "train")):
-        assert refusal(saved, split=split) == (
-            f"{saved}: a single saved dataset, without a split {split!r}. Leave out split."
-        )
+        assert refusal(saved, split=split) == (f"{saved}: the saved dataset has no split {split!r}. Leave out split.")
 
 
 def test_an_incomplete_or_indexed_saved_dataset_is_refused(tmp_path):
@@ -204,7 +202,7 @@ def test_an_incomplete_or_indexed_saved_dataset_is_refused(tmp_path):
     )
     (save(tmp_path / "c", TULU) / "data-00000-of-00001.arrow").unlink()
     assert refusal(tmp_path / "c") == (
-        f"{tmp_path}/c: data-00000-of-00001.arrow, which state.json names, is missing. Save the dataset again."
+        f"{tmp_path}/c: state.json names data-00000-of-00001.arrow, but this file is missing. Save the dataset again."
     )
     (tmp_path / "b/state.json").write_text("{", encoding="utf-8")
     assert refusal(tmp_path / "b").startswith(f"{tmp_path}/b: not a complete folder of save_to_disk (")
@@ -241,12 +239,12 @@ def test_subset_split_and_revision_are_refused_for_a_file(tmp_path, given, messa
 
 def test_a_folder_without_data_is_refused(tmp_path):
     assert refusal(tmp_path) == (
-        f"{tmp_path}: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
-        ".gz or .zst."
+        f"{tmp_path}: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst). Convert the data to one of these and give it as data_path."
     )
 
 
-def test_a_folder_of_more_files_than_any_dataset_has_is_refused_before_it_is_searched(tmp_path, monkeypatch):
+def test_a_folder_with_too_many_files_is_refused_before_all_of_it_is_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_FILES", 3)
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         (tmp_path / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""Rows that a format cannot use: the exact words for each, and which of them are filtered."""
+"""Rows that a format cannot use: the exact message for each, and which of them are filtered."""
 
 from decimal import Decimal
 
@@ -37,7 +37,7 @@ NEAR = {"response1": "response2", "response2": "response1", "response_j": "respo
 
 
 @pytest.mark.parametrize(("name", "key"), NEEDED_KEYS)
-def test_each_key_that_a_format_needs_is_missed_by_name(name, key):
+def test_each_missing_key_of_a_format_is_reported_by_name(name, key):
     source = row({other: value for other, value in GOOD[name].items() if other != key})
     hint = f" Did you mean {NEAR[key]}?" if key in NEAR else ""
     renamed = key in ("prompt", "chosen", "rejected")
@@ -53,7 +53,7 @@ def test_null_in_a_key_that_a_format_needs_is_refused(name, key):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_filters_rows_that_teach_nothing(name):
+def test_every_format_filters_rows_without_a_preference(name):
     def with_no_as(answer):
         return row(_replaced(GOOD[name], "no", answer))
 
@@ -64,7 +64,7 @@ def test_every_format_filters_rows_that_teach_nothing(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", ["Hi", "yes", "no"])
-def test_every_format_refuses_half_a_character_in_any_of_its_texts(name, text):
+def test_every_format_refuses_a_lone_surrogate_in_any_of_its_texts(name, text):
     source = row(_replaced(GOOD[name], text, f"{text}\ud800"))
     kind, reason, message = refusal(FORMATS[name].read, source)
     assert (kind, reason) == ("bad", "lone surrogate")
@@ -190,7 +190,7 @@ BAD = {
     "sharegpt: two system texts": (
         {"system": "Be kind.", "conversations": [turn("system", "Be brief."), turn("human", "Hi")]},
         "late system turn",
-        "a system turn in the prompt and another under the key system. Remove one.",
+        "the prompt has a system turn, and the key system gives another. Remove one.",
     ),
     "sharegpt: number as system": ({"system": 3}, "wrong type", "system: 3, not a text."),
     "sharegpt: surrogate in system": ({"system": "a\ud800"}, "lone surrogate", f"system: {S}"),
@@ -208,12 +208,12 @@ BAD = {
     "alpaca_pair: text": (
         {"output": "yes"},
         "one completion",
-        "output: a row without chosen and rejected needs a pair of texts here.",
+        "output: without the keys chosen and rejected, this must be a list of two completions.",
     ),
     "alpaca_pair: three": (
         {"output": ["a", "b", "c"]},
         "one completion",
-        "output: a row without chosen and rejected needs a pair of texts here.",
+        "output: without the keys chosen and rejected, this must be a list of two completions.",
     ),
     "alpaca_pair: number": (
         {"output": ["yes", 3]},

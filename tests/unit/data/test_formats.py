@@ -9,7 +9,7 @@ from tandem.config.sections.datasets import DatasetFields, DatasetName
 from tandem.data.formats.formats import FORMATS, IGNORED_PROMPT, detect_format, ranked, read_preference
 from tandem.data.formats.preference import CONTRADICTED, Completion, Message
 from tandem.data.formats.prompt_files import Wording
-from tandem.data.read.sources import SCORE_KEYS, RowError
+from tandem.data.read.sources import PAIR_SCORE_KEYS, RowError
 
 A, B = {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}
 
@@ -77,10 +77,10 @@ def test_aligner_rows_keep_their_rewards_as_scores():
     assert preference.completions == (Completion("yes", 0, 2.0), Completion("no", 1, -0.5))
 
 
-@pytest.mark.parametrize("keys", SCORE_KEYS)
+@pytest.mark.parametrize("keys", PAIR_SCORE_KEYS)
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in ("PreferenceDataset", "scored", "HelpSteer3")])
 def test_every_format_reads_the_scores_of_chosen_and_rejected(name, keys):
-    others = dict.fromkeys(key for names in SCORE_KEYS for key in names if names != keys)
+    others = dict.fromkeys(key for names in PAIR_SCORE_KEYS for key in names if names != keys)
     preference = read(name, **others, **dict(zip(keys, (2, -0.5), strict=True)))
     assert [completion.score for completion in preference.completions] == [2.0, -0.5]
     assert [completion.rank for completion in preference.completions] == [0, 1]
@@ -113,7 +113,7 @@ def test_scores_give_the_ranks_and_equal_scores_equal_ranks():
 
 @pytest.mark.parametrize("text_key", ["completion", "response", "text", "content"])
 @pytest.mark.parametrize("score_key", ["score", "reward"])
-def test_scored_answers_may_go_by_other_names(text_key, score_key):
+def test_scored_completions_may_have_other_keys(text_key, score_key):
     answers = [{text_key: "no", score_key: 0}, {text_key: "yes", score_key: 1}]
     for key in ("completions", "responses"):
         preference = FORMATS["scored"].read(row({"prompt": "Hi", key: answers}), KEYS)
@@ -171,19 +171,19 @@ def test_scores_may_be_in_a_separate_list(prompt, several, item):
 @pytest.mark.parametrize(
     ("changes", "reason", "message"),
     [
-        ({"scores": [1]}, "bad score", "scores: 1 scores for 2 responses. Give each one score."),
+        ({"scores": [1]}, "bad score", "scores: 1 scores for 2 responses. Give one score for each."),
         ({"scores": [1, None]}, "null", "scores[1] is null. Give it a value."),
         ({"scores": [1, "2"]}, "bad score", "scores[1]: '2' is not a finite number."),
         ({"scores": 3}, "wrong type", "scores: 3, not a list with a score for each of responses."),
         (
             {"scores": [1, 2], "responses": [{"response": "no", "score": 1}, {"response": "yes", "score": 3}]},
             "bad score",
-            "responses[1]: its score 3 and scores[1] 2 differ, and only one can be used. Remove one.",
+            "responses[1]: its score is 3, but scores[1] is 2. Remove one of them.",
         ),
         (
             {"scores": None, "responses": [{"response": "a", "overall_score": 1, "score": 2}, {"response": "b"}]},
             "bad score",
-            "responses[0]: score 2 and overall_score 1 differ, and only one can be used. Remove one.",
+            "responses[0]: score is 2, but overall_score is 1. Remove one of them.",
         ),
         (
             {"scores": None},
@@ -231,7 +231,7 @@ def test_a_score_and_a_reward_that_differ_are_refused():
     assert refusal(ranked, group(A | {"score": 1, "reward": 2}, B)) == (
         "bad",
         "bad score",
-        "completions[0]: score 1 and reward 2 differ, and only one can be used. Remove one.",
+        "completions[0]: score is 1, but reward is 2. Remove one of them.",
     )
     same = ranked(group(A | {"score": 2, "reward": 2.0}, B), KEYS)
     assert same.completions[0].score == 2.0
@@ -311,7 +311,7 @@ def test_the_format_is_detected_from_the_keys_regardless_of_others(name, keys):
     assert detect_format(row({"id": 7} | GOOD[name] | {"source": "x"}), KEYS) == expected
 
 
-def test_tulu3_is_taken_by_name_only():
+def test_tulu3_is_only_used_if_named():
     assert detect_format(row(GOOD["Tulu3Preference"]), KEYS)[0] == "implicit_prompt"
 
 
@@ -396,7 +396,7 @@ def test_scores_under_two_names_must_agree():
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
         "bad",
         "bad score",
-        "rejected_reward and score_rejected differ, and only one can be used. Remove one.",
+        "rejected_reward and score_rejected differ. Remove one of them.",
     )
 
 
@@ -450,7 +450,7 @@ def test_keys_with_spaces_around_them_are_shown_in_quotes(value, quoted):
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, row(value)) == (
         "bad",
         "missing key",
-        f"spaces around {quoted}. Remove them from the key, or from the header of the table.",
+        f"spaces around the key {quoted}. Remove them, in a table from its header.",
     )
 
 
@@ -484,6 +484,6 @@ def test_keys_with_other_capital_letters_are_reported_with_the_settings_to_use()
     assert refusal(FORMATS["BinaryPreferenceDataset"].read, source) == (
         "bad",
         "missing key",
-        "none of the keys prompt, chosen, rejected, only with other capital letters. Set data.train.prompt_key=Prompt "
+        "the keys prompt, chosen, rejected are spelled with other capital letters. Set data.train.prompt_key=Prompt "
         "data.train.chosen_key=Chosen data.train.rejected_key=REJECTED.",
     )

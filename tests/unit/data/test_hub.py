@@ -1,4 +1,4 @@
-"""Datasets by their names on the hub: fetched once, found again offline, and refused in one line."""
+"""Hub datasets: fetched once, found again offline, and refused with one-line messages."""
 
 import errno
 import gzip
@@ -81,7 +81,7 @@ def remembered(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["nvidia/HelpSteer3", "allenai/llama-3.1-tulu-3-8b-preference-mixture", "a/b_c.d"])
-def test_org_and_name_name_a_dataset_of_the_hub(name):
+def test_a_name_of_the_form_org_slash_name_is_a_hub_dataset(name):
     assert is_hub_name(name)
 
 
@@ -104,7 +104,7 @@ def test_an_existing_path_is_not_a_hub_dataset(tmp_path, monkeypatch):
     assert not is_hub_name("acme/pairs")
 
 
-def test_subset_and_split_are_those_of_the_readme(hub: StubHub):
+def test_subset_and_split_are_read_from_the_readme(hub: StubHub):
     files = {
         "README.md": HELPSTEER3,
         "preference/train.jsonl.gz": gzip.compress(b"train"),
@@ -127,7 +127,7 @@ def test_subset_and_split_are_those_of_the_readme(hub: StubHub):
             )  # the suffix determines how a file is read
 
 
-def test_shards_come_in_order_and_nothing_else_is_fetched(hub: StubHub, tmp_path):
+def test_shards_are_in_order_and_nothing_else_is_fetched(hub: StubHub, tmp_path):
     commit = hub.add(
         "allenai/tulu",
         {
@@ -149,13 +149,13 @@ def test_shards_come_in_order_and_nothing_else_is_fetched(hub: StubHub, tmp_path
     assert next(iter(found.files.values())) == kept / "data/train-00000-of-00002.parquet"
 
 
-def test_without_a_readme_names_tell_the_splits(hub: StubHub):
+def test_without_a_readme_file_names_determine_the_splits(hub: StubHub):
     hub.add(NAME, {"test.jsonl": b"test", "train.jsonl": b"train"})
     assert contents(fetch()) == [b"train"]
     assert contents(fetch(split="test")) == [b"test"]
 
 
-def test_a_second_time_only_the_listing_is_asked_for(hub: StubHub):
+def test_the_second_time_only_the_listing_is_requested(hub: StubHub):
     commit = hub.add(NAME, ONE)
     first = fetch()
     place = f"/datasets/{NAME}/resolve/{commit}/train.jsonl"
@@ -178,7 +178,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: StubHub):
         assert (found.commit, contents(found)) == (commit, [content])
 
 
-def test_a_private_dataset_is_had_with_a_token(hub: StubHub, monkeypatch):
+def test_a_private_dataset_needs_a_token(hub: StubHub, monkeypatch):
     hub.add(NAME, ONE, token="hf_right")
     missing = (
         f"{NAME}: no such file or folder, and no public dataset of this name on {hub.url}. Check the spelling, or "
@@ -221,7 +221,7 @@ def test_available_subsets_and_splits_are_listed_nearest_first(hub: StubHub):
     assert refusal(split="valid") == f"{NAME}: there is no split 'valid'. Set split to one of: validation, train."
 
 
-def test_a_part_of_a_split_is_refused_before_the_hub_is_asked(hub: StubHub):
+def test_a_slice_of_a_split_is_refused_before_any_request(hub: StubHub):
     hub.add(NAME, ONE)
     assert refusal(split="train[:10%]") == (
         f"{NAME}: split=train[:10%] is a slice of a split, which is not supported. Give the name of a split, such as "
@@ -283,7 +283,7 @@ def test_a_hub_that_fails_between_listing_and_download_is_reported_as_unreachabl
     )
 
 
-def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
+def test_a_full_disk_during_a_download_is_reported_as_a_full_disk(hub: StubHub, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -294,13 +294,16 @@ def test_a_full_disk_stays_a_full_disk(hub: StubHub, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["../train.jsonl", "/train.jsonl", "data/../../train.jsonl"])
-def test_files_that_would_lie_elsewhere_are_not_fetched(hub: StubHub, file):
+def test_files_with_paths_outside_the_dataset_are_not_fetched(hub: StubHub, file):
     hub.add(NAME, {**ONE, file: b""})
-    assert refusal() == f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
+    assert refusal() == (
+        f"{NAME}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched. Give local files as "
+        "data_path instead."
+    )
     assert hub.requests == [f"GET /api/datasets/{NAME}"]
 
 
-def test_offline_the_same_files_are_found_and_the_hub_is_not_asked(hub: StubHub, monkeypatch):
+def test_offline_the_same_files_are_found_without_a_request(hub: StubHub, monkeypatch):
     hub.add(NAME, {**ONE, "test.jsonl": b"test"})
     train, test = fetch(), fetch(split="test")
     hub.requests.clear()
@@ -336,12 +339,47 @@ def test_offline_a_dataset_that_was_not_fetched_is_refused(hub: StubHub, monkeyp
     assert refusal("acme/other") == NOT_FETCHED.replace(NAME, "acme/other")
 
 
-def test_half_a_download_is_not_remembered(hub: StubHub, monkeypatch, tmp_path):
+def test_an_incomplete_download_is_not_recorded(hub: StubHub, monkeypatch, tmp_path):
     hub.add(NAME, {"train-0.jsonl": b"{}", "train-1.jsonl": None})
     assert refusal() == f"{NAME}: {hub.url} answered HTTP 404. Try again later, or give local files as data_path."
     assert remembered(tmp_path) == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == NOT_FETCHED
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_the_download(hub: StubHub, monkeypatch, tmp_path):
+    hub.add(NAME, ONE)
+    (tmp_path / "tandem").write_text("")  # a file in place of the folder: nobody can write below it, not even root
+    assert contents(fetch()) == [ONE["train.jsonl"]]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def refuse_to_write(number: int):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_an_old_record_that_cannot_be_replaced_is_not_used_offline(hub: StubHub, monkeypatch, number):
+    hub.add(NAME, {"train.jsonl": b"old"})
+    fetch()
+    hub.add(NAME, {"train.jsonl": b"new"})
+    monkeypatch.setattr("tandem.data.read.hub.replacing", refuse_to_write(number))
+    assert contents(fetch()) == [b"new"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal() == NOT_FETCHED
+
+
+def test_a_record_that_is_up_to_date_is_kept_if_it_cannot_be_written(hub: StubHub, monkeypatch):
+    hub.add(NAME, ONE)
+    first = fetch()
+    monkeypatch.setattr("tandem.data.read.hub.replacing", refuse_to_write(errno.EROFS))
+    assert fetch() == first
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch() == first
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which files of a dataset repository make a split: as its README.md says, or else as their names say."""
+"""Which files of a dataset repository belong to a split, from its README.md or from file names."""
 
 import pytest
 import yaml
@@ -47,7 +47,7 @@ def test_a_keyword_in_a_folder_takes_precedence_over_file_names(split, file):
     )
 
 
-def test_shards_in_data_tell_any_split():
+def test_shards_in_data_may_have_any_split_name():
     listing = [f"data/{split}-0000{i}-of-00002.parquet" for split in ("test", "train", "train_prefs") for i in (0, 1)]
     assert choose([*listing, "old/train.parquet"]) == listing[2:4]
     assert choose(listing, split="train_prefs") == listing[4:]
@@ -91,7 +91,7 @@ FILES = ["a.jsonl", "b.jsonl", "data/c.jsonl", "data/deep/d.jsonl", "data/e.md"]
         (["b.jsonl", "*.jsonl"], ["b.jsonl", "a.jsonl"]),
     ],
 )
-def test_paths_of_the_readme_are_patterns_in_their_order(path, files):
+def test_paths_in_the_readme_are_patterns_and_keep_their_order(path, files):
     assert choose(FILES, readme({"config_name": "x", "data_files": path})) == files
     with_splits = readme({"config_name": "x", "data_files": [{"split": "held", "path": path}]})
     assert choose(FILES, with_splits, split="held") == files
@@ -117,7 +117,7 @@ def test_the_default_subset_is_default_or_the_only_one():
     assert refusal(FILES, readme(a | {"default": True}, b | {"default": True})) == several
 
 
-def test_names_that_are_numbers_are_names():
+def test_names_may_be_numbers():
     card = readme({"config_name": 2024, "data_files": [{"split": 1, "path": "a.jsonl"}]}, {"config_name": 2025})
     assert choose(FILES, card, subset="2024", split="1") == ["a.jsonl"]
 
@@ -126,11 +126,11 @@ def test_names_that_are_numbers_are_names():
     "card",
     ["# Pairs", "---\nlicense: mit\n---\n", "---\nconfigs:\n---\n", "---\n- a\n---\n", "---\n---\n", "--- a\n--- b\n"],
 )
-def test_a_readme_without_configs_leaves_it_to_the_names(card):
+def test_with_a_readme_without_configs_file_names_determine_the_splits(card):
     assert choose(["train.jsonl", "b.jsonl"], card) == ["train.jsonl"]
 
 
-def test_front_matter_with_the_line_ends_of_windows_is_read():
+def test_front_matter_with_crlf_line_ends_is_read():
     assert choose(FILES, "\ufeff" + readme({"data_files": "b.jsonl"}).replace("\n", "\r\n")) == ["b.jsonl"]
 
 
@@ -144,13 +144,13 @@ def test_a_path_in_the_readme_without_files_is_refused():
     )
 
 
-def test_one_split_in_several_kinds_of_files_is_refused():
+def test_a_split_with_several_kinds_of_files_is_refused():
     assert refusal(["train.jsonl", "train.parquet", "test.csv"]) == (
         f"acme/pairs: the split 'train' has files of several kinds (.jsonl, .parquet). {GIVE_FILES_HINT}"
     )
 
 
-def test_code_is_not_run_in_the_place_of_data():
+def test_a_repository_with_only_a_script_is_refused():
     assert refusal(["README.md", "pairs.py", "dataset_infos.json"]) == (
         "acme/pairs: there are no data files, only a script that creates them ('pairs.py'), and tandem runs no code "
         "from a dataset repository. Create the files yourself and give them as data_path."
@@ -159,8 +159,8 @@ def test_code_is_not_run_in_the_place_of_data():
 
 def test_a_repository_without_data_files_is_refused():
     assert refusal(["README.md", "train.txt"]) == (
-        "acme/pairs: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as "
-        ".gz or .zst."
+        "acme/pairs: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as "
+        ".gz or .zst). Convert the data to one of these and give it as data_path."
     )
 
 

@@ -1,4 +1,4 @@
-"""A JSON array read in blocks: where a block ends changes no element, no line and no column."""
+"""A JSON array read in blocks: the block size changes no element, line or column."""
 
 import io
 import json
@@ -86,12 +86,12 @@ VALUES = st.recursive(
 
 @settings(deadline=None)
 @given(st.lists(VALUES, max_size=5), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
-def test_any_array_in_any_blocks_is_read_as_it_is_at_once(values, block, indent, ascii_only):
+def test_any_array_is_read_the_same_in_blocks_as_at_once(values, block, indent, ascii_only):
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     assert read(text, block) == values
 
 
-def test_an_element_is_given_before_the_file_is_read_on():
+def test_an_element_is_yielded_before_the_next_block_is_read():
     file = InBlocks(b'[{"a": 1}, {"b": 2}, ' + b" " * 1000 + b"]", 12)
     stream = elements(file, FILE)  # type: ignore[arg-type]
     assert next(stream)[1] == {"a": 1}
@@ -153,7 +153,7 @@ def test_columns_are_counted_without_the_byte_order_mark(block):
     assert refusal("\ufeff[1 2]", block) == "pairs.json:1: column 4: malformed JSON: Expecting ',' delimiter."
 
 
-def test_elements_before_the_malformed_one_are_given():
+def test_elements_before_a_malformed_one_are_yielded():
     stream = elements(InBlocks(b'[{"a": 1}, {]', 4), FILE)  # type: ignore[arg-type]
     assert next(stream)[1] == {"a": 1}
     with pytest.raises(DataError):
@@ -177,7 +177,7 @@ def test_a_number_with_absurdly_many_digits_is_refused():
 def test_absurd_nesting_is_refused():
     assert (
         refusal("[" * 100_000, 10**6)
-        == "pairs.json: element 1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
+        == "pairs.json: element 1: JSON nested over 100 levels deep. Flatten it or remove it."
     )
 
 
@@ -195,7 +195,7 @@ def test_an_element_over_the_limit_is_refused_without_reading_the_file_to_its_en
     assert file.tell() == 120  # one block more than twice 50 characters from the element's start, at 11
 
 
-def test_many_elements_within_the_limit_are_read_though_together_they_pass_it(monkeypatch):
+def test_the_limit_applies_to_each_element_not_to_their_sum(monkeypatch):
     monkeypatch.setattr(json_array, "MAX_RECORD_BYTES", 50)
     values = [{"a": "x" * 30}] * 20
     assert read(json.dumps(values), 10) == values

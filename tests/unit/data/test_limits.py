@@ -1,4 +1,4 @@
-"""Small files made to exhaust memory, disk or time: each ends at a limit, with one message that says how to raise it."""
+"""Small files made to exhaust memory, disk or time are refused at a limit, with a message that says how to raise it."""
 
 import gzip
 import json
@@ -55,13 +55,13 @@ def small_limit(monkeypatch):
 
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("content", [b"\n", b" ", b'{"prompt": "hi"}\n'], ids=["lines", "one line", "rows"])
-def test_an_archive_of_lines_that_expands_without_end_is_refused(tmp_path, small_limit, packed, content):
+def test_an_archive_of_lines_that_expands_too_much_is_refused(tmp_path, small_limit, packed, content):
     path = tmp_path / f"bomb.jsonl.{packed}"
     path.write_bytes(PACKED[packed](content * (4 * MB // len(content))))
     size = path.stat().st_size
     limit = max(20_000, 100 * size)
     assert limit < 3 * MB
-    assert refusal(path) == f"{path}: {format_bytes(size)} expand to over {format_bytes(limit)}. {TRUST}"
+    assert refusal(path) == f"{path}: the file of {format_bytes(size)} expands to over {format_bytes(limit)}. {TRUST}"
 
 
 @pytest.mark.parametrize("packed", PACKED)
@@ -135,18 +135,24 @@ def test_a_table_that_repeats_one_text_is_refused_before_it_fills_the_memory(tmp
     parquet.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 2_000
     message, memory = in_child(path)
-    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 300 MB of memory to read. {TRUST}"
+    assert (
+        message
+        == f"{path}: the file of {format_bytes(path.stat().st_size)} takes over 300 MB of memory to read. {TRUST}"
+    )
     assert memory < 600 * MB
 
 
-def test_a_list_of_nulls_without_end_is_refused(tmp_path, monkeypatch):
+def test_a_huge_list_of_nulls_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "ALLOWED_MEMORY_BYTES", 100 * MB)
     path = tmp_path / "bomb.parquet"
     nulls = pa.ListArray.from_arrays(pa.array([0, 30 * MB], pa.int32()), pa.nulls(30 * MB, pa.int8()))
     parquet.write_table(pa.table({"x": nulls}), path)
     assert path.stat().st_size < 2_000
     message, memory = in_child(path)
-    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 100 MB of memory to read. {TRUST}"
+    assert (
+        message
+        == f"{path}: the file of {format_bytes(path.stat().st_size)} takes over 100 MB of memory to read. {TRUST}"
+    )
     assert memory < 300 * MB
 
 
@@ -158,7 +164,10 @@ def test_a_compressed_arrow_file_is_refused_before_it_fills_the_memory(tmp_path,
         writer.write_batch(batch)
     assert path.stat().st_size < 10_000
     message, memory = in_child(path)
-    assert message == f"{path}: {format_bytes(path.stat().st_size)} take over 100 MB of memory to read. {TRUST}"
+    assert (
+        message
+        == f"{path}: the file of {format_bytes(path.stat().st_size)} takes over 100 MB of memory to read. {TRUST}"
+    )
     assert memory < 100 * MB
 
 
@@ -176,7 +185,9 @@ def test_an_arrow_file_that_repeats_one_text_is_refused(tmp_path, small_limit, m
     with pa.ipc.new_file(path, batch.schema) as writer:
         writer.write_batch(batch)
     size = path.stat().st_size
-    assert refusal(path) == f"{path}: {format_bytes(size)} expand to over {format_bytes(100 * size)}. {TRUST}"
+    assert (
+        refusal(path) == f"{path}: the file of {format_bytes(size)} expands to over {format_bytes(100 * size)}. {TRUST}"
+    )
 
 
 def test_a_row_of_a_table_over_the_limit_of_a_line_is_refused(tmp_path, monkeypatch):
@@ -208,7 +219,7 @@ def test_large_rows_of_a_table_come_in_smaller_parts(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_types_that_repeat_values_without_end_are_not_read(tmp_path, array, name):
+def test_types_that_can_repeat_values_any_number_of_times_are_refused(tmp_path, array, name):
     path = tmp_path / "pairs.arrow"
     batch = pa.record_batch({"x": array})
     with pa.ipc.new_file(path, batch.schema) as writer:
@@ -226,12 +237,12 @@ def test_a_csv_header_of_100_000_columns_is_refused_at_once(tmp_path):
     path.write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
     start = time.process_time()
     assert refusal(path) == (
-        f"{path}:1: 100000 columns, over the limit of 10000. Keep only the columns of the preferences."
+        f"{path}:1: 100000 columns, over the limit of 10000. Keep only those of the prompts and completions."
     )
     assert time.process_time() - start < 2
 
 
-def test_short_rows_below_a_wide_header_cost_no_more_than_they_have(tmp_path):
+def test_short_rows_below_a_wide_header_are_read_quickly(tmp_path):
     path = tmp_path / "wide.csv"
     path.write_text(",".join(f"c{i}" for i in range(10_000)) + "\n" + "a\n" * 20_000)
     start = time.process_time()
@@ -240,7 +251,7 @@ def test_short_rows_below_a_wide_header_cost_no_more_than_they_have(tmp_path):
     assert time.process_time() - start < 5
 
 
-def test_a_duplicate_column_is_named(tmp_path):
+def test_a_duplicate_column_is_reported_with_its_name(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,chosen,prompt,chosen\n")
     assert refusal(path) == f"{path}:1: the column 'prompt' appears twice in the header. Remove one."
@@ -250,7 +261,7 @@ def test_a_table_of_too_many_columns_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "MAX_COLUMNS", 2)
     path = tmp_path / "wide.parquet"
     parquet.write_table(pa.table({name: ["a"] for name in PAIR}), path)
-    assert refusal(path) == f"{path}: 3 columns, over the limit of 2. Keep only the columns of the preferences."
+    assert refusal(path) == f"{path}: 3 columns, over the limit of 2. Keep only those of the prompts and completions."
 
 
 # Nesting
@@ -267,7 +278,7 @@ def test_json_is_read_to_a_depth_of_100(tmp_path, depth, is_read):
     (row,) = read_rows(path)
     assert isinstance(row, SourceRow) == is_read
     if not is_read:
-        assert str(row) == f"{path}:1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
+        assert str(row) == f"{path}:1: JSON nested over 100 levels deep. Flatten it or remove it."
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(100, True), (101, False), (900, False)])
@@ -277,10 +288,7 @@ def test_elements_of_an_array_are_read_to_a_depth_of_100(tmp_path, depth, is_rea
     if is_read:
         assert len(list(read_rows(path))) == 2
     else:
-        assert (
-            refusal(path)
-            == f"{path}: element 2: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
-        )
+        assert refusal(path) == f"{path}: element 2: JSON nested over 100 levels deep. Flatten it or remove it."
 
 
 def test_depth_is_counted_through_lists_and_objects():
@@ -292,7 +300,7 @@ def test_depth_is_counted_through_lists_and_objects():
 # Rejects
 
 
-def test_rejects_are_counted_though_they_are_not_all_listed(tmp_path, monkeypatch):
+def test_all_rejects_are_counted_even_if_not_all_are_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening, "REJECTS_BYTES", 2_000)
     path = tmp_path / "pairs.jsonl"
@@ -310,7 +318,7 @@ def test_rejects_are_counted_though_they_are_not_all_listed(tmp_path, monkeypatc
     }
 
 
-def test_one_message_is_no_longer_than_a_thousand_characters(tmp_path, monkeypatch):
+def test_a_message_has_at_most_a_thousand_characters(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(PAIR) + "\n" + json.dumps({"a" * 50_000: 1, "prompt": "hi"}) + "\n")
@@ -334,5 +342,5 @@ def test_large_files_are_limited_by_the_ratio_and_small_ones_by_the_amount():
     small, large = (Expansion(Path("pairs.gz"), size, 100.0) for size in (1_000, 10**11))
     assert (small.memory, large.memory) == (2 * 1024**3, 10**13)
     large.add(10**13)  # 100 GB of text at a hundredth of its size
-    with pytest.raises(DataError, match=r"pairs.gz: 1 kB expand to over 268 MB"):
+    with pytest.raises(DataError, match=r"pairs.gz: the file of 1 kB expands to over 268 MB"):
         small.add(2**28 + 1)

@@ -1,4 +1,4 @@
-"""NeMo Aligner's packed files: read in both their layouts, written so that they load there, and never run."""
+"""Packed files of NeMo Aligner: read in both layouts, written so that Aligner loads them, and never executed."""
 
 import math
 import os
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.data.formats.nemo_packs import pack_sizes_for_nemo, read_nemo, single_pairs, write_nemo
+from tandem.data.formats.nemo_packs import nemo_pack_tokens, read_nemo, single_pairs, write_nemo
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import DataError
 
@@ -120,7 +120,7 @@ def test_arrays_and_numpy_numbers_are_read_like_lists(tmp_path, protocol):
         assert [plain(pair) for pair in read_nemo(file)[0]] == PAIRS
 
 
-def test_old_and_new_names_of_numpy_are_one(tmp_path):
+def test_old_and_new_module_names_of_numpy_are_accepted(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     old = pickle.dumps(np.load(file, allow_pickle=True), 3).replace(b"numpy._core.", b"numpy.core.")
     new = old.replace(b"numpy.core.", b"numpy._core.")
@@ -166,7 +166,7 @@ def test_rolled_labels_without_a_last_one_are_one_ahead(tmp_path):
     assert [plain(pair) for pair in read_nemo(save(tmp_path / "x.npy", entry))[0]] == [PAIRS[0]]
 
 
-def test_answers_that_fit_both_layouts_follow_the_rest_of_the_file(tmp_path):
+def test_answers_that_match_both_layouts_take_the_layout_of_the_file(tmp_path):
     # In place: prompt 5, answers 7 and 8. One ahead, these would be prompts 5 7 and 5 8, which differ.
     one_token = pack(
         input_ids=[5, 7, 5, 8], labels=[-100, 7, -100, 8], reward=[1, 0], lengths=[2, 2], seq_boundaries=[0, 2, 4]
@@ -180,7 +180,7 @@ def test_answers_that_fit_both_layouts_follow_the_rest_of_the_file(tmp_path):
     assert plain(read_nemo(save(tmp_path / "x.npy", either, pack_ahead()))[0][0])[:2] == ([5, 7], [[7], [8]])
 
 
-def test_pairs_of_one_prompt_stay_preferences_of_their_own(tmp_path):
+def test_pairs_with_the_same_prompt_stay_separate_preferences(tmp_path):
     same = pack(
         input_ids=[5, 7, 5, 8, 5, 7, 5, 9],
         labels=[-100, 7, -100, 8, -100, 7, -100, 9],
@@ -238,7 +238,7 @@ BAD_PACKS = {
     "length of text": (pack(lengths=[4, 3, "2", 3]), "pack 1, sequence 2: its length is '2', but it has 2 tokens."),
     "labels in the padding": (
         pack(lengths=[4, 3, 2, 2]),
-        "pack 1, sequence 3: its length is 2, but there are labels after it.",
+        "pack 1, sequence 3: its length is 2, but tokens after it have labels.",
     ),
     "half a token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6.5, 9, 4, 70000, 4, 3, 300]),
@@ -290,21 +290,21 @@ BAD_PACKS = {
     ),
     "one wrong label": (
         pack(labels=[-100, -100, 7, 9, -100, -100, 9, -100, 70000, -100, 3, 300]),
-        "pack 1, sequence 0: label 3 is 9 and its token 8, label 2 is 7 and the next token 8, so labels are neither in "
-        "place nor one ahead.",
+        "pack 1, sequence 0: labels match neither their tokens (label 3 is 9, token 3 is 8) nor the next tokens (label 2 "
+        "is 7, token 3 is 8).",
     ),
     "the other layout": (
         pack_ahead(),
-        "pack 1, sequence 0: its labels are one ahead, but those of pack 0, sequence 0 are in place. A file must have "
-        "one layout.",
+        "pack 1, sequence 0: its labels are the next tokens, but those of pack 0, sequence 0 are the tokens themselves. A "
+        "file must have one layout.",
     ),
     "prompts": (
         pack(input_ids=[5, 6, 7, 8, 5, 1, 9, 4, 70000, 4, 3, 300]),
-        "pack 1, sequences 0 and 1: their prompts differ (token 1 is 6 and 1), but a pair has one prompt.",
+        "pack 1, sequences 0 and 1: their prompts differ (token 1 is 6 and 1), but a pair must have one prompt.",
     ),
     "prompt lengths": (
         pack(labels=[-100, -100, 7, 8, -100, -100, 9, -100, 70000, -100, -100, 300]),
-        "pack 1, sequences 2 and 3: their prompts differ (1 and 2 tokens), but a pair has one prompt.",
+        "pack 1, sequences 2 and 3: their prompts differ (1 and 2 tokens), but a pair must have one prompt.",
     ),
     "no prompt": (
         pack(labels=[-100, -100, 7, 8, -100, -100, 9, 4, 70000, 4, 3, 300]),
@@ -336,15 +336,15 @@ def test_a_list_repeated_many_times_is_refused_before_it_is_expanded(tmp_path):
 def test_a_file_that_is_not_an_array_of_objects_is_refused(tmp_path, data):
     file = tmp_path / "x.npy"
     file.write_bytes(data)
-    assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
+    assert refusal(file) == f"not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_file_is_reported_with_its_path(tmp_path):
     assert refusal(tmp_path / "x.npy") == "No such file or directory. Give the path of a packed_*.npy file."
     assert refusal(tmp_path) == "Is a directory. Give the path of a packed_*.npy file."
 
 
-def test_a_header_that_lies_is_refused(tmp_path):
+def test_a_header_with_a_wrong_count_is_refused(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     data = file.read_bytes()
     file.write_bytes(data.replace(b"(1,), }" + b" " * 11, b"(999999999999,), }"))
@@ -352,7 +352,7 @@ def test_a_header_that_lies_is_refused(tmp_path):
     file.write_bytes(data.replace(b"(1,)", b"(0,)"))
     assert refusal(file) == f"1 packs, but the header says 0.{PACK_AGAIN_HINT}"
     file.write_bytes(data.replace(b"(1,), ", b"(1, 1)"))
-    assert refusal(file) == f"not an array of objects as numpy.save writes it.{PACK_AGAIN_HINT}"
+    assert refusal(file) == f"not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
 
 
 def test_a_file_that_was_cut_off_is_reported_with_its_end(tmp_path):
@@ -377,7 +377,7 @@ def test_an_array_has_as_many_bytes_as_its_numbers_take(tmp_path):
     data = file.read_bytes()
     assert data.count(b"K\x04\x85") == 1
     file.write_bytes(data.replace(b"K\x04\x85", b"K\x03\x85"))
-    assert refusal(file) == f"an array of 3 'i8' in 32 bytes.{PACK_AGAIN_HINT}"
+    assert refusal(file) == f"an array of 3 items of type 'i8' has 32 bytes.{PACK_AGAIN_HINT}"
 
 
 HOSTILE = {
@@ -459,7 +459,7 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(data))
     assert (
-        refusal(file) == f"it names '{named}', which packs do not use; no code from the file was run.{PACK_AGAIN_HINT}"
+        refusal(file) == f"it names '{named}', which packs do not use. No code from the file was run.{PACK_AGAIN_HINT}"
     )
     assert not trap.exists()
 
@@ -570,7 +570,7 @@ def test_rewards_default_to_one_and_zero(tmp_path):
 
 
 @pytest.mark.parametrize(("scores", "shown"), [((NAN, 1.0), "nan"), ((math.inf, 1.0), "inf")])
-def test_half_a_score_is_refused(tmp_path, scores, shown):
+def test_a_pair_with_only_one_score_is_refused(tmp_path, scores, shown):
     with pytest.raises(DataError) as caught:
         write_nemo(tmp_path / "x.npy", [[preference([5], [1], [2], scores=scores)]])
     assert str(caught.value) == (
@@ -584,7 +584,7 @@ def test_a_completion_without_scored_tokens_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         write_nemo(tmp_path / "x.npy", [[preference([5], [1], [2], unscored=[[0], []])]])
     assert str(caught.value) == (
-        "a.jsonl:1: a completion has no scored token, which a NeMo pack cannot represent. Remove it."
+        "a.jsonl:1: a completion has no scored tokens, which a NeMo pack cannot represent. Remove the row."
     )
 
 
@@ -603,11 +603,11 @@ def test_tool_turns_have_no_label(tmp_path):
     assert plain(read_nemo(tmp_path / "x.npy")[0][0]) == plain(pair)
 
 
-def test_the_size_of_a_preference_is_what_the_model_sees(tmp_path):
+def test_the_size_of_a_preference_counts_the_inputs_of_the_model(tmp_path):
     # Two sequences of 2 + 2 and 2 + 1 tokens are 3 + 2 inputs, each with its next token as the label.
-    assert pack_sizes_for_nemo(preference([5, 6], [7, 8], [9])) == 5
+    assert nemo_pack_tokens(preference([5, 6], [7, 8], [9])) == 5
     # Pairs (2, 0) and (2, 1) of completions of 1, 2 and 3 tokens after 2: 4 + 2 and 4 + 3.
-    assert pack_sizes_for_nemo(preference([5, 6], [1], [1, 2], [1, 2, 3], pairs=((2, 0), (2, 1)))) == 13
+    assert nemo_pack_tokens(preference([5, 6], [1], [1, 2], [1, 2, 3], pairs=((2, 0), (2, 1)))) == 13
     write_nemo(tmp_path / "x.npy", [[preference([5, 6], [7, 8], [9])]])
     bounds = np.load(tmp_path / "x.npy", allow_pickle=True)[0]["seq_boundaries"]
     assert sum(end - start - 1 for start, end in pairwise(bounds)) == 5

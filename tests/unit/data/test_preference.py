@@ -1,4 +1,4 @@
-"""The parts of a preference, read as texts and messages, and the exact words for each that is none."""
+"""Reading the parts of a preference from texts and messages, and the exact messages for malformed parts."""
 
 import pytest
 from rows import KEYS, group, pair, refusal, row, said
@@ -44,7 +44,7 @@ def test_a_text_is_kept_to_the_last_blank():
     assert binary(pair(chosen="yes \n"), KEYS).completions[0].answer == "yes \n"
 
 
-def test_typed_parts_are_put_together_under_either_name():
+def test_typed_parts_are_joined_with_text_under_either_key():
     parts = [{"type": "text", "text": "He"}, {"type": "text", "value": "llo"}]
     preference = binary(pair(prompt=[said("user", parts)], chosen=[said("assistant", parts)]), KEYS)
     assert preference.prompt == (Message("user", "Hello"),)

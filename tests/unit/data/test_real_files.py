@@ -1,4 +1,4 @@
-"""Preference sets as their projects publish them, read without a mapping: formats and counts are as known."""
+"""Published preference datasets are read without settings: the format and the counts are as expected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files of every kind: rows with their places, and why a line, an element or a file is none."""
+"""Rows of data files with their file and line, and the messages for lines and files that cannot be read."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def only_error(file, content: bytes) -> RowError:
     return error
 
 
-def test_each_line_is_a_row_that_knows_its_place(file):
+def test_each_line_is_a_row_with_its_file_and_line(file):
     rows = read(file, b'{"a": 1}\n{"b": "\xc3\xa4"}\n')
     assert rows == [SourceRow({"a": 1}, str(file), 1), SourceRow({"b": "ä"}, str(file), 2)]
     assert [row.place for row in rows] == [f"{file}:1", f"{file}:2"]
@@ -68,7 +68,7 @@ def test_a_byte_order_mark_is_left_out(file):
     assert read(file, b'\xef\xbb\xbf{"a": 1}\n') == [SourceRow({"a": 1}, str(file), 1)]
 
 
-def test_crlf_reads_as_lf_does(file):
+def test_crlf_line_ends_are_read_like_lf(file):
     lines = [b'{"a": "x"}', b"", b'{"b": }', b'{"c": 3}', b""]
     unix, dos = read(file, b"\n".join(lines)), read(file, b"\r\n".join(lines))
     assert [str(row) for row in unix] == [str(row) for row in dos]
@@ -92,7 +92,7 @@ def test_a_line_that_is_not_an_object_is_refused(file, line, kind):
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_absurd_nesting_is_refused_and_the_next_line_read(file, opening):
     deep, after = read(file, opening * 100_000 + b'\n{"a": 1}\n')
-    assert str(deep) == f"{file}:1: JSON nested over 100 levels deep, over the limit. Flatten it or remove it."
+    assert str(deep) == f"{file}:1: JSON nested over 100 levels deep. Flatten it or remove it."
     assert isinstance(after, SourceRow)
 
 
@@ -106,7 +106,7 @@ def test_an_empty_file_has_no_rows(file):
     assert read(file, b"") == []
 
 
-def test_a_line_beyond_the_limit_is_refused_without_reading_on(file, monkeypatch):
+def test_a_line_over_the_limit_is_refused_without_reading_further(file, monkeypatch):
     monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 20)
     file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 40)
     with pytest.raises(DataError) as caught:
@@ -143,7 +143,7 @@ def test_a_pattern_names_its_files_in_the_order_of_their_names(tmp_path):
     assert found(tmp_path / "[bc].jsonl") == found(tmp_path / "?.jsonl")[1:]
 
 
-def test_two_stars_reach_into_folders(tmp_path):
+def test_two_stars_match_folders_at_any_depth(tmp_path):
     for name in ("b/d/c.jsonl", "a/b.jsonl", "a.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -151,7 +151,7 @@ def test_two_stars_reach_into_folders(tmp_path):
     assert found(tmp_path / "**" / "*.jsonl") == [f"{tmp_path}/{name}" for name in names]
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_reported_with_its_path(tmp_path):
     assert refused(tmp_path / "no.jsonl") == (
         f"{tmp_path}/no.jsonl: no such file or folder, and not the name of a hub dataset (org/name)."
     )
@@ -172,7 +172,7 @@ def test_a_folder_of_prepared_sets_is_not_read_as_a_hub_dataset(tmp_path):
         f"{tmp_path}/out/validation-default."
     )
     assert refused(tmp_path / "out/train") == (
-        f"{tmp_path}/out/train: tokens.arrow is missing from this prepared folder. Prepare it again with tandem prepare."
+        f"{tmp_path}/out/train: tokens.arrow is missing from this prepared set. Run tandem prepare again."
     )
 
 
@@ -181,7 +181,7 @@ def test_a_pattern_that_matches_no_file_is_refused(tmp_path):
     assert refused(tmp_path / "*.jsonl") == f"{tmp_path}/*.jsonl: no file matches this pattern."
 
 
-def test_a_numpy_file_is_named_with_the_command_that_reads_packs(tmp_path):
+def test_a_numpy_file_is_refused_with_the_command_that_imports_packs(tmp_path):
     file = tmp_path / "packed 4096.npy"
     np.save(file, np.zeros(3))
     with pytest.raises(DataError) as caught:
@@ -193,7 +193,7 @@ def test_a_numpy_file_is_named_with_the_command_that_reads_packs(tmp_path):
 
 
 @pytest.mark.parametrize(("mark", "encoding"), [(b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")])
-def test_utf_16_is_named(file, mark, encoding):
+def test_a_utf_16_file_is_refused(file, mark, encoding):
     with pytest.raises(DataError) as caught:
         read(file, mark + '{"prompt": "a"}\n'.encode(encoding))
     assert str(caught.value) == f"{file}: the text is UTF-16, which tandem cannot read. Save it as UTF-8."

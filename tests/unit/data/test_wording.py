@@ -1,4 +1,4 @@
-"""Texts around every prompt: the prompt file and the system prompt file."""
+"""The prompt file and the system prompt file of a dataset."""
 
 import json
 
@@ -34,7 +34,7 @@ def files(tmp_path):
 # What the files say
 
 
-def test_the_files_texts_lose_the_newline_at_their_end_and_no_other(files):
+def test_only_the_final_newline_of_a_prompt_file_is_dropped(files):
     assert wording_of(files(prompt_file="Q: {}\n\n", system_prompt_file=" Be\nkind.\n"), "a.jsonl") == Wording(
         "Q: {}\n", " Be\nkind."
     )
@@ -43,7 +43,7 @@ def test_the_files_texts_lose_the_newline_at_their_end_and_no_other(files):
 def test_without_files_prompts_stay_as_they_are():
     assert wording_of(DatasetFields(), "a.jsonl") == Wording(None, None)
     for prompt in ("Hi", (USER,), (SYSTEM, USER)):
-        assert Wording().of(prompt) == prompt
+        assert Wording().apply(prompt) == prompt
 
 
 def test_a_prompt_file_without_a_place_for_the_prompt_is_refused(files):
@@ -51,7 +51,7 @@ def test_a_prompt_file_without_a_place_for_the_prompt_is_refused(files):
     with pytest.raises(ConfigError) as caught:
         wording_of(given, "a.jsonl")
     place = f"a.jsonl: prompt_file = {given.prompt_file}"
-    assert str(caught.value) == f"{place}: it has no {{}}, which is replaced by the prompt. Add {{}} to it."
+    assert str(caught.value) == f"{place}: the file has no {{}}. Add {{}} where the prompt belongs."
 
 
 @pytest.mark.parametrize("text", ["", "\n", " \n\n"])
@@ -85,12 +85,12 @@ def test_a_file_that_is_not_utf8_is_refused_by_its_key(files, key):
 # What becomes of prompts
 
 
-def test_a_text_is_put_in_every_place_that_the_prompt_file_leaves():
-    assert Wording("Q: {}\nAgain: {}\nA:").of("Hi") == "Q: Hi\nAgain: Hi\nA:"
+def test_a_prompt_replaces_every_placeholder_of_the_prompt_file():
+    assert Wording("Q: {}\nAgain: {}\nA:").apply("Hi") == "Q: Hi\nAgain: Hi\nA:"
 
 
 def test_braces_in_a_prompt_and_other_braces_in_the_file_are_kept():
-    assert Wording('{"a": {}} {0}').of("{} {x}") == '{"a": {} {x}} {0}'
+    assert Wording('{"a": {}} {0}').apply("{} {x}") == '{"a": {} {x}} {0}'
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_braces_in_a_prompt_and_other_braces_in_the_file_are_kept():
         ((USER, ANSWER, TOOL), (Message("user", "Q: Hi"), ANSWER, TOOL)),
     ],
 )
-def test_of_messages_the_last_user_turn_is_put_there(before, after):
-    assert Wording("Q: {}").of(before) == after
+def test_in_messages_the_last_user_turn_is_inserted(before, after):
+    assert Wording("Q: {}").apply(before) == after
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_of_messages_the_last_user_turn_is_put_there(before, after):
     ],
 )
 def test_a_system_turn_is_put_before_prompts_that_have_none(before, after):
-    assert Wording(None, "Be kind.").of(before) == after
+    assert Wording(None, "Be kind.").apply(before) == after
 
 
 def test_both_files_together():
-    assert Wording("Q: {}", "Be kind.").of("Hi") == (SYSTEM, Message("user", "Q: Hi"))
+    assert Wording("Q: {}", "Be kind.").apply("Hi") == (SYSTEM, Message("user", "Q: Hi"))
 
 
 def read(wording: Wording, **changes):

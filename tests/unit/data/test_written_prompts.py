@@ -1,4 +1,4 @@
-"""Prompts that a chat template, or a dialogue's tags, were written into before: counted, and warned about once."""
+"""Prompts that already contain chat template tokens or dialogue tags are counted and warned about once."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def test_messages_in_a_text_are_counted_though_it_is_one_message_alone(found):
         assert found("hi", chosen=text).notes == {}
 
 
-def test_texts_and_labels_that_were_hardly_meant_are_warned_about(found):
+def test_texts_and_labels_that_look_like_mistakes_are_warned_about(found):
     printed = warnings_of(found("hi", "why?", chosen='{"role": "assistant", "content": "a"}', rejected="nan", label=0))
     assert list(printed.values()) == [
         "train: messages written as text in 2 preferences, the first at pairs.jsonl:1, which become part of a single "

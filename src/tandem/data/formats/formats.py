@@ -1,4 +1,4 @@
-"""Reads SourceRows as Preferences: one small function per format, a table of formats, and detection from the keys."""
+"""Reads rows as Preferences, with one function per format, and detects the format from the keys of a row."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from tandem.data.formats.preference import (
     Completion,
     Message,
     Preference,
+    TextOrMessages,
     as_answer,
     checked,
     completion_of,
@@ -27,19 +28,18 @@ from tandem.data.formats.preference import (
 )
 from tandem.data.formats.prompt_files import Wording
 from tandem.data.formats.rated import float_to_int, has_scores, ranked, scored
-from tandem.data.read.sources import ANY_SCORE, SCORE_KEYS, RowError, SourceRow, kind_of
+from tandem.data.read.sources import ANY_SCORE, PAIR_SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.terminal.printable import listed
 
-Prompt = str | tuple[Message, ...]
 PARTS = ("prompt", "chosen", "rejected")
 IGNORED_PROMPT = "a prompt that is ignored because it differs from the complete conversations in chosen and rejected"
 
-# Keys that may contradict which completion is chosen and which is rejected.
+# Keys of labels that may say that the rejected completion is the better one.
 LABELS = ("label", "labels", "preference", "winner")
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`prompt`, `chosen` and `rejected` under configurable keys, as texts or messages."""
+    """A prompt, a chosen and a rejected completion under configurable keys, as texts or messages."""
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
         if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
@@ -51,7 +51,7 @@ def binary(row: SourceRow, keys: DatasetFields) -> Preference:
         lowered = {name.lower(): name for name in row.value}
         if all(name in lowered for name in names):
             settings = [f"data.train.{part}_key={lowered[n]}" for part, n in zip(PARTS, names, strict=True)]
-            message = f"none of the keys {', '.join(names)}, only with other capital letters. Set {' '.join(settings)}."
+            message = f"the keys {', '.join(names)} are spelled with other capital letters. Set {' '.join(settings)}."
             raise RowError(row.place, "missing key", message)
         raise RowError(
             row.place,
@@ -68,12 +68,12 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`; optional `chosen_reward` and `rejected_reward`."""
+    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`; `chosen_reward` and `rejected_reward` are optional."""
     return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are complete conversations; the prompt is their common beginning, up to an answer."""
+    """`chosen` and `rejected` are complete conversations. The prompt is their common beginning."""
     found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
     assert not isinstance(found.prompt, str)
     return (
@@ -84,7 +84,7 @@ def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
-    """Whether every text of a separate prompt is also in the conversations."""
+    """Whether every text of `prompt`, the separate prompt of a row, is also one of `messages`."""
     contents = {message.content.strip() for message in messages}
     turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
     texts = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
@@ -92,12 +92,12 @@ def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
 
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen_messages` and `rejected_messages`: complete conversations; a content may be a list of typed parts."""
+    """`chosen_messages` and `rejected_messages` are complete conversations. The prompt is their common beginning."""
     return _from_conversations(row, "chosen_messages", "rejected_messages")
 
 
 def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are complete dialogues as one text (Anthropic HH), split at the last assistant turn."""
+    """Anthropic HH: `chosen` and `rejected` are dialogues as one text each. The last assistant turn is the completion."""
     (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
     if chosen != rejected:
         raise _prompts_differ(row)
@@ -110,7 +110,7 @@ def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """ShareGPT ranking of LLaMA-Factory: `conversations` of {from, value}; `chosen` and `rejected` likewise."""
+    """ShareGPT of LLaMA-Factory: `conversations` is a list of turns {from, value}; `chosen` and `rejected` are one turn each."""
     turns = field_of(row.value, "conversations", row)
     if not isinstance(turns, list):
         raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
@@ -124,21 +124,23 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
-    """The prompt is `instruction` and `input`; the completions are `chosen` and `rejected`, or a pair in `output`."""
+    """Alpaca: the prompt is `instruction` and `input`. The completions are `chosen` and `rejected`, or a pair in `output`."""
     prompt = _alpaca_prompt(row)
     if keys.chosen_key in row.value:
         return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
     output = field_of(row.value, "output", row)
     if not isinstance(output, list) or len(output) != 2:
         raise RowError(
-            row.place, "one completion", "output: a row without chosen and rejected needs a pair of texts here."
+            row.place,
+            "one completion",
+            "output: without the keys chosen and rejected, this must be a list of two completions.",
         )
     texts = [completion_of(row, text, f"output[{i}]") for i, text in enumerate(output)]
     return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
 
 
-def _alpaca_prompt(row: SourceRow) -> Prompt:
-    """`instruction` and `input` as one text; with `history` (pairs of earlier turns) as messages."""
+def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
+    """Join `instruction` and `input` into one text. If there is a `history` of earlier turns, return messages."""
     instruction = prompt_of(row, "instruction")
     extra = "" if row.value.get("input") is None else row.value["input"]
     if not isinstance(instruction, str) or not isinstance(extra, str):
@@ -155,12 +157,12 @@ def _alpaca_prompt(row: SourceRow) -> Prompt:
 
 
 def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`question`, `response_j` (better), `response_k`: Stack Exchange pairs."""
+    """Stack Exchange pairs: `question`, `response_j` (chosen) and `response_k` (rejected)."""
     return _pair(row, prompt_of(row, "question"), "response_j", "response_k")
 
 
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
-    """HelpSteer3: `context`, `response1`, `response2`; `overall_preference` below 0 prefers the first, 0 is a tie."""
+    """HelpSteer3: `context`, `response1`, `response2`. `overall_preference` below 0 prefers the first; 0 is a tie."""
     preferred = float_to_int(field_of(row.value, "overall_preference", row))
     if not isinstance(preferred, int) or isinstance(preferred, bool):
         raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not an integer.")
@@ -172,12 +174,12 @@ def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How to read the rows of a format, and the keys it is detected from."""
+    """The function that reads the rows of a format, and the keys that the format is detected from."""
 
     read: Callable[[SourceRow, DatasetFields], Preference]
     required_keys: tuple[str, ...]
-    holds: Callable[[Any], bool] = lambda value: True  # a check on the value of the last key
-    # Tried after the keys of all formats; the last key must hold completions with scores.
+    last_value_matches: Callable[[Any], bool] = lambda value: True  # a check on the value of the last required key
+    # Tried if no format matches by its required keys. The last key must hold completions with scores.
     fallback_keys: tuple[tuple[str, ...], ...] = ()
 
 
@@ -186,12 +188,12 @@ def _is_dialogue(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value holds only the completion. In some datasets it is the whole conversation, with the prompt."""
+    """Whether a value is only the completion. In some datasets it is the complete conversation, including the prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 
 
-# In the order they are tried; {prompt}, {chosen} and {rejected} are replaced by the configured keys.
+# In the order of detection. {prompt}, {chosen} and {rejected} are replaced by the configured keys.
 FORMATS: dict[str, Format] = {
     "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
     "PreferenceDataset": Format(ranked, ("context", "completions")),
@@ -213,19 +215,23 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# Formats whose rows contain the order of the completions.
+# Formats whose rows rank the completions. Labels in these rows are not checked.
 RANKED = ("PreferenceDataset", "HelpSteer3", "scored")
 NOTHING_FITS = ("BinaryPreferenceDataset", "no other format matches its keys")
-# Both alpaca formats may have their completions under the configured keys.
+# Rows of alpaca and of alpaca_pair may have their completions under the configured keys.
 ALPACA_KEYS = FORMATS["alpaca"].required_keys
 
 
 def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
-    """The name of the format detected from the keys of a row, and the reason in words."""
+    """Detect the format from the keys of a row. Return its name, and the reason in words."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
     for name, known in FORMATS.items():
         fields = [names.get(field, field) for field in known.required_keys]
-        if name != "Tulu3Preference" and all(f in row.value for f in fields) and known.holds(row.value[fields[-1]]):
+        if (
+            name != "Tulu3Preference"
+            and all(f in row.value for f in fields)
+            and known.last_value_matches(row.value[fields[-1]])
+        ):
             return name, f"detected from the keys {', '.join(fields)}"
     for name, fields in ((name, fields) for name, known in FORMATS.items() for fields in known.fallback_keys):
         fields = [names.get(field, field) for field in fields]
@@ -235,7 +241,7 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
 
 
 def unused_key(name: str, keys: DatasetFields) -> str | None:
-    """The first configured key that a format ignores, such as prompt_key for alpaca; None if it uses all."""
+    """Return the first configured key that a format ignores, such as prompt_key for alpaca, or None."""
     used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].required_keys
     for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
@@ -244,15 +250,15 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
-    """Read a row in the named format, with its system turn and tools, and apply the prompt files of the dataset."""
+    """Read a row in the named format, add its system turn and tools, and apply the prompt files of the dataset."""
     refuse_other_media(row)
     try:
         preference = FORMATS[name].read(row, keys)
     except RowError as error:
-        raise _naming_the_format(_naming_the_setting(error, keys), row, keys, name) from None
+        raise _with_other_format(_with_setting(error, keys), row, keys, name) from None
     if name not in RANKED and _label_may_contradict(row):
         preference = replace(preference, notes=(*preference.notes, CONTRADICTED))
-    prompt, tools = wording.of(with_system(row, preference.prompt)), tools_of(row)
+    prompt, tools = wording.apply(with_system(row, preference.prompt)), tools_of(row)
     if prompt is preference.prompt and not tools:
         return preference
     return replace(preference, prompt=prompt, tools=tools)
@@ -264,8 +270,8 @@ def _label_may_contradict(row: SourceRow) -> bool:
     return any(str(label).strip().lower() in ("0", "0.0", "-1", "-1.0", "false", "rejected") for label in labels)
 
 
-def _naming_the_setting(error: RowError, keys: DatasetFields) -> RowError:
-    """The error with the setting that names the missing key, if one does."""
+def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
+    """If the missing key comes from a setting, add the name of the setting to the error."""
     for part in PARTS:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
@@ -274,8 +280,8 @@ def _naming_the_setting(error: RowError, keys: DatasetFields) -> RowError:
     return error
 
 
-def _naming_the_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
-    """The error with the other format that matches the row, if a key of the detected format is missing."""
+def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
+    """If a key is missing because the row has another format than earlier rows, return an error that says so."""
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
@@ -290,24 +296,24 @@ def _naming_the_format(error: RowError, row: SourceRow, keys: DatasetFields, nam
 
 ASSISTANT = "\n\nAssistant:"
 TURN = re.compile(r"\n\n(Human|Assistant):")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLE_OF_SPEAKER = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def _pair(row: SourceRow, prompt: Prompt, chosen: str, rejected: str) -> Preference:
+def _pair(row: SourceRow, prompt: TextOrMessages, chosen: str, rejected: str) -> Preference:
     texts = [completion_of(row, field_of(row.value, key, row), key) for key in (chosen, rejected)]
     return checked(Preference(prompt, _chosen_and_rejected(row, texts), row.place))
 
 
-def _chosen_and_rejected(row: SourceRow, texts: Sequence[str | tuple[Message, ...]]) -> tuple[Completion, ...]:
-    """The chosen and the rejected completion, with their scores if the row has them."""
+def _chosen_and_rejected(row: SourceRow, texts: Sequence[TextOrMessages]) -> tuple[Completion, ...]:
+    """Return the chosen and the rejected completion, with scores if the row has them."""
     given = None
     if not row.value.keys().isdisjoint(ANY_SCORE):
         # A table has every column in every row, with null for missing values.
-        several = [keys for keys in SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
+        several = [keys for keys in PAIR_SCORE_KEYS if any(row.value.get(key) is not None for key in keys)]
         given = several[0] if several else None
         for one, two in ((a, b) for other in several[1:] for a, b in zip(several[0], other, strict=True)):
             if row.value.get(one) != row.value.get(two):
-                raise RowError(row.place, "bad score", f"{one} and {two} differ, and only one can be used. Remove one.")
+                raise RowError(row.place, "bad score", f"{one} and {two} differ. Remove one of them.")
     if given is None:
         return tuple(Completion(text, i) for i, text in enumerate(texts))
     scores = [score_of(row.value.get(key), row, key) for key in given]
@@ -315,7 +321,7 @@ def _chosen_and_rejected(row: SourceRow, texts: Sequence[str | tuple[Message, ..
 
 
 def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
-    """The text before the last assistant turn, and the text of that turn."""
+    """Return the text before the last assistant turn, and the text of that turn."""
     text = text_of(row, field_of(row.value, key, row), key)
     before, found, answer = text.rpartition(ASSISTANT)
     before = f"\n\n{before.lstrip()}"
@@ -327,11 +333,11 @@ def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
 
 
 def _turns(dialogue: str) -> list[dict[str, str]]:
-    """A dialogue as messages; consecutive turns of one role are merged."""
+    """Convert a dialogue to messages. Consecutive turns of the same role are merged."""
     turns: list[dict[str, str]] = []
     _, *parts = TURN.split(dialogue)
     for who, said in zip(parts[::2], parts[1::2], strict=True):
-        role = ROLES[who.lower()]
+        role = ROLE_OF_SPEAKER[who.lower()]
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += f"\n\n{said.strip()}"
         else:
@@ -345,10 +351,11 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """Make a preference of two conversations. The prompt is their longest common beginning that an assistant turn follows in
-    both.
+    """Make a preference of two conversations. The prompt is their common beginning, up to an assistant turn in both.
 
-    user assistant user [assistant] and user assistant user [assistant tool assistant]: the completions are in brackets
+    The completions are in brackets:
+    chosen    user assistant user [assistant]
+    rejected  user assistant user [assistant tool assistant]
     """
     keys = (chosen_key, rejected_key)
     both = [messages_of(field_of(row.value, key, row), row, key, allowed="a list of messages") for key in keys]
@@ -375,6 +382,6 @@ def _from_sharegpt(turn: Any, row: SourceRow, where: str) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise RowError(row.place, "wrong type", f"{where}: {kind_of(turn)}, not a turn with from and value.")
     who, said = (field_of(turn, key, row, f"{where}.") for key in ("from", "value"))
-    if not isinstance(who, str) or who not in ROLES:
-        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is not one of {', '.join(ROLES)}.")
-    return {"role": ROLES[who], "content": said}
+    if not isinstance(who, str) or who not in ROLE_OF_SPEAKER:
+        raise RowError(row.place, "unknown role", f"{where}.from: {who!r} is not one of {', '.join(ROLE_OF_SPEAKER)}.")
+    return {"role": ROLE_OF_SPEAKER[who], "content": said}

@@ -1,12 +1,13 @@
-"""Reads and writes the packed files of NeMo Aligner, `packed_{size}_seed{seed}.npy`, as preferences pack by pack.
+"""Reads and writes the packed files of NeMo Aligner, `packed_{size}_seed{seed}.npy`.
 
-Such a file is a pickle, and unpickling can run arbitrary code. Here it is read as data: names are compared with a short
-table, and nothing is imported or called.
+These files are pickles, and unpickling can run arbitrary code. `plain_pickle` reads them as data instead: it imports and
+calls nothing that a file names.
 
-Each pack is a dict: `input_ids` and `labels` of all its sequences end to end (chosen, rejected, chosen, ...),
-`seq_boundaries` (0, then where each sequence ends), and per sequence `lengths` and `reward`. Labels come in two layouts:
+Each pack is a dict. `input_ids` and `labels` are those of all sequences, concatenated (chosen, rejected, chosen, ...).
+`seq_boundaries` is 0, followed by the end of each sequence. `lengths` and `reward` have one value per sequence.
+There are two layouts of labels:
 
-    prompt 5 6, answer 7 8    in place (Aligner 0.6, and as written here)   one ahead (Aligner 0.7)
+    prompt 5 6, answer 7 8    in place (Aligner 0.6, and write_nemo)        one ahead (Aligner 0.7)
     input_ids                 5    6    7  8                                5    6  7
     labels                    -100 -100 7  8                                -100 7  8
 """
@@ -29,7 +30,7 @@ from tandem.data.text.tokens import IntArray, TokenizedPreference
 from tandem.errors import DataError
 from tandem.storage.cache import replacing
 
-NOT_SCORED = -100  # the label of tokens without a loss: prompt, tool turns, padding
+NOT_SCORED = -100  # the label of tokens that do not count in the loss: prompt, tool turns, padding
 DEFAULT_REWARDS = (1.0, 0.0)  # of chosen and rejected if the data has none
 MAX_ID = np.iinfo(np.int32).max
 KEYS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
@@ -37,10 +38,10 @@ PACK_AGAIN_HINT = "Pack it again, or prepare from the JSONL file that it was pac
 
 
 def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
-    """The preferences of each pack, one per pair, each with two completions and the rewards as scores.
+    """Return the preferences of each pack. Each preference has two completions, with their rewards as scores.
 
-    The layout is detected from the labels: a file has one layout. Pairs are not filtered: equal completions and long
-    ones are returned too.
+    The layout of the labels is detected; a file must have one layout throughout. Pairs are not filtered: those with equal
+    or long completions are returned too.
     """
     if file.exists() and not file.is_file() and not file.is_dir():
         raise DataError(f"{file}: a pipe or a device. Give the path of a packed_*.npy file.")
@@ -48,7 +49,7 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
     _check_amount(entries, num_bytes, file)
     entries.reverse()
     packs: list[list[_Sequence]] = []
-    while entries:  # each is freed once it is read: as Python integers, tokens take nine times the memory
+    while entries:  # entries are freed one by one: tokens as Python integers take nine times the memory
         packs.append(_sequences(entries.pop(), f"{file}: pack {len(packs)}"))
     ahead = _labels_are_ahead([sequence for pack in packs for sequence in pack])
     return [
@@ -63,14 +64,14 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
 def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> None:
     """Write packs in the format of NeMo Aligner, with labels in place. The file is written completely or not at all.
 
-    Each pair of a preference becomes a chosen and a rejected sequence, prompt included. Packs without a pair are left
-    out.
+    Each pair of a preference becomes two sequences: the prompt with the chosen, and with the rejected completion. Packs
+    without pairs are left out.
     """
     entries = [entry for pack in packs if (entry := _entry(pack))["lengths"]]
     array = np.empty(len(entries), object)
     array[:] = entries
     data = pickle.dumps(array, protocol=3)
-    # numpy 2 writes its new module name, which the numpy in Aligner's containers does not know. All versions know the old one.
+    # numpy 2 writes a new module name, which the numpy in Aligner's containers cannot load. All versions can load the old name.
     head, rest = data[:64].replace(b"numpy._core.", b"numpy.core."), memoryview(data)[64:]
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file, binary=True) as sink:
@@ -79,17 +80,17 @@ def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> No
         sink.write(rest)
 
 
-def pack_sizes_for_nemo(preference: TokenizedPreference) -> int:
-    """The number of tokens that a preference takes in a NeMo pack: two sequences per pair, each less one token.
+def nemo_pack_tokens(preference: TokenizedPreference) -> int:
+    """Return the number of tokens that a preference takes in a NeMo pack: two sequences per pair, each minus one token.
 
-    A sequence of n tokens is n - 1 inputs and n - 1 labels, and the size of a pack counts inputs.
+    NeMo counts inputs, and a sequence of n tokens has n - 1 inputs, each with the next token as its label.
     """
     lengths = [len(preference.prompt) + len(completion) - 1 for completion in preference.completions]
     return sum(lengths[winner] + lengths[loser] for winner, loser in preference.pairs)
 
 
 def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreference]:
-    """Each pair as a preference with two completions. The pairs of a preference may go into different NeMo packs."""
+    """Yield each pair as a preference with two completions, so that pairs can go into different NeMo packs."""
     for pair in preference.pairs:
         yield TokenizedPreference(
             prompt=preference.prompt,
@@ -105,7 +106,7 @@ def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreferenc
 
 
 def _entry(pack: Sequence[TokenizedPreference]) -> dict[str, list[Any]]:
-    """The dict of a pack, as in the file."""
+    """Return the dict that the file holds for a pack."""
     entry: dict[str, list[Any]] = {key: [] for key in KEYS}
     entry["seq_boundaries"].append(0)
     for pair in (pair for preference in pack for pair in single_pairs(preference)):
@@ -115,7 +116,7 @@ def _entry(pack: Sequence[TokenizedPreference]) -> dict[str, list[Any]]:
             scored = pair.scored(i)
             if not len(scored):
                 raise DataError(
-                    f"{pair.place}: a completion has no scored token, which a NeMo pack cannot represent. Remove it."
+                    f"{pair.place}: a completion has no scored tokens, which a NeMo pack cannot represent. Remove the row."
                 )
             labels[scored] = pair.completions[i][scored]
             entry["input_ids"] += pair.prompt.tolist() + pair.completions[i].tolist()
@@ -142,7 +143,7 @@ def _rewards(pair: TokenizedPreference) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A prompt with one completion, without padding."""
+    """A prompt with one completion, without padding, as read from a file."""
 
     ids: IntArray
     labels: IntArray
@@ -151,19 +152,19 @@ class _Sequence:
 
     @property
     def not_in_place(self) -> NDArray[np.intp]:
-        """Positions of labels that differ from the token at the same position."""
+        """Positions where the label differs from the token. Empty if labels are in place."""
         return np.flatnonzero((self.labels != self.ids) & (self.labels != NOT_SCORED))
 
     @property
     def not_ahead(self) -> NDArray[np.intp]:
-        """Positions of labels that differ from the next token. The last label is not checked: no token follows."""
+        """Positions where the label differs from the next token. Empty if labels are one ahead."""
         labels = self.labels[:-1]
         return np.flatnonzero((labels != self.ids[1:]) & (labels != NOT_SCORED))
 
     def in_place(self, ahead: bool) -> "_Sequence":
-        """The same sequence with labels in place.
+        """Return the same sequence with labels in place. ahead: whether they are one ahead now.
 
-        ids 5 6 7, labels -100 7 8, one ahead -> ids 5 6 7 8, labels -100 -100 7 8
+        ids 5 6 7, labels -100 7 8 (one ahead) -> ids 5 6 7 8, labels -100 -100 7 8 (in place)
         """
         if not ahead:
             return self
@@ -174,7 +175,7 @@ class _Sequence:
 
 
 def _load_packs(file: Path) -> tuple[list[Any], int]:
-    """The packs of a file, and its size in bytes."""
+    """Return the packs of a file, and its size in bytes."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -186,7 +187,7 @@ def _load_packs(file: Path) -> tuple[list[Any], int]:
 
 
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
-    """Refuse a file that expands to more numbers than it has bytes, by repeating a list."""
+    """Refuse a file that has more numbers than bytes, because it repeats lists by reference."""
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     num_numbers = sum(len(items) for value in values if (items := _items(value)) is not None)
     if num_numbers > num_bytes:
@@ -196,7 +197,7 @@ def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
 
 
 def _sequences(entry: Any, place: str) -> list[_Sequence]:
-    """The sequences of a pack, each checked except for the layout of its labels."""
+    """Return the sequences of a pack. Everything is checked except the layout of the labels."""
     if not isinstance(entry, dict):
         raise DataError(f"{place}: {describe(entry)}, not a dict with {', '.join(KEYS)}. {PACK_AGAIN_HINT}")
     if entry.keys() != set(KEYS):
@@ -215,7 +216,7 @@ def _sequences(entry: Any, place: str) -> list[_Sequence]:
         if len(values) != num:
             raise DataError(f"{place}: {len(values)} {key} for {num} {what}. {PACK_AGAIN_HINT}")
     return [
-        _sequence(ids[start:end], labels[start:end], length, reward, f"{place}, sequence {i}")
+        _sequence(ids[start:end], labels[start:end], length=length, reward=reward, place=f"{place}, sequence {i}")
         for i, ((start, end), length, reward) in enumerate(zip(pairwise(bounds), lengths, rewards, strict=True))
     ]
 
@@ -240,13 +241,13 @@ def _check_bounds(bounds: list[int], num_tokens: int, place: str) -> None:
         )
 
 
-def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, place: str) -> _Sequence:
-    """A sequence without its padding: the first `length` tokens."""
+def _sequence(tokens: list[Any], labelled: list[Any], *, length: Any, reward: Any, place: str) -> _Sequence:
+    """Check a sequence, and return its first `length` tokens. The tokens after them are padding."""
     if type(length) is not int or not 0 < length <= len(tokens):
         raise DataError(
             f"{place}: its length is {describe(length)}, but it has {len(tokens)} tokens. {PACK_AGAIN_HINT}"
         )
-    ids, labels = _as_integers(tokens, "token", place), _as_integers(marks, "label", place)
+    ids, labels = _as_integers(tokens, "token", place), _as_integers(labelled, "label", place)
     if (wrong := np.flatnonzero((ids < 0) | (ids > MAX_ID))).size:
         raise DataError(f"{place}: token {wrong[0]} is {ids[wrong[0]]}, which is not a token id. {PACK_AGAIN_HINT}")
     is_id = (labels >= 0) & (labels <= MAX_ID)
@@ -255,7 +256,7 @@ def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, pla
             f"{place}: label {wrong[0]} is {labels[wrong[0]]}, neither a token id nor {NOT_SCORED}. {PACK_AGAIN_HINT}"
         )
     if is_id[length:].any():
-        raise DataError(f"{place}: its length is {length}, but there are labels after it. {PACK_AGAIN_HINT}")
+        raise DataError(f"{place}: its length is {length}, but tokens after it have labels. {PACK_AGAIN_HINT}")
     if not is_id.any():
         raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no completion. {PACK_AGAIN_HINT}")
     if not _is_finite(reward):
@@ -269,9 +270,10 @@ def _sequence(tokens: list[Any], marks: list[Any], length: Any, reward: Any, pla
 
 
 def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
-    """Whether labels are one ahead, not in place; False if both fit.
+    """Whether labels are one ahead. False if they are in place, or if both layouts match.
 
-    A completion of one token fits both, since no token follows it. So one layout must fit every sequence of a file.
+    Some sequences match both layouts, such as a completion of one token. So all sequences of the file are compared, and one
+    layout must match all of them.
     """
     not_in_place = next((sequence for sequence in sequences if sequence.not_in_place.size), None)
     not_ahead = next((sequence for sequence in sequences if sequence.not_ahead.size), None)
@@ -281,23 +283,23 @@ def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
         if sequence.not_in_place.size and sequence.not_ahead.size:
             i, j, ids, labels = sequence.not_in_place[0], sequence.not_ahead[0], sequence.ids, sequence.labels
             raise DataError(
-                f"{sequence.place}: label {i} is {labels[i]} and its token {ids[i]}, label {j} is {labels[j]} and the next "
-                f"token {ids[j + 1]}, so labels are neither in place nor one ahead. {PACK_AGAIN_HINT}"
+                f"{sequence.place}: labels match neither their tokens (label {i} is {labels[i]}, token {i} is {ids[i]}) nor the "
+                f"next tokens (label {j} is {labels[j]}, token {j + 1} is {ids[j + 1]}). {PACK_AGAIN_HINT}"
             )
     raise DataError(
-        f"{not_in_place.place}: its labels are one ahead, but those of {not_ahead.place.rpartition(': ')[2]} are in "
-        f"place. A file must have one layout. {PACK_AGAIN_HINT}"
+        f"{not_in_place.place}: its labels are the next tokens, but those of {not_ahead.place.rpartition(': ')[2]} are the "
+        f"tokens themselves. A file must have one layout. {PACK_AGAIN_HINT}"
     )
 
 
 def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int) -> TokenizedPreference:
-    """A pair with labels in place, as a preference: the prompt is everything before the first label."""
+    """Make a preference of two sequences with labels in place. The prompt is everything before the first label."""
     starts = [int(np.flatnonzero(sequence.labels != NOT_SCORED)[0]) for sequence in (chosen, rejected)]
     prompt, other = chosen.ids[: starts[0]], rejected.ids[: starts[1]]
     if not np.array_equal(prompt, other):
         pair = f"{chosen.place.rpartition(', ')[0]}, sequences {number} and {number + 1}"
         raise DataError(
-            f"{pair}: their prompts differ ({_difference(prompt, other)}), but a pair has one prompt. {PACK_AGAIN_HINT}"
+            f"{pair}: their prompts differ ({_difference(prompt, other)}), but a pair must have one prompt. {PACK_AGAIN_HINT}"
         )
     if not len(prompt):
         raise DataError(f"{chosen.place}: its first token has a label, so it has no prompt. {PACK_AGAIN_HINT}")
@@ -314,7 +316,7 @@ def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int)
 
 
 def _difference(prompt: IntArray, other: IntArray) -> str:
-    """The first difference of two prompts, in words."""
+    """Describe the first difference of two prompts."""
     num = min(len(prompt), len(other))
     if (differing := np.flatnonzero(prompt[:num] != other[:num])).size:
         return f"token {differing[0]} is {prompt[differing[0]]} and {other[differing[0]]}"
@@ -322,7 +324,7 @@ def _difference(prompt: IntArray, other: IntArray) -> str:
 
 
 def _items(value: Any) -> list[Any] | NDArray[Any] | None:
-    """The items of a list or an array; None for anything else."""
+    """Return the items of a list or an array, or None for anything else."""
     return value if isinstance(value, list) else value.values if isinstance(value, Array) else None
 
 
@@ -333,7 +335,7 @@ def _listed(value: Any, key: str, place: str) -> list[Any]:
 
 
 def _as_integers(values: list[Any], what: str, place: str) -> NDArray[np.int64]:
-    """Integers as an array; a DataError names the first other value."""
+    """Convert integers to an array. Raise a DataError with the first value that is not a 64-bit integer."""
     with suppress(OverflowError):
         if set(map(type, values)) <= {int}:
             return np.array(values, np.int64)

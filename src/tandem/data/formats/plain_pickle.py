@@ -1,4 +1,4 @@
-"""Reads an untrusted .npy file of pickled objects as numbers, strings, lists, dicts and arrays, without running anything."""
+"""Reads an untrusted .npy file of pickled objects without running its code. Only plain data is accepted."""
 
 import pickle
 import re
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_SHOWN_CHARACTERS = 80  # characters of a value in a message
+MAX_SHOWN_CHARACTERS = 80  # of a value in a message
 
 
 class Refused(Exception):
-    """A pickle that is refused; the message follows the file name and a colon."""
+    """A pickle is refused. The message has no file name; the caller adds it."""
 
 
 class _Name(Enum):
-    """The names that a pickle may contain. They are only compared: nothing is imported."""
+    """The names of functions and classes that a pickle may contain. They are only compared; nothing is imported."""
 
     NDARRAY = "numpy.ndarray"
     DTYPE = "numpy.dtype"
@@ -40,26 +40,26 @@ _KNOWN_NAMES = {
 
 @dataclass(slots=True, eq=False)
 class _Dtype:
-    """The type of an array's items: a number such as `i8`, or `O8` for objects. The pickle sets the byte order later."""
+    """The type of an array's items: `i8` and others for numbers, `O8` for objects. The pickle sets the byte order later."""
 
     code: str
     order: str = "="
 
     def numbers(self, raw: bytes, num: int) -> NDArray[Any]:
         if self.code not in _CODES or len(raw) != num * int(self.code[1]):
-            raise Refused(f"an array of {num} {describe(self.code)} in {len(raw)} bytes")
+            raise Refused(f"an array of {num} items of type {describe(self.code)} has {len(raw)} bytes")
         return np.frombuffer(raw, np.dtype(self.order + self.code))
 
 
 @dataclass(slots=True, eq=False)
 class Array:
-    """A one-dimensional array: created empty, then filled."""
+    """A one-dimensional array. A pickle creates it empty and fills it later."""
 
     values: list[Any] | NDArray[Any] | None = None
 
 
 def describe(value: Any) -> str:
-    """A value of the file as one short line for a message."""
+    """Return a value of the file as a short text for a message."""
     if isinstance(value, int | float | str) or value is None:
         text = ascii(value)
         return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
@@ -68,29 +68,31 @@ def describe(value: Any) -> str:
 
 _CODES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
 _HEADER = re.compile(rb"\{'descr': '\|O', 'fortran_order': False, 'shape': \(([0-9]{1,18}),\), \} *\n")
-# Opcodes of one number each: integers of 1, 2 and 4 bytes, and floats. A list of tokens is a run of them.
+# Opcodes that push one number: integers of 1, 2 and 4 bytes, and floats. A list of tokens is a sequence of such opcodes.
 _NUMBERS = re.compile(rb"(?:K.|M..|J.{4}|G.{8})++", re.DOTALL)
-_SKIPPED = {b"\x80": 1, b"\x95": 8}  # protocol and frame: number of bytes that follow
+_SKIPPED = {b"\x80": 1, b"\x95": 8}  # PROTO and FRAME: size of the argument in bytes
 _CONSTANTS: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict, b")": tuple, b"N": lambda: None}
 _CONSTANTS |= {b"\x88": lambda: True, b"\x89": lambda: False}
-_SIZED: dict[bytes, tuple[int, Callable[[bytes], Any]]] = {  # size of the length field, and how to decode the bytes
+_SIZED: dict[
+    bytes, tuple[int, Callable[[bytes], Any]]
+] = {  # size of the length field in bytes, and a function that decodes the content
     b"X": (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
     b"\x8c": (1, lambda raw: raw.decode("utf-8", "surrogatepass")),
     b"B": (4, bytes),
     b"C": (1, bytes),
     b"\x8a": (1, lambda raw: int.from_bytes(raw, "little", signed=True)),
 }
-_MEMO_PUT, _MEMO_GET = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}  # bytes of the index into the memo
+_MEMO_PUT, _MEMO_GET = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}  # size of the memo index in bytes
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
 
 def load_objects(data: bytes) -> list[Any]:
-    """The objects of a one-dimensional .npy file."""
-    # numpy.save writes a list of dicts in version 1.0, whose header has at most 65,535 bytes.
+    """Return the objects of a .npy file that holds a one-dimensional array of them."""
+    # numpy.save writes a list of dicts in version 1.0 of the format: 2 bytes give the length of the header.
     header = data[10 : 10 + int.from_bytes(data[8:10], "little")]
     described = _HEADER.fullmatch(header) if data[:8] == b"\x93NUMPY\x01\x00" else None
     if described is None:
-        raise Refused("not an array of objects as numpy.save writes it")
+        raise Refused("not a one-dimensional array of objects written by numpy.save")
     loaded = _PlainPickle(data, 10 + len(header)).load()
     if not isinstance(loaded, Array) or not isinstance(loaded.values, list):
         raise Refused("does not contain an array of objects")
@@ -100,10 +102,10 @@ def load_objects(data: bytes) -> list[Any]:
 
 
 class _PlainPickle:
-    """A reader for pickles of numbers, strings, lists, tuples, dicts and numpy arrays that imports and calls nothing.
+    """Reads a pickle of numbers, strings, lists, tuples, dicts and numpy arrays. Imports and calls nothing that it names.
 
-    pickle.Unpickler is not safe for untrusted files even if it allows few names: one changed byte makes it reserve
-    gigabytes for its memo, and numpy takes the shape of an array from the file and reads past the end of its data.
+    A pickle.Unpickler with an allow-list of names is not safe for untrusted files: one changed byte makes it reserve
+    gigabytes for its memo, and numpy trusts the shape in the file and reads past the end of the data.
     """
 
     def __init__(self, data: bytes, start: int):
@@ -111,7 +113,7 @@ class _PlainPickle:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.num_encoded = 0  # characters
+        self.num_encoded = 0  # characters encoded to bytes so far
 
     def load(self) -> Any:
         try:
@@ -122,9 +124,9 @@ class _PlainPickle:
             raise Refused(f"damaged before byte {self.position}") from None
 
     def _next_opcode(self) -> bytes:
-        """Push a run of numbers, and return the next opcode after it."""
+        """Push the numbers that come next, if any, and return the opcode after them."""
         if run := _NUMBERS.match(self.data, self.position):
-            # For numbers alone pickle.loads is safe, and far faster. "(" ... "t" makes a tuple of them.
+            # pickle.loads is safe for numbers alone, and much faster. "(" and "t" make a tuple of them.
             self.stack += pickle.loads(b"(" + run[0] + b"t.")
             self.position = run.end()
         return self._take(1)
@@ -143,8 +145,8 @@ class _PlainPickle:
         if code in _CONSTANTS:
             self.stack.append(_CONSTANTS[code]())
         elif code in _SIZED:
-            num_bytes, made_of = _SIZED[code]
-            self.stack.append(made_of(self._take(self._number(num_bytes))))
+            num_bytes, decode = _SIZED[code]
+            self.stack.append(decode(self._take(self._number(num_bytes))))
         elif code in _MEMO_PUT:
             self.memo[self._number(_MEMO_PUT[code])] = self.stack[-1]
         elif code in _MEMO_GET:
@@ -193,7 +195,7 @@ class _PlainPickle:
             raise TypeError
         if (module, name) not in _KNOWN_NAMES:
             raise Refused(
-                f"it names {describe(f'{module}.{name}')}, which packs do not use; no code from the file was run"
+                f"it names {describe(f'{module}.{name}')}, which packs do not use. No code from the file was run"
             )
         self.stack.append(_KNOWN_NAMES[module, name])
 
@@ -213,7 +215,7 @@ class _PlainPickle:
                 self.stack.append(dtype.numbers(raw, 1)[0].item())
             case [_Name.ENCODE, (str(text), "latin1")]:
                 self.num_encoded += len(text)
-                if self.num_encoded > len(self.data):  # each encoding takes memory
+                if self.num_encoded > len(self.data):  # the same text, encoded again and again, could fill the memory
                     raise Refused(f"a text is encoded many times before byte {self.position}")
                 self.stack.append(text.encode("latin1"))
             case _:

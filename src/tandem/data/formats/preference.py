@@ -1,4 +1,4 @@
-"""The record of a preference, and functions that read its parts from a row: texts, messages and scores."""
+"""Defines the Preference record, and reads its parts from a row: texts, messages, tools and scores."""
 
 import difflib
 import json
@@ -15,52 +15,58 @@ from tandem.data.text.chat import SHIELD
 from tandem.terminal.printable import listed
 
 ROLES = ("system", "user", "assistant", "tool")
-# Keys of a message besides role and content that chat templates read.
+# Keys of a message that chat templates read, in addition to role and content.
 REASONING = ("reasoning_content", "thinking")
 OPTIONAL_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING)
-# Columns of datasets that are not text only.
+# Columns of multimodal datasets.
 OTHER_MEDIA = frozenset(["images", "image", "videos", "video", "audios", "audio"])
-# The note on rows whose label may contradict their chosen completion.
+# The note for rows with a label that may say that the rejected completion is better.
 CONTRADICTED = "labels that are ignored and may prefer the rejected completion"
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `more` holds tool calls and other fields that a chat template may read."""
+    """One turn of a conversation. `more` holds other fields that a chat template may read, such as tool calls."""
 
     role: str
     content: str
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
+TextOrMessages = str | tuple[Message, ...]  # a prompt, or the answer of a completion
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One completion: its answer, its rank (lower is better), and its score if the data has one.
 
-    The answer is plain text, or messages: assistant turns, which are scored, and tool turns, which are not.
+    The answer is plain text, or messages of the assistant and its tools. Only the assistant's turns are scored.
     """
 
-    answer: str | tuple[Message, ...]
+    answer: TextOrMessages
     rank: int
     score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt (plain text or messages), two or more ranked completions, and the tools that are available."""
+    """A prompt (plain text or messages), two or more ranked completions, and the tools offered to the model."""
 
-    prompt: str | tuple[Message, ...]
+    prompt: TextOrMessages
     completions: tuple[Completion, ...]
     place: str
     tools: tuple[Any, ...] = ()
-    notes: tuple[str, ...] = ()  # counted and reported; the row is used
-    columns: Mapping[str, float] = field(default_factory=dict)  # by name, those that keys of the data set name
+    notes: tuple[str, ...] = ()  # observations that are counted and reported; the row is used
+    columns: Mapping[str, float] = field(
+        default_factory=dict
+    )  # column name -> value, for columns set by keys such as weight_key
 
 
 def checked(preference: Preference) -> Preference:
+    """Return the preference, or raise a RowError if its completions do not express one."""
     answers = [completion.answer for completion in preference.completions]
-    if len(answers) == 2 and any(map(is_empty, answers)):  # of more than two, an empty one may be in no pair
+    if len(answers) == 2 and any(map(is_empty, answers)):  # among more than two, the empty one may not be in any pair
         raise empty_completion(preference.place)
     if all(answer == answers[0] for answer in answers):
         raise RowError(
@@ -78,13 +84,15 @@ def empty_completion(place: str) -> RowError:
     return RowError(place, "empty completion", "a completion is empty.", kind="filtered")
 
 
-def is_empty(answer: str | tuple[Message, ...]) -> bool:
+def is_empty(answer: TextOrMessages) -> bool:
+    """Whether a text, or any assistant turn, has neither content nor tool calls."""
     if isinstance(answer, str):
         return not answer.strip()
     return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
 
 
 def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
+    """Return the value of a key, or raise a RowError if it is missing or null. above: the path to `holder` in messages."""
     if key not in holder:
         refuse_spaces(holder, (key,), row)
         lowered = {name.lower(): name for name in holder}
@@ -99,11 +107,9 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
 
 
 def refuse_spaces(holder: Mapping[str, Any], keys: tuple[str, ...], row: SourceRow) -> None:
-    """Raise a RowError if a key is only missing because of spaces around its name, as in the headers of some tables."""
+    """Raise a RowError if one of `keys` is present with spaces around its name, as in the headers of some tables."""
     if spaced := [name for name in holder if name not in keys and name.strip() in keys]:
-        message = (
-            f"spaces around {', '.join(map(repr, spaced))}. Remove them from the key, or from the header of the table."
-        )
+        message = f"spaces around the key {', '.join(map(repr, spaced))}. Remove them, in a table from its header."
         raise RowError(row.place, "missing key", message)
 
 
@@ -113,7 +119,7 @@ def _remedy(key: str) -> str:
     return "Set data.train.dataset_name to another format."
 
 
-def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
+def prompt_of(row: SourceRow, key: str) -> TextOrMessages:
     value = field_of(row.value, key, row)
     if isinstance(value, str):
         if not value.strip():
@@ -122,8 +128,8 @@ def prompt_of(row: SourceRow, key: str) -> str | tuple[Message, ...]:
     return ended_before_answer(messages_of(value, row, key), row, key)
 
 
-def with_system(row: SourceRow, prompt: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
-    """The prompt, preceded by the system turn under the row's key `system`, if it has one."""
+def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
+    """Return the prompt, with the system turn from the row's key `system` first, if the row has that key."""
     given = row.value.get("system")
     if not given:
         return prompt
@@ -131,18 +137,17 @@ def with_system(row: SourceRow, prompt: str | tuple[Message, ...]) -> str | tupl
     turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     if turns[0].role == "system":
         raise RowError(
-            row.place, "late system turn", "a system turn in the prompt and another under the key system. Remove one."
+            row.place, "late system turn", "the prompt has a system turn, and the key system gives another. Remove one."
         )
     return (system, *turns)
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
+    """Return the messages of a prompt, or raise a RowError if they do not end in a turn that can be answered."""
     if messages[-1].role == "user" and not messages[-1].content.strip():
         raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":
-        raise RowError(
-            row.place, "no user turn", f"{key}: only a system turn, with nothing to answer. Add a user turn."
-        )
+        raise RowError(row.place, "no user turn", f"{key}: the prompt has only a system turn. Add a user turn.")
     if messages[-1].role == "assistant":
         raise RowError(
             row.place,
@@ -153,6 +158,7 @@ def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str)
 
 
 def refuse_other_media(row: SourceRow) -> None:
+    """Raise a RowError if the row has images, video or audio."""
     for key in () if OTHER_MEDIA.isdisjoint(row.value) else row.value:
         if key in OTHER_MEDIA and row.value[key]:
             raise RowError(
@@ -168,7 +174,7 @@ def text_of(row: SourceRow, value: Any, key: str) -> str:
     return _clean(value, row, key)
 
 
-def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, ...]:
+def completion_of(row: SourceRow, value: Any, key: str) -> TextOrMessages:
     if isinstance(value, str):
         return _clean(value, row, key)
     if isinstance(value, Mapping):
@@ -176,8 +182,8 @@ def completion_of(row: SourceRow, value: Any, key: str) -> str | tuple[Message, 
     return as_answer(messages_of(value, row, key, first="assistant"), row, key)
 
 
-def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | tuple[Message, ...]:
-    """The answer of an assistant and its tools: messages, or the text of a single plain message."""
+def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> TextOrMessages:
+    """Check the roles of a completion. Return its messages, or only the text of a single message without other fields."""
     if len(messages) == 1 and messages[0].role == "assistant":
         return messages if messages[0].more else messages[0].content
     roles = [message.role for message in messages]
@@ -192,7 +198,7 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> str | 
 
 
 def tools_of(row: SourceRow) -> tuple[Any, ...]:
-    """The tools of a row (JSON schemas), from a list or from its JSON text."""
+    """Return the tools of a row (JSON schemas), given as a list or as the JSON text of a list."""
     value = row.value.get("tools")
     if isinstance(value, str) and value.strip():
         try:
@@ -216,6 +222,10 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
 def messages_of(
     value: Any, row: SourceRow, key: str, first: str = "user", allowed: str = "a text or a list of messages"
 ) -> tuple[Message, ...]:
+    """Read a list of messages and check the order of roles. first: the role that must follow an optional system turn.
+
+    allowed: what the value may be, for the message of an error.
+    """
     if not isinstance(value, list):
         raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not {allowed}.")
     if not value:
@@ -264,7 +274,7 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
 
 
 def check_calls(calls: Any, row: SourceRow, where: str) -> None:
-    """Check that each call has a name, and arguments that are an object, its JSON text, or missing."""
+    """Check that each call has a name. Its arguments must be an object or the JSON text of an object, or be missing."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise RowError(row.place, "bad tool call", f"{where}: {describe(calls)}, not a list of calls.")
     for i, call in enumerate(calls):
@@ -284,7 +294,7 @@ def check_calls(calls: Any, row: SourceRow, where: str) -> None:
 
 
 def _text(content: Any, row: SourceRow, where: str) -> str:
-    """The text, or the joined texts of typed parts ({"type": "text", "text" or "value": ...})."""
+    """Return a content that is a text, or join its typed parts ({"type": "text", "text" or "value": ...})."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -300,11 +310,12 @@ def _text(content: Any, row: SourceRow, where: str) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value for an error message: a number as it is, anything else by its kind."""
+    """Describe a value for an error message: a number by its digits, anything else by its type."""
     return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else kind_of(value)
 
 
 def _clean(text: str, row: SourceRow, key: str) -> str:
+    """Return the text, or raise a RowError if it cannot be encoded as UTF-8 or contains the character SHIELD."""
     if text.isascii():
         return text
     try:
@@ -322,7 +333,7 @@ def _clean(text: str, row: SourceRow, key: str) -> str:
 
 
 def _clean_within(value: Any, row: SourceRow, key: str) -> Any:
-    """Check every text inside a value as `_clean` does."""
+    """Apply `_clean` to every text inside a value."""
     if isinstance(value, str):
         _clean(value, row, key)
     elif isinstance(value, Mapping):
@@ -340,7 +351,7 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
 
 
 def number_of(value: Any, row: SourceRow, where: str, what: str) -> float:
-    """A finite number within float32. `what` it is: a score, a weight, ..."""
+    """Return a finite number in the range of float32. what: "score", "weight", ..., for messages."""
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
         comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None

@@ -1,32 +1,30 @@
-"""Reads the prompt files of a dataset into a Wording, which applies their texts to every prompt."""
+"""Reads the prompt files of a dataset, and applies their texts to every prompt."""
 
 import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.config.sections.datasets import DatasetFields
-from tandem.data.formats.preference import Message
+from tandem.data.formats.preference import Message, TextOrMessages
 from tandem.errors import ConfigError
-
-Prompt = str | tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The texts of `prompt_file`, where {} is replaced by the prompt, and of `system_prompt_file`."""
+    """The texts of `prompt_file`, in which {} stands for the prompt, and of `system_prompt_file`."""
 
     prompt: str | None = None
     system: str | None = None
 
-    def of(self, prompt: Prompt) -> Prompt:
-        """The prompt with its last user turn inserted into the prompt text, and a system turn first if it has none."""
+    def apply(self, prompt: TextOrMessages) -> TextOrMessages:
+        """Insert the last user turn of a prompt into the text of `prompt_file`; add the system turn if the prompt has none."""
         if self.prompt is not None:
             if isinstance(prompt, str):
                 prompt = self.prompt.replace("{}", prompt)
             else:
                 last = max(i for i, message in enumerate(prompt) if message.role == "user")
-                said = replace(prompt[last], content=self.prompt.replace("{}", prompt[last].content))
-                prompt = (*prompt[:last], said, *prompt[last + 1 :])
+                worded = replace(prompt[last], content=self.prompt.replace("{}", prompt[last].content))
+                prompt = (*prompt[:last], worded, *prompt[last + 1 :])
         if self.system is None:
             return prompt
         messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
@@ -34,12 +32,12 @@ class Wording:
 
 
 def wording_of(keys: DatasetFields, source: str) -> Wording:
-    """Read the prompt files of the dataset at `source`; ConfigError if one cannot be used."""
+    """Read the prompt files of the dataset `source`. Raise a ConfigError if one cannot be used."""
     prompt = _read(keys.prompt_file, f"{source}: prompt_file = {keys.prompt_file}")
     system = _read(keys.system_prompt_file, f"{source}: system_prompt_file = {keys.system_prompt_file}")
     if prompt is not None and "{}" not in prompt:
         raise ConfigError(
-            f"{source}: prompt_file = {keys.prompt_file}: it has no {{}}, which is replaced by the prompt. Add {{}} to it."
+            f"{source}: prompt_file = {keys.prompt_file}: the file has no {{}}. Add {{}} where the prompt belongs."
         )
     if system is not None and not system.strip():
         raise ConfigError(
@@ -50,12 +48,12 @@ def wording_of(keys: DatasetFields, source: str) -> Wording:
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """Without the number of the error and the name of the file, which the message has already."""
+    """Return the reason of a failed read, without the error number and the file name that str(error) includes."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def text_of(file: Path) -> str:
-    """The text of a file named in the configuration. A pipe is refused: reading it could wait forever."""
+def read_text_file(file: Path) -> str:
+    """Read a file named in the configuration. A pipe is refused, because reading it could wait forever."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "Not a file")
     return file.read_text(encoding="utf-8")
@@ -65,6 +63,6 @@ def _read(file: str | None, place: str) -> str | None:
     if file is None:
         return None
     try:
-        return text_of(Path(file)).removesuffix("\n")  # editors add a final newline
+        return read_text_file(Path(file)).removesuffix("\n")  # editors add a final newline
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: cannot be read ({why_unreadable(error)}). Check the path.") from None

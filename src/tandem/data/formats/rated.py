@@ -22,7 +22,7 @@ LIST_KEYS = ("completions", "responses")
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
-    """PreferenceDataset of NeMo RL: `context` (messages), `completions` of {rank, completion}; a lower rank is better."""
+    """NeMo RL PreferenceDataset: `context` holds messages, `completions` objects {rank, completion}. Lower ranks are better."""
     given = _completion_list(row, "completions", '{"rank": 0, "completion": "Yes."}')
     completions = []
     for i, item in enumerate(given):
@@ -36,14 +36,14 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def float_to_int(number: Any) -> Any:
-    """Convert 2.0 to 2: tables store an integer column as floats if a row lacks a value."""
+    """Convert 2.0 to 2. Tables store an integer column as floats if a value is missing in any row."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def scored(row: SourceRow, keys: DatasetFields) -> Preference:
-    """A prompt and completions with a score each. The scores give the ranks: higher is better.
+    """A prompt, and completions with a score each. The completion with the highest score gets rank 0.
 
-    A score is in the object of its completion, or in a separate list `scores`, as in UltraFeedback.
+    Each score is in the object of its completion, or all are in a separate list `scores`, as in UltraFeedback.
     """
     there = [name for name in LIST_KEYS if name in row.value] or LIST_KEYS
     key = next((name for name in there if has_scores(row.value, name)), there[0])
@@ -59,7 +59,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
                 row.place, "missing key", f"{where} has no score (or reward). Add one, or remove the completion."
             )
         if own is not None and separate is not None and own != separate[i]:
-            message = f"{where}: its score {own:g} and scores[{i}] {separate[i]:g} differ, and only one can be used. Remove one."
+            message = f"{where}: its score is {own:g}, but scores[{i}] is {separate[i]:g}. Remove one of them."
             raise RowError(row.place, "bad score", message)
         score = own if separate is None else separate[i]
         text, name = item, where
@@ -73,7 +73,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def has_scores(row: Mapping[str, Any], key: str) -> bool:
-    """Whether each completion of a list has a score, in its object or in `scores`."""
+    """Whether each completion in the list under `key` has a score, in its object or in the list `scores`."""
     items = row.get(key)
     if not isinstance(items, list) or not items:
         return False
@@ -83,13 +83,13 @@ def has_scores(row: Mapping[str, Any], key: str) -> bool:
 
 
 def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
-    """The key of the prompt: `instruction` in UltraFeedback, unless prompt_key is configured."""
+    """Return the key of the prompt: `instruction` if the row has no `prompt` and prompt_key is not configured."""
     is_default = keys.prompt_key == DatasetFields.model_fields["prompt_key"].default
     return "instruction" if is_default and "prompt" not in row.value and "instruction" in row.value else keys.prompt_key
 
 
 def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
-    """The list `scores`, with one score per completion; None if the row has none."""
+    """Return the list `scores`, which must have one score per completion, or None if the row has no such list."""
     given = row.value.get("scores")
     if given is None:
         return None
@@ -98,7 +98,9 @@ def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None
             row.place, "wrong type", f"scores: {describe(given)}, not a list with a score for each of {key}."
         )
     if len(given) != count:
-        raise RowError(row.place, "bad score", f"scores: {len(given)} scores for {count} {key}. Give each one score.")
+        raise RowError(
+            row.place, "bad score", f"scores: {len(given)} scores for {count} {key}. Give one score for each."
+        )
     scores = [score_of(value, row, f"scores[{i}]") for i, value in enumerate(given)]
     missing = next((i for i, score in enumerate(scores) if score is None), None)
     if missing is not None:
@@ -107,7 +109,10 @@ def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None
 
 
 def _completion_list(row: SourceRow, key: str, like: str, *, texts: bool = False) -> list[Any]:
-    """The two or more completions under `key`, each an object such as `like`; with `texts` also texts or messages."""
+    """Return the list of two or more completions under `key`.
+
+    like: an example of an object that a completion must be. texts: a text or a list of messages is allowed too.
+    """
     given = field_of(row.value, key, row)
     if not isinstance(given, list):
         raise RowError(row.place, "wrong type", f"{key}: {describe(given)}, not a list of completions such as {like}.")
@@ -128,6 +133,6 @@ def _score(
     (first, score), *others = [(name, score) for name, score in given.items() if score is not None] or [("", None)]
     for other, value in others:
         if value != score:
-            message = f"{where}: {first} {score:g} and {other} {value:g} differ, and only one can be used. Remove one."
+            message = f"{where}: {first} is {score:g}, but {other} is {value:g}. Remove one of them."
             raise RowError(row.place, "bad score", message)
     return score

@@ -1,4 +1,4 @@
-"""The columns that keys of a data set name, such as weight_key: read from a row, or refused with a reason."""
+"""Reads optional columns of a row, such as weights. A key of the dataset, such as weight_key, names each column."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -13,14 +13,14 @@ from tandem.terminal.printable import listed
 
 
 def refused_as(column: str) -> str:
-    """The reason under which rows without a usable value are counted."""
+    """Return the reason under which rows with a missing or invalid value are counted."""
     return f"bad {column}"
 
 
 def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) -> Preference:
-    """A preference with the values that its data set's keys name; RowError where a value is missing or out of range.
+    """Add the values of the configured columns to a preference. Raise a RowError if one is missing or out of range.
 
-    A field that has the name of a column while its key is not set is noted, and not read.
+    If a row has a field with the name of a column that is not configured, the field is not read, and a note says so.
     """
     unread = tuple(map(unread_note, unread_columns(row, keys)))
     if not keys.columns and not unread:
@@ -30,11 +30,12 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 
 
 def unread_in(notes: Mapping[str, int]) -> list[str]:
-    """The columns that the notes on a set name as unread."""
+    """Return the columns that the notes of a set report as not read."""
     return [column.name for column in NAMED if unread_note(column.name) in notes]
 
 
 def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
+    """Yield the columns that the row has a value for, but that are not configured."""
     for column in NAMED:
         given = row.value.get(column.name)
         if column.name not in keys.columns and column.name not in keys.columns.values() and given not in (None, ""):
@@ -42,6 +43,7 @@ def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
 
 
 def unread_note(column: str) -> str:
+    """Return the note for rows with a field that is not read. Stores contain this text, so keep it unchanged."""
     return f"rows with a field {column}, which is not used, since {COLUMNS[column].key} is not set"
 
 
@@ -49,21 +51,21 @@ def _value(name: str, key: str, row: SourceRow) -> float:
     column, reason = COLUMNS[name], refused_as(name)
     if key not in row.value:
         found = listed(row.value)
-        message = f"no key {key}, which data.train.{column.key} names. Keys found: {found}."
+        message = f"no key {key}, which is set by data.train.{column.key}. Keys found: {found}."
         raise RowError(row.place, reason, message)
     value = _as_number(row.value[key])
     if value is None:
         raise RowError(
-            row.place, reason, f"{key} is empty; every row needs a {name}, since data.train.{column.key} is set."
+            row.place, reason, f"{key} is empty, but data.train.{column.key} is set, so every row needs a {name}."
         )
     number = number_of(value, row, key, name)
     if number < column.least:
-        raise RowError(row.place, reason, f"{key}: {number:g} is below {column.least:g}, the least {name} allowed.")
+        raise RowError(row.place, reason, f"{key}: {number:g} is below {column.least:g}, the smallest {name} allowed.")
     return number
 
 
 def _as_number(value: Any) -> Any:
-    """A text that is a number as that number, since csv files hold nothing else; an empty one as None."""
+    """Convert a text to a number if possible, and an empty text to None. All values in csv files are texts."""
     if not isinstance(value, str):
         return value
     if not value.strip():

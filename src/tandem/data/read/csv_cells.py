@@ -1,4 +1,4 @@
-"""Special cases of csv files: JSON in cells, separators other than commas, and spreadsheets named .csv."""
+"""Handles special cases of csv files: JSON in cells, separators other than commas, and spreadsheets named .csv."""
 
 import csv
 import io
@@ -11,12 +11,12 @@ from typing import Any
 from tandem.data.read.json_array import DuplicateKey, decode
 from tandem.errors import DataError
 
-# Columns that hold a list in every format that has them.
+# Columns that always hold a list.
 LIST_COLUMNS = ("completions", "responses", "scores", "conversations", "output")
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 PYTHON_LIST = re.compile(r"\s*(array\()?\[\s*\{\s*'")
 XLS_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the first bytes of an .xls file
-# Names of members near the beginning of the zip archives that .xlsx and .ods files are.
+# Files of type .xlsx and .ods are zip archives. One of these texts is near the beginning.
 WORKBOOK_MEMBERS = (b"[Content_Types].xml", b"xl/", b"_rels/.rels", b"opendocument.spreadsheet")
 
 
@@ -27,13 +27,12 @@ def refuse_spreadsheet(raw: io.BufferedReader) -> None:
     if is_workbook or opening.startswith(XLS_MAGIC):
         raise DataError(
             f"{raw.name}: the file is a spreadsheet (Excel or OpenDocument), which tandem cannot read. Save the sheet "
-            "as CSV "
-            "in UTF-8, with commas."
+            "as CSV in UTF-8, with commas."
         )
 
 
 def check_first_line(line: str, path: Path) -> None:
-    """Raise a DataError if the first line of a csv file shows other line ends or separators than expected."""
+    """Raise a DataError if the first line shows that lines do not end in LF, or that commas are not the separator."""
     if "\r" in line.rstrip("\r\n"):
         raise DataError(
             f"{path}:1: lines end in a carriage return only (old Mac style). Save the file with line feeds (LF or CRLF)."
@@ -46,16 +45,16 @@ def check_first_line(line: str, path: Path) -> None:
 
 
 def is_python_list(text: str) -> bool:
-    """Whether the text is a list of messages written by str(), or by to_csv of pandas: [{'role': ...}]."""
+    """Whether the text is a list of messages in Python syntax, as str() and pandas to_csv write it: [{'role': ...}]."""
     return bool(PYTHON_LIST.match(text)) and ("'role'" in text or "'from'" in text)
 
 
 def parse_json_cell(name: str, text: str) -> Any:
-    """The messages or the list that a cell holds as JSON; None if the cell is plain text."""
+    """Return the list or message that a cell holds as JSON, or None if the cell is plain text."""
     start = text.lstrip()[:1]
     if start not in ("[", "{") or not (name in LIST_COLUMNS or '"role"' in text or '"from"' in text):
         return None
-    with suppress(ValueError, RecursionError, DuplicateKey):  # then it is plain text
+    with suppress(ValueError, RecursionError, DuplicateKey):  # not valid JSON, so plain text
         value = decode(text.strip())
         if isinstance(value, list) and (name in LIST_COLUMNS or (value and all(map(_is_message, value)))):
             return value

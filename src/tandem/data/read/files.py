@@ -1,4 +1,4 @@
-"""Finds the files of a dataset, in order, from its path: on this machine or on the hub."""
+"""Finds the files that a data path names, on this machine or on the hub, in reading order."""
 
 import glob
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.read.hub import choose_files, hub_files, is_hub_name
-from tandem.errors import DataError
+from tandem.errors import DataError, one_line
 from tandem.terminal.printable import listed
 
 ANY_DEPTH = "**/*"
@@ -26,10 +26,10 @@ class SourceFile:
 
 
 def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
-    """The files that a path names, in order.
+    """Return the files that a data path names, in reading order.
 
-    The path is one file, a pattern with * ? [ ], a folder written by `save_to_disk` of datasets, a folder laid out like
-    a hub dataset, or a hub dataset (org/name).
+    The path can be a file, a pattern with * ? [ ], a folder written by `save_to_disk` of the datasets library, a folder
+    laid out like a hub dataset, or the name of a hub dataset (org/name).
     """
     if not data_path:  # Path("") is the current folder
         raise DataError("data_path is empty. Give a file, a folder, or the name of a hub dataset (org/name).")
@@ -59,7 +59,7 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
 
 
 def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:
-    """The paths found, up to MAX_FILES: a home directory or a disk is refused before all of it is searched."""
+    """List the paths; raise a DataError after MAX_FILES, so that a whole disk is not searched."""
     found = list(islice(paths, MAX_FILES + 1))
     if len(found) > MAX_FILES:
         raise DataError(
@@ -70,13 +70,13 @@ def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:
 
 
 def _url_hint(address: str) -> str:
-    """What to give instead of a URL: the name of the hub dataset if the URL contains one."""
+    """Say what to give as data_path instead of a URL: the hub dataset that the URL names, or else a downloaded file."""
     on_hub = re.match(r"(?:hf://datasets/|https?://(?:www\.)?huggingface\.co/datasets/)([\w.-]+/[\w.-]+)", address)
     return f"Give the hub dataset by its name: {on_hub[1]}." if on_hub else "Download the file and give its path."
 
 
 def _refuse_hub_options(data_path: str, given: DatasetFields, what: str) -> None:
-    """Raise a DataError if subset, revision or split is set for a file, which only has the split train."""
+    """Raise a DataError if subset, revision, or a split other than train is set. Only datasets have them, not files."""
     for key, value in (("subset", given.subset), ("revision", given.revision)):
         if value is not None:
             raise DataError(f"{data_path}: {key} = {value!r} has no effect on {what}. Leave out {key}.")
@@ -85,14 +85,12 @@ def _refuse_hub_options(data_path: str, given: DatasetFields, what: str) -> None
 
 
 def _refuse_prepared(path: Path) -> None:
-    """Raise a DataError for an incomplete folder of `tandem prepare`, or one that contains several prepared sets."""
+    """Raise a DataError if a folder holds several prepared sets, or a prepared set with a missing file."""
     if prepared := sorted(manifest.parent for manifest in path.glob("*/manifest.json")):
         raise DataError(f"{path}: the folder contains prepared sets. Give the path of one of them: {listed(prepared)}.")
     missing = [name for name in ("manifest.json", "tokens.arrow") if not (path / name).is_file()]
     if len(missing) == 1:
-        raise DataError(
-            f"{path}: {missing[0]} is missing from this prepared folder. Prepare it again with tandem prepare."
-        )
+        raise DataError(f"{path}: {missing[0]} is missing from this prepared set. Run tandem prepare again.")
 
 
 def _is_saved(path: Path) -> bool:
@@ -100,7 +98,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
-    """The Arrow files of a folder written by `save_to_disk`; those of one split if it has several."""
+    """Return the Arrow files of a folder written by `save_to_disk`: those of one split, if it has splits."""
     try:
         in_splits = (path / "dataset_dict.json").is_file()
         if in_splits:
@@ -111,7 +109,7 @@ def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
             path = path / split
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if not in_splits and given.split not in (None, state.get("_split") or "train"):
-            raise DataError(f"{path}: a single saved dataset, without a split {given.split!r}. Leave out split.")
+            raise DataError(f"{path}: the saved dataset has no split {given.split!r}. Leave out split.")
         names = [file["filename"] for file in state["_data_files"]]
         if state.get("_indices_data_files"):
             raise DataError(
@@ -124,14 +122,16 @@ def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
             )
         missing = next((name for name in names if not (path / name).is_file()), None)
         if missing is not None:
-            raise DataError(f"{path}: {missing}, which state.json names, is missing. Save the dataset again.")
+            raise DataError(f"{path}: state.json names {missing}, but this file is missing. Save the dataset again.")
         return [path / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: not a complete folder of save_to_disk ({error}). Save the dataset again.") from None
+        raise DataError(
+            f"{path}: not a complete folder of save_to_disk ({one_line(error)}). Save the dataset again."
+        ) from None
 
 
 def _files_in_folder(path: Path, given: DatasetFields) -> list[Path]:
-    """The files of a folder laid out like a hub dataset: subsets and splits come from README.md or from names."""
+    """Return the data files of a folder laid out like a hub dataset. README.md or file names define subsets and splits."""
     if given.revision is not None:
         raise DataError(f"{path}: revision = {given.revision!r} has no effect on a folder. Leave out revision.")
     inside = _list_limited(str(path), path.glob(ANY_DEPTH))

@@ -1,11 +1,10 @@
 """Fetches the files of one split of a dataset on the Hugging Face hub, and returns their local paths and the commit."""
 
-import errno
 import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from tandem.config.yaml_text import YamlLimitError, check_yaml
-from tandem.errors import DataError
+from tandem.errors import DataError, full_disk, one_line
 from tandem.storage.cache import cache_dir, fingerprint, replacing
 from tandem.terminal.printable import listed
 
@@ -67,7 +66,7 @@ def hub_files(name: str, *, subset: str | None, split: str | None, revision: str
 
 
 def _list_repository(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """The commit that a revision points to now, and the names of its files."""
+    """Return the current commit of a revision, and the names of the files in that commit."""
     from huggingface_hub import HfApi
 
     with _one_line_errors(name, revision):
@@ -78,7 +77,8 @@ def _list_repository(name: str, revision: str | None) -> tuple[str, list[str]]:
     for file in listing:
         if not _is_inside(file):
             raise DataError(
-                f"{name}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched."
+                f"{name}: the hub lists {file!r}, a path outside the dataset's folder. Nothing was fetched. Give local "
+                "files as data_path instead."
             )
     return info.sha, listing
 
@@ -96,18 +96,30 @@ def _fetch(name: str, file: str, commit: str) -> Path:
 
 
 def _write_record(record: Path, **facts: Any) -> None:
-    record.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(record) as file:
-        file.write(json.dumps(facts, indent=1) + "\n")
+    """Record the fetched files for later offline use, if the cache can be written.
+
+    A read-only cache or a full disk is not an error, because this run does not need the record.
+    """
+    text = json.dumps(facts, indent=1) + "\n"
+    try:
+        if record.is_file() and record.read_bytes() == text.encode():
+            return
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(record) as file:
+            file.write(text)
+    except OSError:
+        with suppress(OSError):  # an old record would make offline runs use an older commit
+            record.unlink()
 
 
 def _recorded_files(name: str, record: Path) -> HubFiles:
+    """Return the files that an earlier run fetched and recorded."""
     try:
         facts = json.loads(record.read_text(encoding="utf-8"))
         commit, chosen = facts["commit"], facts["files"]
         if not (COMMIT.fullmatch(commit) and isinstance(chosen, list) and all(map(_is_inside, chosen))):
             raise ValueError
-    # Missing or damaged: either way there is no record.
+    # A damaged record is treated as a missing one.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(
             f"{name}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and "
@@ -131,16 +143,17 @@ def _cached_file(name: str, file: str, commit: str) -> Path:
 
 @contextmanager
 def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Turn any error but that of a full disk into a one-line DataError."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if full_disk(error):
             raise  # a full disk has its own exit code
         raise DataError(f"{name}: {_explain(name, revision, error)}") from None
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
-    """The cause of a failed request, in one line: the messages of huggingface_hub span many."""
+    """Explain in one line why a request failed. Messages of huggingface_hub span many lines."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -169,14 +182,10 @@ def _explain(name: str, revision: str | None, error: Exception) -> str:
             return "HF_TOKEN contains characters that are not allowed in a token. Set it again."
         case errors.HTTPError():  # no answer at all
             return (
-                f"no such file or folder, and {hub} cannot be reached ({_one_line(error)}). Check the path, or the "
+                f"no such file or folder, and {hub} cannot be reached ({one_line(error)}). Check the path, or the "
                 "connection, or set HF_HUB_OFFLINE=1 to use files fetched by an earlier run."
             )
-    return f"cannot be fetched from {hub} ({_one_line(error)}). Check HF_ENDPOINT and HF_HOME if they are set."
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"cannot be fetched from {hub} ({one_line(error)}). Check HF_ENDPOINT and HF_HOME if they are set."
 
 
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet|arrow)(\.(gz|zst))?\Z", re.IGNORECASE)
@@ -216,7 +225,10 @@ class _Subset(BaseModel):
 
 
 def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
-    """The data files of a split, in order; a DataError lists what is available if the choice is ambiguous."""
+    """Return the data files of a split, in reading order.
+
+    If the subset or split does not exist, or several could be meant, a DataError lists those available.
+    """
     files = [file for file in listing if _is_data(file)]
     if not files:
         _refuse_without_data(name, listing)
@@ -249,13 +261,16 @@ def _refuse_without_data(name: str, listing: list[str]) -> NoReturn:
             "dataset repository. Create the files yourself and give them as data_path."
         )
     raise DataError(
-        f"{name}: there are no data files that tandem can read: .jsonl, .json, .csv, .parquet or .arrow, also as .gz "
-        "or .zst."
+        f"{name}: there are no data files that tandem can read (.jsonl, .json, .csv, .parquet or .arrow, also as .gz "
+        "or .zst). Convert the data to one of these and give it as data_path."
     )
 
 
 def _subsets(name: str, readme: str) -> list[_Subset]:
-    """The subsets in `configs` of the front matter; without it, one subset whose splits are detected from file names."""
+    """Return the subsets listed under `configs` in the front matter of README.md.
+
+    Without `configs` there is one subset, and its splits are detected from file names.
+    """
     front = FRONT_MATTER.match(readme.removeprefix("\ufeff"))
     try:
         if front:
@@ -279,7 +294,10 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 
 
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
-    """The given name; if None, the usual one, or the only subset. A single split is not taken: it may be a test set."""
+    """Return the subset or split `given`. If it is None, return the usual one, or else the only subset.
+
+    The only split is not chosen automatically: it may be a test set.
+    """
     known = list(known)
     wanted = usual if given is None else given
     if wanted in known:
@@ -292,7 +310,7 @@ def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: s
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Split -> path or pattern that README.md gives for it -> the data files it matches."""
+    """Return, for each split, its paths or patterns from README.md and the data files that match each of them."""
     folder = posixpath.normpath((subset.data_dir or ".").strip("/"))
     above = "" if folder == "." else f"{folder}/"
     if not subset.data_files:
@@ -307,8 +325,10 @@ def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Find the splits by the names of shards in data/, else by known folder names, else by known file names; else all files
-    are train."""
+    """Group files into splits by the names of shards in data/, or else of folders, or else of files.
+
+    If no name contains a split, all files are train.
+    """
     shards: dict[str, list[str]] = {}
     for file in files:
         if shard := SHARD.fullmatch(file):
@@ -325,7 +345,7 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
 
 
 def _contains_word(text: str, words: str) -> bool:
-    # A full word, delimited also by digits and underscores: train1, my_train and train-0 match train; trainer does not.
+    # Digits and underscores also end a word: train1, my_train and train-0 match train; trainer does not.
     return re.search(rf"(?<![^-._ 0-9/])(?:{words})(?![^-._ 0-9/])", text) is not None
 
 
@@ -334,7 +354,7 @@ def _matches(file: str, pattern: str) -> bool:
 
 
 def _parts_match(parts: list[str], pattern: list[str]) -> bool:
-    """Match path components: * and ? stay within one name, ** is any number of folders (data/** matches data/a/b.csv)."""
+    """Match a path part by part. * and ? match within one part; ** matches any number of parts (data/**: data/a/b.csv)."""
     if not parts or not pattern:
         return not parts and all(piece == "**" for piece in pattern)
     if pattern[0] == "**":

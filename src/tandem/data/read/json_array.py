@@ -1,4 +1,4 @@
-"""Reads a file that is one JSON array and yields its elements, parsing each as it is read."""
+"""Reads the elements of a JSON array from a file one by one, without loading the whole file."""
 
 import codecs
 import io
@@ -14,7 +14,7 @@ NESTED_TOO_DEEPLY = f"JSON nested over {MAX_DEPTH} levels deep"
 
 
 def elements(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """Yield (1-based index, element, length in characters) for each element of the array, parsed as the file is read."""
+    """Yield (number from 1, element, length in characters) for each element of the array."""
     text = _ArrayText(file, path)
     text.skip("[")
     number = 0
@@ -23,13 +23,13 @@ def elements(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, in
             text.skip(",")
         number += 1
         start = text.consumed
-        yield number, text.value(number), text.consumed - start
+        yield number, text.parse_value(number), text.consumed - start
     text.skip("]")
     text.expect_end()
 
 
 class _ArrayText:
-    """The text of a JSON array, read block by block as needed."""
+    """The text of a JSON array, read from the file in blocks."""
 
     def __init__(self, file: io.BufferedReader, path: Path):
         self._file, self._path = file, path
@@ -40,7 +40,7 @@ class _ArrayText:
         self.consumed = 0
 
     def peek(self) -> str:
-        """The next character that is not white space, without consuming it; "" at the end."""
+        """Return the next character that is not white space, without consuming it; "" at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -58,13 +58,13 @@ class _ArrayText:
         if self.peek():
             raise self._malformed("Extra data", self._at)
 
-    def value(self, number: int) -> Any:
-        """Parse and consume the value that begins at the next character."""
+    def parse_value(self, number: int) -> Any:
+        """Parse and consume the next value."""
         self.peek()
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
-                # A value that ends where the text ends may be incomplete: 12 of 123.
+                # A number at the end of the text may be incomplete: 12, if 3 is the first character of the next block.
                 if (end < len(self._text) and not self._may_continue(end)) or self._at_end:
                     if end - self._at > MAX_RECORD_BYTES:
                         raise DataError(f"{self._path}: element {number} is over 64 MB. Remove it or shorten it.")
@@ -87,18 +87,21 @@ class _ArrayText:
                 ) from None
             except RecursionError:
                 raise DataError(
-                    f"{self._path}: element {number}: {NESTED_TOO_DEEPLY}, over the limit. Flatten it or remove it."
+                    f"{self._path}: element {number}: {NESTED_TOO_DEEPLY}. Flatten it or remove it."
                 ) from None
             if len(self._text) - self._at > 2 * MAX_RECORD_BYTES:
                 raise DataError(f"{self._path}: element {number} is over 64 MB, or malformed. Remove it or fix it.")
             self._read_more(len(self._text) - self._at)
 
     def _may_continue(self, end: int) -> bool:
-        """Whether a number may continue in the next block: 1 of 1.5, if the text read so far ends with "1."."""
+        """Whether a number may continue in the next block: the text ends in "1.", which may be the start of 1.5."""
         return end + 2 >= len(self._text) and self._text[end] in ".eE"
 
     def _read_more(self, unread: int) -> None:
-        """Drop the consumed text and read as much as is still unread: parsing a long value again stays cheap overall."""
+        """Drop the consumed text, and read at least `unread` more bytes.
+
+        The amount of text doubles every time, so that parsing a long value again from its start stays cheap overall.
+        """
         taken = self._text[: self._at]
         newlines = taken.count("\n")
         self._column = self._column + len(taken) if not newlines else len(taken) - taken.rfind("\n")
@@ -108,7 +111,7 @@ class _ArrayText:
         try:
             more = self._decode.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            # If the byte-order mark is in the same block, the decoder counts from after it.
+            # In a block that starts with the byte-order mark, the decoder does not count the mark.
             mark = len(codecs.BOM_UTF8) if not self._bytes and block.startswith(codecs.BOM_UTF8) else 0
             at = self._bytes - undecoded + error.start + mark
             raise DataError(f"{self._path}: not UTF-8 at byte {at}. Save the file as UTF-8.") from None
@@ -125,7 +128,7 @@ class _ArrayText:
 
 
 class DuplicateKey(Exception):
-    """An object has a key twice. Python's parser would silently keep the last."""
+    """A key appears twice in an object. Python's parser would silently keep the last value."""
 
 
 def dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,13 +139,12 @@ def dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-DECODER = json.JSONDecoder(
-    object_pairs_hook=dict_without_duplicates
-)  # made once: `json.loads` would make one for every text
+# Created once: json.loads with a hook creates a decoder for every text.
+DECODER = json.JSONDecoder(object_pairs_hook=dict_without_duplicates)
 
 
 def decode(text: str) -> Any:
-    """Parse one JSON value. A key that appears twice in an object, or nesting over the limit, is an error."""
+    """Parse one JSON value. Raise DuplicateKey for a repeated key, and RecursionError for nesting over the limit."""
     if text.startswith("\ufeff"):
         return json.loads(text)  # its error names the byte-order mark
     value = DECODER.decode(text)
@@ -151,7 +153,7 @@ def decode(text: str) -> Any:
 
 
 def refuse_depth(value: Any, text: str, start: int, end: int) -> None:
-    """Raise RecursionError, as the parser does, for a value too deep for later recursive code."""
+    """Raise RecursionError, as the parser does, if a value is nested too deeply for later recursive code."""
     num_brackets = text.count("[", start, end) + text.count("{", start, end)
-    if num_brackets > MAX_DEPTH and is_nested_too_deep(value):  # few rows have so many, so the exact check is rare
+    if num_brackets > MAX_DEPTH and is_nested_too_deep(value):  # counting brackets is fast, and rarely finds so many
         raise RecursionError

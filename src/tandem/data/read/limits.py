@@ -1,7 +1,7 @@
-"""Limits on how much a file may expand: a ratio to its size, and an amount that is always allowed.
+"""Limits on the decompressed size of data files, and on the size of their rows.
 
-Text compresses 3 to 10 times, tables with repeated values more. Archives made to exhaust a machine expand ten thousand
-times and more.
+A file may expand by a configurable factor, and always up to a fixed size. Text compresses 3 to 10 times, tables with
+repeated values more. Archives made to exhaust a machine expand ten thousand times or more.
 """
 
 from dataclasses import dataclass
@@ -10,44 +10,44 @@ from typing import Any
 
 from tandem.errors import DataError
 
-# Expansion to this size is always allowed.
+# A file may always expand to this size.
 ALLOWED_EXPANDED_BYTES = 256 * 1024**2
 # Reading a table may always take this much memory. Arrow's allocator alone reserves a GiB.
 ALLOWED_MEMORY_BYTES = 2 * 1024**3
 MAX_RECORD_BYTES = 64 * 1024**2  # one line, element or row
 MAX_COLUMNS = 10_000
 MAX_DEPTH = 100  # nesting of lists and objects
-MESSAGE_CHARACTERS = 1_000  # the error of one row
-# rejects.jsonl may always be this large, and as large as the files that were read.
+MESSAGE_CHARACTERS = 1_000  # the error message of one row
+# rejects.jsonl may always be this large. It may also be as large as the files that were read.
 REJECTS_BYTES = 16 * 1024**2
 
 
 @dataclass(slots=True)
 class Expansion:
-    """How much was read from a file, and how much may be."""
+    """Counts the bytes read from a file after decompression, and limits them."""
 
     path: Path
     size: int  # of the file, in bytes
     ratio: float  # data.max_expansion
-    expanded: int = 0
+    expanded: int = 0  # bytes read so far
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes read; raise a DataError if the file expands too much."""
+        """Count more bytes; raise a DataError if the total is over the limit."""
         self.expanded += num_bytes
         if self.expanded > (limit := self._limit(ALLOWED_EXPANDED_BYTES)):
             raise DataError(
-                f"{self.path}: {format_bytes(self.size)} expand to over {format_bytes(limit)}. {self._remedy()}"
+                f"{self.path}: the file of {format_bytes(self.size)} expands to over {format_bytes(limit)}. {self._remedy()}"
             )
 
     @property
     def memory(self) -> int:
-        """Bytes that reading a part of the file may take."""
+        """The memory in bytes that reading a part of the file may take."""
         return self._limit(ALLOWED_MEMORY_BYTES)
 
     def out_of_memory(self) -> DataError:
         taken = format_bytes(self.memory)
         return DataError(
-            f"{self.path}: {format_bytes(self.size)} take over {taken} of memory to read. {self._remedy()}"
+            f"{self.path}: the file of {format_bytes(self.size)} takes over {taken} of memory to read. {self._remedy()}"
         )
 
     def _limit(self, least: int) -> int:
@@ -61,7 +61,7 @@ class Expansion:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """328000 -> 328 kB"""
+    """Format a size with a unit: 328000 -> 328 kB"""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

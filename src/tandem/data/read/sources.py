@@ -1,7 +1,7 @@
-"""Reads a data file in chunks of unparsed records, and parses a chunk into SourceRows, or RowErrors with file and line.
+"""Reads a data file in chunks of records, and parses the records of a chunk into SourceRows or RowErrors.
 
-Formats are JSONL, a JSON array, parquet, arrow and csv, each also as .gz or .zst, detected from the content. A chunk is
-small and plain, so that it can be parsed, rendered and tokenised in another process.
+The file is JSONL, a JSON array, parquet, arrow or csv, and may be compressed as .gz or .zst. Chunks are small and can be
+pickled, so that other processes can parse, render and tokenise them.
 """
 
 import codecs
@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -26,30 +27,30 @@ from tandem.config.sections.datasets import MAX_EXPANSION
 from tandem.data.read.csv_cells import check_first_line, is_python_list, parse_json_cell, refuse_spreadsheet
 from tandem.data.read.json_array import NESTED_TOO_DEEPLY, DuplicateKey, decode, elements
 from tandem.data.read.limits import MAX_COLUMNS, MAX_RECORD_BYTES, Expansion
-from tandem.data.read.tables import kind_of_table, one_line, stream_values, table_parts, too_many_columns
-from tandem.errors import DataError, full_disk
+from tandem.data.read.tables import kind_of_table, stream_values, table_parts, too_many_columns
+from tandem.errors import DataError, full_disk, one_line
 
-# A chunk ends with the record that reaches one of these. The layout of a store depends on them, not on the number of workers.
+# A chunk ends when it has reached one of these sizes. They determine the layout of a store; the number of workers does not.
 CHUNK_RECORDS = 512
 CHUNK_BYTES = 128 * 1024
 NUMPY_MAGIC = b"\x93NUMPY"
 BOM = b"\xef\xbb\xbf"
 BUFFER_BYTES = 128 * 1024  # decompressed at a time
-# First bytes of archives that are refused, so that they are not read as lines.
+# First bytes of archives that are refused. Otherwise they would be read as lines of text.
 OTHER_ARCHIVES = {"zip": b"PK\x03\x04", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00", "7z": b"7z\xbc\xaf\x27\x1c"}
-# Keys of the scores of a chosen and a rejected completion.
-SCORE_KEYS = (
+# Keys for the scores of the chosen and the rejected completion.
+PAIR_SCORE_KEYS = (
     ("chosen_reward", "rejected_reward"),
     ("score_chosen", "score_rejected"),
     ("chosen_score", "rejected_score"),
 )
-ANY_SCORE = frozenset(chain.from_iterable(SCORE_KEYS))
+ANY_SCORE = frozenset(chain.from_iterable(PAIR_SCORE_KEYS))
 # Columns of csv files that are parsed as numbers.
-CSV_NUMBERS = (*chain.from_iterable(SCORE_KEYS), "overall_preference")
+CSV_NUMBERS = (*chain.from_iterable(PAIR_SCORE_KEYS), "overall_preference")
 
 
 class RowError(Exception):
-    """A row that cannot be used. `bad` rows are malformed; `filtered` rows are well-formed but carry no preference."""
+    """A row cannot be used. A `bad` row is malformed; a `filtered` row is well-formed, but there is no preference to learn."""
 
     def __init__(self, place: str, reason: str, message: str, kind: Literal["bad", "filtered"] = "bad"):
         super().__init__(f"{place}: {message}")
@@ -61,7 +62,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A parsed record with its file and line."""
+    """A parsed record, with its file and its line (or the number of its row or element)."""
 
     value: dict[str, Any]
     file: str
@@ -74,25 +75,25 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of records of one file: lines of JSON, parsed values, or rows of a table, numbered as in the file."""
+    """Consecutive records of one file: lines of JSON, parsed values, or rows of a table, and their numbers in the file."""
 
     file: str
     numbers: tuple[int, ...]
     records: Any  # a tuple, or a table as an Arrow stream in bytes
     kind: Literal["lines", "values", "table"]
     done: float  # fraction of the file read so far
-    has_bom: bool = False
+    has_bom: bool = False  # the file starts with a byte-order mark, and this is its first chunk
 
 
 def read_rows(path: Path) -> Iterator[SourceRow | RowError]:
-    """Every record of a file, in order: a row, or the error that makes it unusable."""
+    """Yield a SourceRow or a RowError for every record of a file, in order."""
     return (row for chunk in read_chunks(path) for row in rows_of(chunk))
 
 
 def read_chunks(
     path: Path, name: str | None = None, max_records: int | None = None, max_expansion: float = MAX_EXPANSION
 ) -> Iterator[Chunk]:
-    """The records of a file, a few hundred at a time. The file's kind is detected from its content.
+    """Yield the records of a file, a few hundred at a time. The kind of file is detected from its content and its name.
 
     name: the file's name in messages. max_expansion: how many times its size the file may expand to.
     """
@@ -100,26 +101,22 @@ def read_chunks(
     with path.open("rb") as raw:
         size = max(1, path.stat().st_size)
         file = _uncompressed(raw, Expansion(path, size, max_expansion))
-
-        def fraction_read() -> float:
-            return raw.tell() / size
-
         try:
             opening = file.peek(512)
-            if opening[257:262] == b"ustar":
-                raise DataError(f"{path}: a tar archive, which tandem cannot read. Unpack it.")
-            if opening.startswith(NUMPY_MAGIC):
-                raise DataError(
-                    f"{path}: a NumPy file, not rows of text. To import packed files of NeMo Aligner, run: tandem prepare "
-                    f"--from-nemo {shlex.quote(str(path))} --output-dir DIR."
-                )
-            if opening.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(f"{path}: the text is UTF-16, which tandem cannot read. Save it as UTF-8.")
+            _refuse_other_kinds(opening, path)
             if (table := kind_of_table(opening, path)) is not None:
                 decompressed = nullcontext(path) if file is raw else _decompressed_file(file)
                 with decompressed as place:
-                    yield from _table_chunks(place, table, name, Expansion(path, size, max_expansion), max_records)
+                    expansion = Expansion(path, size, max_expansion)
+                    yield from _table_chunks(place, table, name=name, expansion=expansion, max_records=max_records)
                 return
+            grouped = partial(
+                _chunks,
+                name=name,
+                fraction_read=lambda: raw.tell() / size,
+                has_bom=opening.startswith(BOM),
+                max_records=max_records,
+            )
             starts = opening.removeprefix(BOM).lstrip()[:1]
             suffixes = path.name.lower().split(".")[1:]
             if "tsv" in suffixes:
@@ -127,9 +124,9 @@ def read_chunks(
                     f"{path}: a tab-separated table, which tandem cannot read. Save it as .csv with commas."
                 )
             if "csv" in suffixes:
-                yield from _chunks(_csv_values(file, path), "values", name, fraction_read, opening, max_records)
+                yield from grouped(_csv_values(file, path), "values")
             elif "json" in suffixes and starts == b"[":
-                yield from _chunks(elements(file, path), "values", name, fraction_read, opening, max_records)
+                yield from grouped(elements(file, path), "values")
             elif _is_indented(opening):
                 raise DataError(
                     f"{path}: a JSON object that spans several lines is not a row. Write a .json file with a list of rows, "
@@ -137,7 +134,7 @@ def read_chunks(
                 )
             else:
                 lines = ((number, line, len(line)) for number, line in _numbered_lines(file, path) if line.strip())
-                yield from _chunks(lines, "lines", name, fraction_read, opening, max_records)
+                yield from grouped(lines, "lines")
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowInvalid, OSError) as error:
             if full_disk(error):  # while decompressing a table
                 raise
@@ -161,24 +158,42 @@ def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
 def _chunks(
     records: Iterator[tuple[int, Any, int]],
     kind: Literal["lines", "values"],
+    *,
     name: str,
     fraction_read: Callable[[], float],
-    opening: bytes,
+    has_bom: bool,
     max_records: int,
 ) -> Iterator[Chunk]:
-    """Group records (number, value, bytes) into chunks."""
+    """Group records, given as (number, value, size in bytes), into chunks."""
     numbers: list[int] = []
     values: list[Any] = []
-    num_bytes, has_bom = 0, opening.startswith(BOM)
+    num_bytes = 0
+
+    def chunk(done: float) -> Chunk:
+        return Chunk(file=name, numbers=tuple(numbers), records=tuple(values), kind=kind, done=done, has_bom=has_bom)
+
     for number, value, size in records:
         numbers.append(number)
         values.append(value)
         num_bytes += size
         if len(values) == max_records or num_bytes >= CHUNK_BYTES:
-            yield Chunk(name, tuple(numbers), tuple(values), kind, fraction_read(), has_bom)
+            yield chunk(fraction_read())
             numbers, values, num_bytes, has_bom = [], [], 0, False
     if values or has_bom:
-        yield Chunk(name, tuple(numbers), tuple(values), kind, 1.0, has_bom)
+        yield chunk(1.0)
+
+
+def _refuse_other_kinds(opening: bytes, path: Path) -> None:
+    """Raise a DataError if the first bytes show a tar archive, a NumPy file, or text in UTF-16."""
+    if opening[257:262] == b"ustar":
+        raise DataError(f"{path}: a tar archive, which tandem cannot read. Unpack it.")
+    if opening.startswith(NUMPY_MAGIC):
+        raise DataError(
+            f"{path}: a NumPy file, not rows of text. To import packed files of NeMo Aligner, run: tandem prepare "
+            f"--from-nemo {shlex.quote(str(path))} --output-dir DIR."
+        )
+    if opening.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}: the text is UTF-16, which tandem cannot read. Save it as UTF-8.")
 
 
 def _is_indented(opening: bytes) -> bool:
@@ -188,7 +203,7 @@ def _is_indented(opening: bytes) -> bool:
 
 
 def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedReader:
-    """The content of a file, decompressed if it starts like a gzip or zstd file, whatever its name."""
+    """Return the content of a file, decompressed if its first bytes are those of gzip or zstd, whatever its name."""
     magic = raw.peek(8)[:8]
     refuse_spreadsheet(raw)
     if magic.startswith(b"\x1f\x8b"):
@@ -205,7 +220,7 @@ def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedRe
 
 
 class _CountingReader(io.RawIOBase):
-    """The decompressed content of a file, counted as it is read."""
+    """Reads decompressed content and counts its bytes, so that the limit on expansion applies."""
 
     def __init__(self, file: gzip.GzipFile | pa.NativeFile, expansion: Expansion):
         self._file, self._expansion = file, expansion
@@ -221,7 +236,7 @@ class _CountingReader(io.RawIOBase):
 
 @contextmanager
 def _decompressed_file(file: io.BufferedReader) -> Iterator[Path]:
-    """A temporary file with the decompressed content: readers of tables need to seek."""
+    """Yield a temporary file with the decompressed content. Reading a table needs seeking, which streams do not support."""
     with tempfile.NamedTemporaryFile(prefix="tandem-") as decompressed:
         shutil.copyfileobj(file, decompressed)
         decompressed.flush()
@@ -238,7 +253,7 @@ def _numbered_lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, 
 
 
 def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """The rows of a csv file with a header line, values as texts, numbered by the line they begin on."""
+    """Yield (first line, row or RowError, size in characters) for each row of a csv file with a header."""
     csv.field_size_limit(MAX_RECORD_BYTES)  # Python's default, 128 kB, is too small for some completions
     damaged: dict[int, str] = {}  # lines of the current row that are not UTF-8
     reader = csv.reader(_decode_lines(file, path, damaged), strict=True)
@@ -290,14 +305,14 @@ def _check_header(names: list[str], path: Path) -> None:
 
 
 def _describe_non_header(names: list[str]) -> str | None:
-    """What the first line of a csv file is, if it is not a header; else None."""
+    """Describe the first line of a csv file if it is not a header; else return None."""
     if names[0].lstrip().startswith("{"):
         return "a JSON object, not column names. Rename a file with one JSON object per line to .jsonl."
     return None
 
 
 def _parse_lists(value: dict[str, Any]) -> dict[str, Any]:
-    """Parse the cells that hold messages or lists as JSON."""
+    """Parse the JSON in cells that hold messages or lists."""
     for name, text in value.items():
         if text and (parsed := parse_json_cell(name, text)) is not None:
             value[name] = parsed
@@ -308,13 +323,15 @@ def _parse_numbers(value: dict[str, Any]) -> dict[str, Any]:
     """Parse the known numeric columns; an empty cell becomes None."""
     for name in CSV_NUMBERS:
         if (text := value.get(name)) is not None:
-            with suppress(ValueError, RecursionError, DuplicateKey):  # then it stays a text, which the format refuses
+            with suppress(
+                ValueError, RecursionError, DuplicateKey
+            ):  # not a number: stays a text, which is refused later
                 value[name] = decode(text) if text.strip() else None
     return value
 
 
 def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> Iterator[str]:
-    """The lines as text. One that is not UTF-8 is recorded in `damaged`; in the header it is an error."""
+    """Yield the lines as text. Lines that are not UTF-8 are added to `damaged`; a header that is not UTF-8 is an error."""
     for number, line in _numbered_lines(file, path):
         try:
             text = line.decode("utf-8")
@@ -328,13 +345,14 @@ def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) 
             yield line.decode("utf-8", errors="replace")
 
 
-def _table_chunks(place: Path, kind: str, name: str, expansion: Expansion, max_records: int) -> Iterator[Chunk]:
-    """The rows of the table in the file `place`, numbered from 1."""
+def _table_chunks(place: Path, kind: str, *, name: str, expansion: Expansion, max_records: int) -> Iterator[Chunk]:
+    """Yield the rows of the table in the file `place`, numbered from 1."""
     number = 1
     for stream, num_rows, done in table_parts(
         place, kind, expansion, batch_size=CHUNK_RECORDS, max_records=max_records
     ):
-        yield Chunk(name, tuple(range(number, number + num_rows)), stream, "table", done)
+        numbers = tuple(range(number, number + num_rows))
+        yield Chunk(file=name, numbers=numbers, records=stream, kind="table", done=done)
         number += num_rows
 
 
@@ -354,7 +372,7 @@ def _parse(line: bytes, file: str, number: int) -> SourceRow | RowError:
     except DuplicateKey as error:
         return RowError(place, "duplicate key", f"the key {error.args[0]!r} appears twice in one object. Remove one.")
     except RecursionError:
-        return RowError(place, "nested too deeply", f"{NESTED_TOO_DEEPLY}, over the limit. Flatten it or remove it.")
+        return RowError(place, "nested too deeply", f"{NESTED_TOO_DEEPLY}. Flatten it or remove it.")
     return _as_row(value, file, number)
 
 
@@ -366,7 +384,7 @@ def _as_row(value: Any, file: str, number: int) -> SourceRow | RowError:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value, for messages."""
+    """Return the type of a JSON value in words, for messages."""
     names = {
         dict: "an object",
         list: "a list",

@@ -1,4 +1,4 @@
-"""Reads a parquet or Arrow file and yields its rows, a few hundred at a time, as Arrow streams in bytes."""
+"""Reads the rows of a parquet or Arrow file, a few hundred at a time, as bytes in the Arrow stream format."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from tandem.data.read.limits import MAX_COLUMNS, MAX_RECORD_BYTES, Expansion
 from tandem.data.store.pool import bounded_memory
-from tandem.errors import DataError
+from tandem.errors import DataError, one_line
 
 TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow"}
-POINTER_BYTES = 8  # the least a value takes as a Python object
+POINTER_BYTES = 8  # the least memory that a value takes in Python
 
 
 def kind_of_table(opening: bytes, path: Path) -> str | None:
-    """parquet or arrow, detected from the first bytes, or else from the suffix (pairs.parquet, pairs.parquet.gz)."""
+    """Return "parquet", "arrow" or None, from the first bytes, or else the suffix (pairs.parquet, pairs.parquet.gz)."""
     if opening[:4] == b"PAR1":
         return "parquet"
     if opening[:6] == b"ARROW1" or opening[:4] == b"\xff\xff\xff\xff":
@@ -29,9 +29,9 @@ def kind_of_table(opening: bytes, path: Path) -> str | None:
 def table_parts(
     place: Path, kind: str, expansion: Expansion, *, batch_size: int, max_records: int
 ) -> Iterator[tuple[bytes, int, float]]:
-    """Yield (rows as a stream, number of rows, fraction of the file read so far) for parts of the table, in order.
+    """Yield (rows as an Arrow stream, number of rows, fraction of the file read so far) for parts of the table, in order.
 
-    place: the file to read, which may be a temporary one. expansion: of the user's file, which messages name.
+    place: the file to read, which may be a temporary file. expansion: the limits, with the user's file for messages.
     """
     number, before = 1, 0.0
     try:
@@ -57,7 +57,7 @@ def table_parts(
 def _with_memory_limit(
     batches: Iterator[tuple[pa.RecordBatch, float]], expansion: Expansion
 ) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """The same batches, read under a memory limit; MemoryError if one takes more."""
+    """Yield the batches, each read under a memory limit; raise MemoryError if reading one takes more."""
     while True:
         with bounded_memory(expansion.memory):
             found = next(batches, None)
@@ -104,26 +104,29 @@ def _check_columns(schema: pa.Schema, path: Path) -> None:
 
 def too_many_columns(place: str, num: int) -> DataError:
     return DataError(
-        f"{place}: {num} columns, over the limit of {MAX_COLUMNS}. Keep only the columns of the preferences."
+        f"{place}: {num} columns, over the limit of {MAX_COLUMNS}. Keep only those of the prompts and completions."
     )
 
 
 def _repeating_type(type: pa.DataType) -> str | None:
-    """The name of a type inside `type` in which a few bytes can encode any number of values, or None."""
+    """Return the name of a type, `type` or one inside it, that encodes any number of values in a few bytes; else None."""
     if (
         pa.types.is_union(type)
         or pa.types.is_run_end_encoded(type)
         or str(type).startswith(("list_view", "large_list_view"))
     ):
         return str(type).partition("<")[0]
-    if pa.types.is_dictionary(type):  # texts or numbers are common, lists and objects are not
+    if pa.types.is_dictionary(type):  # dictionaries of texts or numbers are common and allowed
         return "dictionary of nested values" if type.value_type.num_fields else None
     inner = [type.field(i).type for i in range(type.num_fields)]
     return next((odd for one in inner if (odd := _repeating_type(one)) is not None), None)
 
 
 def _split_batch(batch: pa.RecordBatch, max_records: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Split a batch into parts of `max_records` rows, or fewer if those are too large; yield each with its size in Python."""
+    """Split a batch into parts of at most `max_records` rows and MAX_RECORD_BYTES; yield (part, size in bytes).
+
+    The size is that of the values as Python objects. A single row may be over the limit.
+    """
     for start in range(0, batch.num_rows, max_records):
         pending = [batch.slice(start, max_records)]
         while pending:
@@ -137,7 +140,7 @@ def _split_batch(batch: pa.RecordBatch, max_records: int) -> Iterator[tuple[pa.R
 
 
 def expanded_bytes(array: pa.Array) -> int:
-    """Estimate the bytes of the values of an array as separate Python objects, repeated values included."""
+    """Estimate the memory in bytes of the values of an array as Python objects. A repeated value counts every time."""
     pointers = POINTER_BYTES * len(array)
     if isinstance(array, pa.ExtensionArray):
         return expanded_bytes(array.storage)
@@ -147,7 +150,7 @@ def expanded_bytes(array: pa.Array) -> int:
         return pointers + sum(map(expanded_bytes, array.flatten()))
     if isinstance(array, pa.FixedSizeListArray):
         return pointers + expanded_bytes(array.flatten())
-    if isinstance(array, pa.ListArray | pa.LargeListArray):  # a map is one of them
+    if isinstance(array, pa.ListArray | pa.LargeListArray):  # includes maps
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
         return pointers + expanded_bytes(array.values.slice(start, end - start))
     if _is_view(array.type):
@@ -160,9 +163,9 @@ def _is_view(type: pa.DataType) -> bool:
 
 
 def _value_sizes(array: pa.Array) -> NDArray[np.int64]:
-    """The number of bytes of each value."""
+    """Return the number of bytes of each value."""
     if _is_view(array.type) and len(array):
-        # A view has 16 bytes, the first 4 of which are its length.
+        # A view takes 16 bytes. The first 4 are the length of its value.
         lengths = np.frombuffer(array.buffers()[1], np.int32)[::4][array.offset : array.offset + len(array)]
         return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0).astype(np.int64)
     if array.type in (pa.string(), pa.binary(), pa.large_string(), pa.large_binary()) and len(array):
@@ -180,16 +183,12 @@ def as_stream(batch: pa.RecordBatch) -> bytes:
 
 
 def stream_values(stream: bytes) -> list[dict[str, Any]]:
-    """The rows of a stream as Python objects."""
+    """Return the rows of an Arrow stream as Python objects."""
     return [_without_nulls(value) for batch in pa.ipc.open_stream(stream) for value in batch.to_pylist()]
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Drop null keys of inner objects: in a table every inner object has the keys of all others."""
+    """Drop keys with null values from nested objects. In a table, every nested object has the keys of all others."""
     if isinstance(value, dict):
         return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
     return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

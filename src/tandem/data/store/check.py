@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.columns import COLUMNS, Column
 from tandem.data.store.pool import bounded_memory
+from tandem.errors import one_line
 
 # Batches are mapped, not copied: only compressed ones, which tandem never writes, take memory.
 READ_BYTES = 1024**3
@@ -119,7 +120,7 @@ def open_batches(path: Path, schema: pa.Schema, optional: pa.Schema | None = Non
                 _check_column(column, f"{path}: batch {number}: {name}")
         return batches
     except (pa.ArrowException, MemoryError, OSError) as error:
-        detail = " ".join(str(error).split()).rstrip(".")
+        detail = one_line(error)
         raise ValueError(detail if str(path) in detail else f"{path}: {detail}") from None
 
 

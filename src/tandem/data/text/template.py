@@ -11,7 +11,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
 from tandem.data.formats.preference import Message, Preference
-from tandem.data.formats.prompt_files import text_of, why_unreadable
+from tandem.data.formats.prompt_files import read_text_file, why_unreadable
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import (
     PROBE_TEXT,
@@ -24,7 +24,7 @@ from tandem.data.text.chat import (
 )
 from tandem.data.text.tokenizer import fast_backend, without_dummy_prefix
 from tandem.data.text.word_cache import IntArray, WordEncoder
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.terminal.printable import listed
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -262,7 +262,7 @@ class Template:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
-            reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+            reason = one_line(error)
             if isinstance(error, TemplateSyntaxError):
                 message = f"the chat template is malformed in line {error.lineno}: {reason}. {ANOTHER_TEMPLATE}."
                 raise RowError(before.place, MALFORMED, message) from None
@@ -313,7 +313,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
             source = source.get("default")
     elif given.endswith(".jinja"):
         try:
-            source = text_of(Path(given))
+            source = read_text_file(Path(given))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"policy.tokenizer.chat_template = {given}: cannot be read ({why_unreadable(error)}). Check the path."

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.data.store.pool import Died, Stalled, in_a_process
 from tandem.data.text.sentencepiece_model import EXPORT_MARKER, SentencePiece
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.storage.cache import cache_dir, content_of, fingerprint, refuse_outside
 from tandem.terminal.commands import install_command
 
@@ -102,7 +102,7 @@ def _check_usable(tokenizer: Any, name: Path) -> None:
     except MemoryError:
         raise
     except Exception as error:
-        reason = _one_line(error).rstrip(".")
+        reason = one_line(error)
         raise ConfigError(
             f"{name}: the tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it "
             "again, or "
@@ -242,19 +242,14 @@ def _from_folder(folder: Path) -> Any:
             raise ConfigError(
                 f"{folder}: there is no tokenizer (no {', no '.join(KNOWN_FILES)}). Set policy.tokenizer.name to its folder."
             ) from None
-        reason = "its files are nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
-        raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {reason}") from None
+        reason = "its files are nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+        raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {reason}.") from None
     if differs:
         raise ConfigError(
             f"{folder}: transformers gives other ids than the SentencePiece model in this folder (tokenizer.model). "
             f"Use the model directly: policy.tokenizer.name={model}"
         )
     return tokenizer
-
-
-def _one_line(error: Exception) -> str:
-    """The message of a library as one line, shortened: it may quote its file."""
-    return " ".join(str(error).split())[:500]
 
 
 def _read_sentencepiece(file: Path, place: str) -> SentencePiece:

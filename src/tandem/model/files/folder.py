@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.storage.cache import outside_of, refuse_outside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -111,9 +111,8 @@ def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
             with safe_open(file, "np") as opened:
                 num_tensors += len(opened.keys())
         except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"{place}: its weights are not readable as safetensors ({reason}). Is the download complete?"
+                f"{place}: its weights are not readable as safetensors ({one_line(error)}). Is the download complete?"
             ) from None
     return StoredWeights(num_tensors, sum(file.stat().st_size for file in files))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.config.sections.section import EMBEDDED
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, one_line
 from tandem.model.files.folder import (
     StoredWeights,
     read_json,
@@ -111,7 +111,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"{key} = {name}: {one_line(error)}") from None
+        raise ConfigError(f"{key} = {name}: {one_line(error)}.") from None
     with suppress(ValueError):  # several language models in one: load.check_packable refuses it
         refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
@@ -217,7 +217,7 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
         ) from None
     except Exception as error:
         raise ConfigError(
-            f"{key} = {name}: there is no such folder here, and the hub does not provide it: {one_line(error)} "
+            f"{key} = {name}: there is no such folder here, and the hub does not provide it: {one_line(error)}. "
             "Give a local folder, or check the name and the connection."
         ) from None
 
@@ -236,8 +236,4 @@ def _is_known(model_type: Any) -> bool:
 
 def describe(error: Exception) -> str:
     """An unexpected error's type and text, as part of a sentence."""
-    return f"{type(error).__name__}: {one_line(error).rstrip('.')}"
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {one_line(error)}"

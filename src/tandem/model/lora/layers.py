@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.data.store.pool import Died, Stalled, in_a_process
-from tandem.errors import ConfigError, MachineError
-from tandem.model.files.source import ModelSource, one_line, weights_fingerprint, weights_of
+from tandem.errors import ConfigError, MachineError, one_line
+from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
 from tandem.model.lora.files import TrainedAdapter, read_adapter
 from tandem.model.policy import Policy
@@ -235,7 +235,7 @@ def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> Conf
         what = f"peft does not adapt {names} in models with Mamba layers, whose kernels read the weight without the adapter"
         instead = f"Leave it out: policy.lora.exclude_modules=[{names}]."
     else:
-        what = f"peft cannot adapt these layers of {source.name} ({one_line(error).rstrip('.')})"
+        what = f"peft cannot adapt these layers of {source.name} ({one_line(error)})"
         instead = "Choose others with policy.lora.target_modules and policy.lora.exclude_modules."
     if start is not None:
         return ConfigError(f"policy.lora.adapter = {start}: {what}. Start from another adapter, or without one.")
