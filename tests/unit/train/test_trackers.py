@@ -152,7 +152,7 @@ def test_a_tracker_that_does_not_answer_is_reported_during_the_run(monkeypatch, 
     feed.close()
 
 
-def test_a_tracker_that_hangs_only_while_closing_is_reported_as_cut_off(monkeypatch, tmp_path):
+def test_a_tracker_that_hangs_only_while_closing_is_stopped_and_reported(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", finish=FOR_EVER)
     warned = Said()
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
@@ -266,7 +266,7 @@ def test_a_database_that_is_not_mlflows_is_refused_and_stays(tmp_path, uri):
     with pytest.raises(ValueError) as refused:
         refuse_other_database(uri.format(path))
     assert str(refused.value) == (
-        f"{path}: not readable as an SQLite database (file is not a database). Give another logger.mlflow.tracking_uri."
+        f"{path}: not readable as an SQLite database (file is not a database). Choose another logger.mlflow.tracking_uri."
     )
     assert path.read_text() == "mine"
     path.write_bytes(before)
