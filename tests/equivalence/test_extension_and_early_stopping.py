@@ -161,7 +161,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_extended(finished, data):
 
 @pytest.mark.parametrize("lost", ["cut off", "gone"])
 def test_a_run_whose_last_checkpoint_cannot_be_read_is_not_extended(finished, data, lost):
-    tensors = finished / "checkpoints/step_4/tensors/worker_0.safetensors"
+    tensors = finished / "checkpoints/step_4/tensors/rank_0.safetensors"
     tensors.write_bytes(b"") if lost == "cut off" else tensors.unlink()
     assert refused(finished, *data, EIGHT) == (
         f"{finished} is finished, but the checkpoint of its last step, 4, is damaged, so it cannot be extended. Choose another "

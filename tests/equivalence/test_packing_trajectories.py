@@ -280,9 +280,9 @@ def over_packs(folder, mixed):
     seen = []
     real = trainer.train_step
 
-    def watching(policy, context, packs, batch, *rest):
+    def watching(policy, context, packs, batch, **options):
         seen.append([pack.preferences.tolist() for pack in packs])
-        return real(policy, context, packs, batch, *rest)
+        return real(policy, context, packs, batch, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", watching)

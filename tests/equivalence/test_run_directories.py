@@ -108,7 +108,7 @@ def test_a_finished_run_that_could_be_extended_is_reported(here, capsys):
     run("dpo.max_num_steps=4")
     assert str(run()) == "runs/tandem-2"
     assert (
-        "warning: runs/tandem-1 is the same run with fewer steps, and finished. To extend it: "
+        "warning: runs/tandem-1 is finished and differs only in having fewer steps. To extend it: "
         + tandem_command("train", "--resume", "runs/tandem-1", "dpo.max_num_steps=6")
     ) in " ".join(capsys.readouterr().out.split())
     run("dpo.max_num_steps=3")
@@ -133,8 +133,8 @@ def test_a_changed_validation_set_is_reported(tmp_path, capsys):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     short_run(tmp_path / "cut", *settings)
     assert (
-        "warning: validation-default has other pairs than at step 2: earlier results are not comparable, and rank "
-        "no checkpoint once the new pairs are measured."
+        "warning: the pairs of validation-default have changed since step 2. Earlier results are not comparable, and are not "
+        "used to rank checkpoints once the new pairs are measured."
     ) in " ".join(capsys.readouterr().out.split())
 
 
@@ -165,7 +165,7 @@ def test_more_steps_than_the_epochs_hold_are_warned_of(tmp_path, capsys):
         few_pairs(tmp_path),
     )
     assert (
-        "warning: dpo.max_num_steps = 500, but 1 epoch holds 3. Raise dpo.max_num_epochs for more steps."
+        "warning: dpo.max_num_steps = 500, but 1 epoch has only 3 steps. Raise dpo.max_num_epochs for more."
         in " ".join(capsys.readouterr().out.split())
     )
 

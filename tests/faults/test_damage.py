@@ -9,7 +9,7 @@ from killing import assert_same
 from tandem.train.checkpoint.checkpoints import checkpoints
 
 KEEPING = "checkpointing.keep_top_k=9"
-OF_A_CHECKPOINT = ["manifest.json", "state.json", "config.yaml", "tensors/worker_0.safetensors"]
+OF_A_CHECKPOINT = ["manifest.json", "state.json", "config.yaml", "tensors/rank_0.safetensors"]
 OF_THE_CACHE = {
     "tokens": ["manifest.json", "tokens.arrow", "rejects.jsonl"],
     "packs": ["manifest.json", "packs-128.arrow"],

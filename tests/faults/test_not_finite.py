@@ -17,11 +17,11 @@ def in_the_third_step(monkeypatch, spoil):
     """Something happens to the policy before the third step's forward."""
     real, calls = trainer.train_step, []
 
-    def spoiled(policy, *rest):
+    def spoiled(policy, *rest, **options):
         calls.append(1)
         if len(calls) == 3:
             spoil(policy, monkeypatch)
-        return real(policy, *rest)
+        return real(policy, *rest, **options)
 
     monkeypatch.setattr(trainer, "train_step", spoiled)
 
@@ -94,8 +94,8 @@ def test_a_live_reference_that_is_not_finite_is_named_and_not_the_learning_rate(
     with pytest.raises(NonFiniteError) as stopped:
         short_run(tmp_path / "run", "reference.mode=live", few_pairs(tmp_path))
     assert re.fullmatch(
-        r"step \d: the reference gives the pairs at .*few\.jsonl:\d+.* log-probabilities that are not finite\. The update was "
-        r"skipped and nothing was saved\. Look at these rows; if others fail too, the reference model itself overflows: try "
+        r"step \d: the reference's log-probabilities of the pairs at .*few\.jsonl:\d+.* are not finite\. The update was "
+        r"skipped and nothing was saved\. Check these rows; if other rows fail too, the reference model overflows: try "
         r"policy\.precision=float32\.",
         str(stopped.value),
     )

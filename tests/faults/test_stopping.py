@@ -98,7 +98,7 @@ def test_on_a_terminal_the_message_begins_on_a_new_line(monkeypatch, capfd, is_t
     monkeypatch.setattr(os, "isatty", lambda _: is_terminal)  # where ^C or a progress bar is at the cursor
     with stopped_by_signals(Stopping()):
         os.kill(os.getpid(), signal.SIGINT)
-    message = "tandem: stopping: the step is finished and saved first. A second signal stops at once.\n"
+    message = "tandem: stopping after the current step is finished and saved. A second signal stops at once.\n"
     assert capfd.readouterr().err == start + message
 
 
@@ -118,7 +118,7 @@ def test_layers_that_are_not_compiled_show_no_bar_for_it(tmp_path, monkeypatch):
 
 def test_a_signal_before_the_first_step_stops_immediately(tmp_path, monkeypatch, capfd):
     with signalled(monkeypatch, build, "load_sharded", 1, signal.SIGINT):
-        monkeypatch.setattr(build, "make_references", lambda *_: pytest.fail("it did not stop"))
+        monkeypatch.setattr(build, "make_references", lambda *_, **__: pytest.fail("it did not stop"))
         with pytest.raises(StoppedError) as stopped:
             short_run(tmp_path / "run")
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGINT", 130)
@@ -132,7 +132,7 @@ def test_an_error_after_a_signal_to_all_processes_counts_as_the_stop(tmp_path, m
         except BaseException:
             raise RuntimeError("a process that compiled is gone") from None
 
-    monkeypatch.setattr(build, "_rehearse", fails)
+    monkeypatch.setattr(build, "_compile_row_lengths", fails)
     with pytest.raises(StoppedError) as stopped:
         short_run(tmp_path / "run")
     assert (str(stopped.value), stopped.value.exit_code) == ("stopped by SIGTERM", 143)
@@ -308,10 +308,10 @@ import sys, time
 from tandem.cli import main as cli
 from tandem.train import trainer
 seconds, real = float(sys.argv.pop(1)), trainer.train_step
-def slow(*arguments):
+def slow(*arguments, **options):
     print("stepping", flush=True)
     time.sleep(seconds)
-    return real(*arguments)
+    return real(*arguments, **options)
 trainer.train_step = slow
 cli.main()
 """

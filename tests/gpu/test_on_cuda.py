@@ -180,12 +180,12 @@ def test_a_step_never_waits_for_the_device_and_its_report_waits_for_no_later_ste
     step, read = trainer.train_step, trainer.PendingStep.read
     calls, waits = [], []
 
-    def watched_step(*arguments):
+    def watched_step(*arguments, **options):
         calls.append(1)
         # The first steps wait for the device while they compile and load kernels.
         torch.cuda.set_sync_debug_mode("error" if len(calls) > 2 else "default")
         try:
-            return step(*arguments)
+            return step(*arguments, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

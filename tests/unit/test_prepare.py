@@ -189,7 +189,7 @@ def test_lengths_and_steps_are_those_of_training(report, settings):
             ["policy.weights=bfloat16_stochastic", "policy.lora.enabled=true"],
             2,
             "policy.weights = bfloat16_stochastic: with adapters the model's weights are frozen, and the adapters are "
-            "trained in float32. Leave it out.",
+            "trained in float32. Leave policy.weights out.",
         ),
         (
             ["checkpointing.metric_name=val_loss"],

@@ -18,9 +18,8 @@ from tandem.train.optimizer import schedule_in_words
 from tandem.train.start.plan import shown_pairs, shown_path
 from tandem.train.start.setup import Setup
 
-MAX_COUNTED_EPOCHS = (
-    1000  # counting pairs takes time per epoch, and some users set a million epochs and limit the steps
-)
+# Counting pairs takes time per epoch, and some users set a million epochs and limit the steps.
+MAX_COUNTED_EPOCHS = 1000
 RECOMPUTED = {
     "none": "",
     "selective": "; half of their matrix products recomputed in the backward pass",
@@ -30,7 +29,7 @@ AVERAGING = {True: "per token", False: "summed"}
 
 
 def describe_computation(setup: Setup) -> str:
-    """The device, the attention implementation, and whether layers are compiled or recomputed."""
+    """Describe the device, the attention implementation, and whether layers are compiled or recomputed."""
     where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "the CPU"
     layers = "compiled, which takes a while the first time" if setup.compiles else "not compiled"
     attention = describe_attention(setup.config.policy, setup.device)
@@ -39,7 +38,7 @@ def describe_computation(setup: Setup) -> str:
 
 
 def describe_choices(setup: Setup) -> list[tuple[str, str]]:
-    """The settings that determine the trained model, as (name, value in words)."""
+    """Return the settings that determine the trained model, as (name, value in words)."""
     config, dpo = setup.config, setup.config.dpo
     sets = config.data.training_sets
     weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
@@ -77,7 +76,7 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
 
 
 def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:
-    """The path of each set and its number of pairs: ("training set", "a.jsonl (10 pairs) and b.jsonl (20 pairs)")."""
+    """Return the path and the number of pairs of each set: ("training set", "a.jsonl (10 pairs) and b.jsonl (20 pairs)")."""
     data = config.data
     given = data.training_sets
     names = ["train"] if len(given) == 1 else [f"train-{number}" for number in range(len(given))]
@@ -97,7 +96,7 @@ def _num_pairs(preferences: Preferences) -> str:
 
 
 def _loss_settings(config: Config) -> str:
-    """The arguments of the chosen losses, and other loss settings that differ from their defaults."""
+    """List the arguments of the chosen losses, and other loss settings that differ from their defaults."""
     dpo, fields = config.dpo, type(config.dpo).model_fields
     defaults = {name: field.default for name, field in fields.items()}
     arguments = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
@@ -108,7 +107,7 @@ def _loss_settings(config: Config) -> str:
 
 
 def _packs_per_batch(setup: Setup) -> str:
-    """With policy.packing.mode=dataset, about how many packs make a batch."""
+    """Describe about how many packs make a batch; empty unless policy.packing.mode=dataset."""
     plan = setup.plan
     if plan.batches.packs is None:
         return ""
@@ -132,7 +131,7 @@ def _run_length(setup: Setup) -> str:
 
 
 def _pairs_of_epochs(setup: Setup) -> str:
-    """The number of pairs in all epochs, incomplete last batches included; per epoch if there are very many epochs."""
+    """Count the pairs of all epochs, with incomplete last batches; the pairs per epoch if there are very many epochs."""
     batches, epochs = setup.plan.batches, setup.config.dpo.max_num_epochs
     if epochs > MAX_COUNTED_EPOCHS:
         return f"{batches.num_pairs_of(0):,} per epoch"
@@ -160,31 +159,31 @@ def _adapters(lora: LoraPlan) -> str:
 def _weights(setup: Setup) -> str:
     policy = setup.config.policy
     # Gradients are float32: 4 bytes.
-    size = setup.weights_dtype.itemsize + 4 + 2 * state_bytes(policy.optimizer.state_dtype)
+    size = setup.weights_dtype.itemsize + 4 + state_bytes(policy.optimizer.state_dtype)
     states = f"{policy.optimizer.state_dtype} optimizer states, {size:.0f} bytes"
     if setup.lora is None:
         rounded = "" if policy.weights == "float32" else f", rounded {policy.weights.removeprefix('bfloat16_')}"
-        return f"{str(setup.weights_dtype).removeprefix('torch.')} weights{rounded}, {states} a parameter"
+        return f"{str(setup.weights_dtype).removeprefix('torch.')} weights{rounded}, {states} per parameter"
     frozen = setup.lora.quantization or str(setup.lora.dtype).removeprefix("torch.")
-    return f"frozen {frozen} weights; adapters in float32, {states} a trained parameter"
+    return f"frozen {frozen} weights; adapters in float32, {states} per trained parameter"
 
 
 def _reference(setup: Setup) -> str:
     if setup.reference_source is not None:
         return _name_and_folder(setup.reference_source.name, setup.reference_source.folder)
     if setup.lora is None:
-        return "the model as it starts"
+        return "the start model"
     return "the base model" if setup.lora.start is None else "the base model with the adapter it starts from"
 
 
 def _dropout(setup: Setup) -> str:
     of_adapters, of_model = setup.config.policy.lora.dropout, dropouts(setup.source.config)
     used = f"{of_adapters:g} of the adapters' inputs, in training steps" if of_adapters else "0"
-    return f"{used} (the model's own {of_model} is switched off)" if of_model else used
+    return f"{used} (the model's dropout of {of_model} is switched off)" if of_model else used
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as a configuration spells it: true, not True."""
+    """Format a value as in a configuration file: true, not True."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""Writes a JSONL file with the metrics of every pair, one per line, smallest margin first."""
+"""Writes a JSONL file with the metrics of every pair, one pair per line, smallest margin first."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class PerPairFile:
 
     def __init__(self, path: Path, dpo: Dpo):
         self.path = path
-        # Losses without a reference have no reference columns; losses over sorted batches have no loss per pair.
+        # A loss without a reference has no reference columns; a loss that sorts the batch has no loss per pair.
         absent = {"reference_chosen", "reference_rejected"} if not needs_reference(dpo.preference_loss) else set()
         own_loss = ("loss",) if scope_of(dpo.preference_loss) == "pair" else ()
         self._names = tuple(name for name in (*own_loss, *METRIC_COLUMNS) if name not in absent)

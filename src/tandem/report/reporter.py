@@ -1,4 +1,4 @@
-"""Reports a run: metrics.jsonl always; a progress bar on a terminal, plain lines elsewhere, JSON lines on request."""
+"""Writes metrics.jsonl and prints the progress of a run: as a bar on a terminal, plain lines elsewhere, or JSON lines."""
 
 import json
 import os
@@ -33,20 +33,20 @@ PLAIN_WIDTH = 120
 ANSWER_CHARACTERS = 300
 SHOWN_FILES = 3
 MUCH_OVERLAP = 0.3  # share of validation n-grams that are in the training set
-BAR_CELLS = 20  # least width of a progress bar
+BAR_CELLS = 20  # smallest width of a progress bar
 TIME_CELLS = 8  # width of the remaining time
 STEP_LINES = 50  # about how many steps of a run stay visible on a terminal
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, flushed after each."""
+    """The file metrics.jsonl. It has one JSON object per line, and is flushed after each line."""
 
-    has_lost_lines = False  # lines that existed when the checkpoint that the run resumes from was saved
+    has_lost_lines = False  # whether lines from before the checkpoint that the run resumes from are missing
 
     def __init__(self, path: Path, keep_bytes: int | None = 0):
         self._path = path
         self._file = open_own(path, "a")
-        # A run resumes from its checkpoint, so lines written after it belong to steps that are repeated.
+        # Lines written after the checkpoint that the run resumes from belong to steps that are repeated.
         if keep_bytes is not None:
             is_cut = path.stat().st_size < keep_bytes
             self._file.truncate(_end_of_last_line(path) if is_cut else keep_bytes)
@@ -62,11 +62,11 @@ class MetricsFile:
                 self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
-        """All intact records so far, including those from before the run was resumed."""
+        """Return all intact records so far, including those from before the run was resumed."""
         return [record for record in self._lines() if record is not None]
 
     def size(self) -> int:
-        """Number of bytes written so far, after flushing them to disk."""
+        """Flush the file to disk; return the number of bytes written so far."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -75,12 +75,12 @@ class MetricsFile:
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Number of bytes up to the end of the last complete line."""
+    """Return the number of bytes up to the end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 class NoMetricsFile(MetricsFile):
-    """Writes nothing: only rank 0 writes metrics."""
+    """Writes nothing. For ranks other than 0, because only rank 0 writes metrics."""
 
     def __init__(self) -> None:
         pass
@@ -96,17 +96,17 @@ class NoMetricsFile(MetricsFile):
 
 
 class Reporter:
-    """Prints messages, tables and progress. Output is the same on a terminal and in a file, except for progress bars."""
+    """Prints messages, tables and progress. Progress bars and line wrapping are used only on a terminal."""
 
     def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
-        """as_json: print records and the result as lines on standard output, and everything else on standard error."""
+        """as_json: print records and the result as JSON lines on standard output, and everything else on standard error."""
         in_ci = os.environ.get("CI", "") not in ("", "0", "false")
         self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
         if console is None and not self.console.is_terminal:
             self.console.width = PLAIN_WIDTH
         self.verbosity = verbosity
         self.as_json = as_json
-        self.shows_parts = False  # of the loss: preference and SFT, if both are trained on
+        self.shows_parts = False  # whether to show the preference loss and the SFT loss next to their sum
 
     def say(self, text: str = "", *, hang: int | None = None) -> None:
         """Print a message, wrapped at words on a terminal; `hang` is the indentation of continuation lines."""
@@ -114,7 +114,7 @@ class Reporter:
             self._print(text, hang=hang)
 
     def command(self, text: str) -> None:
-        """Print a command to copy, never wrapped, so that it runs as printed."""
+        """Print a command for the user to copy. It is never wrapped."""
         if self.verbosity in ("normal", "verbose"):
             self._draw(f"  {text}")
 
@@ -138,19 +138,19 @@ class Reporter:
         self.console.print(Text(escaped(text), style), soft_wrap=True)
 
     def end(self, text: str) -> None:
-        """Print where the results are, in quiet runs too."""
+        """Print where the results are, also in quiet runs."""
         if self.verbosity == "quiet" and not self.as_json:
             self._print(text)
         else:
             self.say(f"\n{text}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """With as_json, print a record of metrics.jsonl."""
+        """Print a record of metrics.jsonl, if as_json is set."""
         if self.as_json:
             print(json.dumps(record), flush=True)
 
     def result(self, run: Path) -> None:
-        """With as_json, print the last line: the run directory, and the last record of every split."""
+        """Print the run directory and the last record of every split, if as_json is set."""
         if self.as_json:
             metrics = run / "metrics.jsonl"
             records = records_in(metrics.read_bytes() if metrics.is_file() else b"")
@@ -158,14 +158,14 @@ class Reporter:
             print(json.dumps({"run_dir": str(run), "final": final}), flush=True)
 
     def choices(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print names and values of the settings that affect the result."""
+        """Print the names and values of the settings that affect the result."""
         self.say("\nSettings that affect the result")
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.say(f"  {name:<{width}}  {value}", hang=width + 4)
 
     def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
-        """Print a table of the sets, and notes and warnings. rejects: by set, the file that lists the skipped rows."""
+        """Print a table of the sets, notes and warnings. rejects: the file that lists the skipped rows of each set."""
         counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
@@ -212,7 +212,7 @@ class Reporter:
         self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
-        """Print a line per step. On a terminal, where the bar shows every step, only about STEP_LINES of a run."""
+        """Print a line per step. On a terminal, where the bar shows every step, print only about STEP_LINES lines per run."""
         step = record["step"]
         line = f"step {step}/{total}"
         parts = [
@@ -229,7 +229,7 @@ class Reporter:
             self.say("  ".join([line, *_fitting(parts, self.console.width - cell_len(line), gap=2)]))
 
     def numbers(self, record: dict[str, Any]) -> list[str]:
-        """The metrics of a step to show next to the bar, the most important first."""
+        """Return the metrics of a step to show next to the bar, the most important first."""
         return [
             *self._losses(record),
             f"accuracy {record['accuracy']:.3f}",
@@ -238,12 +238,12 @@ class Reporter:
         ]
 
     def _losses(self, record: dict[str, Any]) -> list[str]:
-        """The loss, and its unweighted parts if they are shown."""
+        """Format the loss, and its unweighted parts if they are shown."""
         names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
         return [f"{shown} {record[name]:.4f}" for shown, name in names.items()]
 
     def _validation_metrics(self) -> list[str]:
-        """The metrics that validation tables show."""
+        """Return the names of the metrics that validation tables show."""
         parts = ["preference_loss", "sft_loss"] if self.shows_parts else []
         return ["loss", *parts, "accuracy", "rewards_margin_mean", "rewards_chosen_mean", "rewards_rejected_mean"]
 
@@ -269,7 +269,7 @@ class Reporter:
         before: Sequence["ValidationReport"],
         after: Sequence["ValidationReport"],
     ) -> None:
-        """Print a table of the same metrics at two times, one row per set and metric."""
+        """Print a table that compares metrics at two times, one row per set and metric."""
         names = self._validation_metrics()
         start = {report.split: report.metrics for report in before}
         rows = [
@@ -294,9 +294,9 @@ class Reporter:
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
-        """Show a bar on a terminal; yield a function that takes the number done and metrics to show next to the bar.
+        """Show a progress bar on a terminal. Yields a function that advances the bar and sets the metrics next to it.
 
-        unit: "%" if the number done is a percentage; without it "3/9" is shown.
+        done: how many of `total` are done. unit: "%" if they are percentages; without it the bar shows "3/9".
         """
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, numbers=(): None
@@ -326,13 +326,13 @@ class Reporter:
 
 
 def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
-    """The first parts that fit side by side, each after a gap."""
+    """Return the first parts that fit into the width, each after a gap."""
     ends = accumulate(gap + cell_len(part) for part in parts)
     return [part for part, end in zip(parts, ends, strict=True) if end <= width]
 
 
 def _line_period(total: int) -> int:
-    """Steps between printed lines: the least of 1, 2, 5, 10, 20, ... that gives at most STEP_LINES lines."""
+    """Return the steps between printed lines: the smallest of 1, 2, 5, 10, 20, ... that gives at most STEP_LINES lines."""
     period = 1
     while total > STEP_LINES * period:
         period = period * 5 // 2 if str(period).startswith("2") else period * 2
@@ -344,13 +344,13 @@ def _margin(record: dict[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The text on one line, cut to ANSWER_CHARACTERS."""
+    """Return the text on one line, cut to ANSWER_CHARACTERS."""
     line = " ".join(text.split())
     return line if len(line) <= ANSWER_CHARACTERS else line[: ANSWER_CHARACTERS - 1] + "…"
 
 
 def _answer(text: str) -> str:
-    """An answer on one line; one of white space only is quoted."""
+    """Return an answer on one line; an answer of white space only is quoted."""
     return _one_line(text) if text.strip() else f"{text[:20]!r} ({len(text)} characters of white space)"
 
 

@@ -1,4 +1,4 @@
-"""Reads the records of metrics.jsonl and returns verdicts: what the curves show, with the numbers and what to do."""
+"""Reads the records of metrics.jsonl and returns verdicts: problems that the metrics show, with numbers and advice."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,18 @@ from tandem.config.schema import Config
 from tandem.train.checkpoint.ranking import Record, measured_on
 
 NUM_PARTS = 4  # training is judged by the means of its quarters, because a single step has too few pairs
-STANDARD_ERRORS = 2.0  # by which an accuracy must differ from the start to be significant
+STANDARD_ERRORS = 2.0  # an accuracy that differs from the start by this many is significant
 MOST_PAIRS = 0.5  # share of pairs
-NOTICEABLE_REWARD = (
-    0.005  # change of a mean summed reward that is not noise; divided by the length for rewards per token
-)
+# Change of a mean reward that is not noise, for summed log-probabilities; divided by the length for rewards per token.
+NOTICEABLE_REWARD = 0.005
 STRONG_CORRELATION = 0.5
-FEWEST_PAIRS = 20  # for a correlation
-FAR_NATS = 1.0  # per token, from the reference
+FEWEST_PAIRS = 20  # with fewer, a correlation is not judged
+FAR_NATS = 1.0  # per token: a policy this far from the reference is far away
 FAST_GROWTH = 1.5  # ratio of the distance at the end to the distance half-way
-EARLY_SHARE = 0.6  # of the steps: a best loss before this is long past
-WORSE_SHARE = 0.02  # of the lowest loss, by which a loss must exceed it
-LEAST_WORSE = 1e-3  # the same for a loss close to 0
-ABSURD_MARGIN = 1000.0  # reward: every loss that saturates does so below 100
+EARLY_SHARE = 0.6  # of the steps: a best loss before this was long ago
+WORSE_SHARE = 0.02  # a loss is worse if it exceeds the lowest loss by this share
+LEAST_WORSE = 1e-3  # and by at least this much, for losses close to 0
+ABSURD_MARGIN = 1000.0  # of rewards: losses that saturate do so below 100
 ABSURD_NATS = 25.0  # per token of the chosen completions: guessing among 262,144 tokens costs 12.5
 
 # Metrics that verdicts read from every record.
@@ -60,7 +59,7 @@ class History:
 
     @property
     def start(self) -> Record | None:
-        """The record from before the first step, if it was measured."""
+        """The record from before the first step; None if it was not measured."""
         return self.first if self.first["step"] == 0 and len(self.records) > 1 else None
 
     @property
@@ -70,7 +69,7 @@ class History:
 
 
 def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
-    """Verdicts on every validation set; on the training set if none was measured after the first step."""
+    """Return verdicts on every validation set, or on the training set if no validation set was measured during training."""
     splits: dict[str, list[Record]] = {}
     for record in filter(_is_complete, records):
         splits.setdefault(record["split"], []).append(record)
@@ -87,20 +86,20 @@ def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
 
 
 def _is_complete(record: Record) -> bool:
-    """Whether a record has all metrics that verdicts read. One that was damaged on disk may not."""
+    """Whether a record has all metrics that verdicts read. A record that was damaged on disk may not."""
     has_all = all(isinstance(record.get(name), int | float) for name in NEEDED_METRICS)
     is_trained = record["split"] != "train" or record["step"] > 0
     return has_all and is_trained and record["num_pairs"] > 0 and record["tokens_chosen_mean"] > 0
 
 
 def _on_last_pairs(lines: Sequence[Record]) -> list[Record]:
-    """Records measured on the same pairs as the last one: a set may have changed when the run was resumed."""
+    """Return the records on the same pairs as the last one, because a set may have changed when the run was resumed."""
     return [record for record in lines if measured_on(record) == measured_on(lines[-1])]
 
 
 def _judge(history: History) -> Iterator[Verdict]:
     if (text := _diverged(history)) is not None:
-        # Everything else that the curves of such a run show has the same cause.
+        # Other problems of such a run have the same cause.
         yield Verdict("diverged", history.split, text)
         return
     found = [Verdict(name, history.split, text) for name, rule in RULES.items() if (text := rule(history)) is not None]
@@ -108,13 +107,13 @@ def _judge(history: History) -> Iterator[Verdict]:
 
 
 def _quarter_means(records: Sequence[Record]) -> list[Record]:
-    """The means over each quarter of the steps, with equal weight for every pair."""
+    """Return the means over each quarter of the steps, with equal weight for every pair."""
     size = -(-len(records) // NUM_PARTS)
     return [_mean(records[start : start + size]) for start in range(0, len(records), size)]
 
 
 def _mean(records: Sequence[Record]) -> Record:
-    """The mean of each metric that all records have, weighted by pairs."""
+    """Return the mean of each metric that all records have, weighted by pairs."""
     pairs = sum(record["num_pairs"] for record in records)
     shared = [name for name in records[0] if all(isinstance(r.get(name), int | float) for r in records)]
     means = {name: sum(r[name] * r["num_pairs"] for r in records) / pairs for name in shared}
@@ -151,7 +150,7 @@ def _chosen_nats(record: Record) -> float:
 
 
 def _start_and_threshold(history: History) -> tuple[float, float] | None:
-    """The accuracy before training, and by how much another must differ from it to be significant."""
+    """Return the accuracy before training, and the smallest significant difference from it; None if it was not measured."""
     if not history.starts_at_reference and len(history.records) == 1:
         return None
     guess = 0.5 if history.starts_at_reference else history.first["accuracy"]
@@ -197,7 +196,7 @@ def _accuracy_reversed(history: History) -> str | None:
 
 
 def _label_hint(history: History, guess: float) -> str:
-    """Whether chosen and rejected may be swapped: not if accuracy on the training pairs is no better either."""
+    """Return advice on swapped labels: they are not the cause if accuracy on the training pairs has not risen either."""
     if history.split == "train":
         return "These are the training pairs, so swapped labels are not the cause: "
     trained = _quarter_means(history.training)[-1]["accuracy"] if history.training else None
@@ -277,7 +276,7 @@ def _is_above(loss: float, lowest: float) -> bool:
 
 
 def _best(history: History) -> Record:
-    """The record with the lowest loss after at least one step."""
+    """Return the record with the lowest loss after at least one step."""
     return min((record for record in history.records if record["step"] > 0), key=lambda record: record["loss"])
 
 

@@ -1,7 +1,7 @@
-"""AdamW in two forms: torch's fused one over each rank's shards, and one with low-precision weights or moments.
+"""Two versions of AdamW: torch's fused one on each rank's shards, and one with low-precision weights or moments.
 
-Rounding to nearest loses small updates entirely: at the learning rates of preference training bfloat16 weights hardly move,
-and a slow moving average does not move at all. Stochastic rounding loses nothing on average. Each step draws its own bits.
+Rounding to nearest loses small updates: at the learning rates of preference training, bfloat16 weights hardly change, and a
+slow moving average does not change at all. Stochastic rounding keeps the updates on average. Each step uses new random bits.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 # How many numbers share a scale when moments are stored in 8 bits.
 NUMBERS_PER_SCALE = 256
-# (levels, power): code c means (c / levels) ** power of the largest value of its block. Fine near zero, where most values are.
+# (levels, power): code c stands for (c / levels) ** power times the largest value of its block. Codes are dense near zero,
+# where most values are.
 MEAN_CODE = (127, 3)
 SQUARE_CODE = (255, 4)
 
@@ -43,7 +44,7 @@ class Rule:
 class LocalAdamW(AdamW):
     """torch's fused AdamW on each rank's shards, which is exact because the update is elementwise.
 
-    With DTensors the host takes several times as long for the same update, and the GPU waits for it at every step.
+    Updating DTensors takes the host several times as long, and the GPU would wait for it at every step.
     """
 
     grad_scale: Tensor
@@ -62,9 +63,9 @@ class LocalAdamW(AdamW):
         states = [self.state[parameter] for parameter in given]
         beta1, beta2 = group["betas"]
         adamw(
-            [_local(parameter) for parameter in given],
-            [_local(parameter.grad) for parameter in given],
-            *([_local(state[name]) for state in states] for name in MOMENTS),
+            [local_shard(parameter) for parameter in given],
+            [local_shard(parameter.grad) for parameter in given],
+            *([local_shard(state[name]) for state in states] for name in MOMENTS),
             max_exp_avg_sqs=[],
             state_steps=[state["step"] for state in states],
             fused=True,
@@ -81,8 +82,11 @@ class LocalAdamW(AdamW):
 
 
 class RoundedAdamW(Optimizer):
-    """AdamW with low-precision weights or moments. Like torch's fused AdamW, it divides gradients by `grad_scale` (here:
-    clipping) and skips the update if `found_inf` is set."""
+    """AdamW with low-precision weights or moments.
+
+    Like torch's fused AdamW, it divides gradients by `grad_scale` (used here for clipping) and skips the update if `found_inf`
+    is set.
+    """
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -95,7 +99,7 @@ class RoundedAdamW(Optimizer):
         count = torch.zeros((), device=given[0].device)
         for parameter in given:
             self.state[parameter] = {"step": count, **_moments(parameter, self.rule.state_dtype)}
-        # What the random bits of each parameter are derived from.
+        # The random bits of each parameter are derived from these numbers.
         places = [[first_index(p), seed * 1_000_003 + number] for number, p in enumerate(given)]
         self._firsts, self._salts = torch.tensor(places).to(torch.int32).to(count.device).unbind(1)
 
@@ -104,19 +108,19 @@ class RoundedAdamW(Optimizer):
         (group,) = self.param_groups
         count = self.state[group["params"][0]]["step"]
         count.add_(1 - self.found_inf)
-        scalars = _scalars(group["lr"], count, self.grad_scale, self.found_inf, self.rule)
+        scalars = _scalars(group["lr"], count, self.grad_scale, skipped=self.found_inf, rule=self.rule)
         starts = self._firsts + hash_int32(self._salts + hash_int32(count.to(torch.int32)))
         for parameter, start in zip(group["params"], starts, strict=True):
-            if parameter.grad is not None and _local(parameter).numel():
+            if parameter.grad is not None and local_shard(parameter).numel():
                 self._update(parameter, scalars, start)
 
     def _update(self, parameter: nn.Parameter, scalars: Tensor, start: Tensor) -> None:
         # Detached, because a compiled update refuses a parameter whose gradient has another dtype.
-        weight, grad = _local(parameter.detach()), _local(parameter.grad)
-        moments = [_local(self.state[parameter][name]) for name in MOMENTS]
-        scales = [_local(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
+        weight, grad = local_shard(parameter.detach()), local_shard(parameter.grad)
+        moments = [local_shard(self.state[parameter][name]) for name in MOMENTS]
+        scales = [local_shard(self.state[parameter][name]) for name in SCALES if name in self.state[parameter]]
         block = weight.numel() // scales[0].numel() if scales else 1
-        # As rows that share a scale, or flat.
+        # One row per scale, or flat if there are no scales.
         shape = (-1, block) if scales else (-1,)
         rows = [tensor.reshape(shape) for tensor in (weight, grad, *moments)]
         update: Any = _compiled() if weight.is_cuda else _update
@@ -124,7 +128,7 @@ class RoundedAdamW(Optimizer):
 
 
 def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
-    """Zeros for both moments, sharded like the parameter. Vectors are too small to be worth 8 bits."""
+    """Return zeros for both moments, sharded like the parameter. Vectors are small, so they are never stored in 8 bits."""
     if dtype != "int8" or parameter.ndim < 2:
         kept = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         return {name: torch.zeros_like(parameter, dtype=kept) for name in MOMENTS}
@@ -138,14 +142,17 @@ def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
 
 
 def _block(columns: int) -> int:
-    """How many numbers of a row share a scale: the largest divisor of `columns` up to NUMBERS_PER_SCALE, or all."""
+    """Return how many numbers of a row share a scale: the largest divisor of `columns` up to NUMBERS_PER_SCALE.
+
+    If that divisor is very small, the whole row shares one scale.
+    """
     most = max(size for size in range(1, NUMBERS_PER_SCALE + 1) if columns % size == 0)
     return most if most >= NUMBERS_PER_SCALE // 16 else columns
 
 
 def state_bytes(dtype: StateDtype) -> float:
-    """Bytes per number of a moment."""
-    return {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / NUMBERS_PER_SCALE}[dtype]
+    """Bytes of optimizer state per trained parameter: both moments, with their scales."""
+    return len(MOMENTS) * {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / NUMBERS_PER_SCALE}[dtype]
 
 
 @cache
@@ -154,9 +161,9 @@ def _compiled() -> Any:
 
 
 def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule: Rule) -> Tensor:
-    """The scalars of an update as one tensor on the device, so that the host never waits.
+    """Return the scalars of an update as one tensor on the device, so that the host never waits.
 
-    Includes the constants of the rule: a compiled call would convert Python floats to tensors, nearly half of its time.
+    The constants of the rule are included, because a compiled call spends nearly half its time on converting Python floats.
     """
     given = (lr, rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.eps)
     same = [torch.full_like(count, number) for number in given]
@@ -168,7 +175,7 @@ def _largest_step(count: Tensor, rule: Rule) -> Tensor:
     """The largest step that AdamW can take after `count` gradients of any size, as a multiple of the learning rate.
 
     mean = (1 - beta1) sum beta1^k g_k, square = (1 - beta2) sum beta2^k g_k^2, so with r = beta1^2 / beta2 (Cauchy-Schwarz)
-    |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). Betas 0.9 and 0.98: 1 at the first step, 1.7 in the end.
+    |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). Betas 0.9 and 0.98: 1 at the first step, 1.7 in the limit.
     """
     if rule.beta2 == 0:
         return torch.full_like(count, float("inf"))
@@ -188,7 +195,7 @@ def _update(
     start: Tensor,
     stochastic: bool,
 ) -> None:
-    """Update one tensor in place. start: added to the index of each number before hashing it into random bits."""
+    """Update one tensor in place. start: added to the index of each number; the sum is hashed to random bits."""
     rate, weight_decay, toward1, toward2, eps, debias1, debias2, largest, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale
     old_mean = _decode(mean, scales[0], MEAN_CODE) if scales else mean.float()
@@ -197,13 +204,13 @@ def _update(
     new_square = old_square + (slope * slope - old_square) * toward2
     step = new_mean / debias1 / ((new_square / debias2).sqrt() + eps)
     if scales:
-        # Codes are coarse: a square may be rounded to 0 although its mean is not.
+        # Codes are coarse: a squared moment may be rounded to 0 although the mean is not.
         step = step.clamp(-largest, largest)
     moved = weight.float() * (1 - rate * weight_decay) - rate * step
 
     places = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device).reshape(weight.shape)
     bits = hash_int32(places + start)
-    # Three numbers are rounded: two use 16 of these bits each, the third new ones.
+    # Three values are rounded. Two use 16 of these bits each; the third uses new ones.
     weight_bits, mean_bits, square_bits = bits, bits >> 16, hash_int32(bits + 1)
     done = skipped == 0
     _assign(weight, _round(moved, weight.dtype, weight_bits) if stochastic else moved, done)
@@ -236,7 +243,7 @@ def _decode(codes: Tensor, top: Tensor, code: tuple[int, int]) -> Tensor:
 
 
 def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and the largest value of each row. Values between two codes are rounded stochastically."""
+    """Return the codes, and the largest value of each row. Values between two codes are rounded stochastically."""
     levels, power = code
     top = value.abs().amax(-1, keepdim=True)
     part = value.abs() / top.clamp(min=torch.finfo(torch.float32).tiny)
@@ -246,5 +253,6 @@ def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor,
     return (below + up.float()) * value.sign(), top
 
 
-def _local(tensor: Any) -> Tensor:
+def local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Estimates a run's memory from the model and the settings, and chooses the row length; refuses a run that cannot fit."""
+"""Estimates the memory of a run and chooses its row length. Refuses a run that does not fit in memory."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
@@ -16,17 +15,17 @@ from tandem.model.lora.layers import LoraPlan
 from tandem.model.policy import Policy
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.packer import BLOCK, DATASET_PACK, Packer, in_blocks, prepared_lengths, tokens_of_pairs
-from tandem.train.adamw import state_bytes
+from tandem.train.adamw import local_shard, state_bytes
 
 GIB = 2**30
 CPU_ROW_TOKENS = 1024  # for the tiny model 10 % faster than 512; 2,048 is another 5 % faster and needs twice the memory
 ROW_LENGTHS = (65536, 32768, 16384, 8192, 4096, 2048)
-# With 1.5 billion weights, rows twice as long were 1 % faster and needed half as much memory again (docs/benchmarks.md).
+# With 1.5 billion weights, rows twice as long were 1 % faster and needed 50 % more memory (docs/benchmarks.md).
 LONG_ROW_TOKENS = 16384
-# The GPU finishes a short row of a small model before the host has launched the next. Tokens x weights that keep it busy long
-# enough: with 1.5 billion weights it waited at 4,096 tokens per row, and hardly at 8,192 (docs/benchmarks.md).
+# Tokens per row x weights that keep a GPU busy. With fewer, the GPU finishes a row before the host has launched the next one:
+# with 1.5 billion weights it waited at 4,096 tokens per row, and hardly at 8,192 (docs/benchmarks.md).
 BUSY_TOKENS_TIMES_WEIGHTS = 12e12
-# The share of a GPU's memory that the estimate may use; the rest covers what it does not include.
+# The share of a GPU's memory that the estimate may use. The rest is for memory that the estimate does not include.
 USABLE_SHARE = 0.85
 # Activations that a layer keeps for the backward pass, as multiples of its hidden and intermediate sizes; fitted to runs of
 # three model shapes. KEPT_SHARE: the share of them that is kept with each kind of activation checkpointing.
@@ -45,7 +44,7 @@ class RowLength:
 
     tokens: int
     reason: str
-    shortest: int = 0  # rows are shorter than this only if one holds a whole batch
+    shortest: int = 0  # rows are shorter than this only if a whole batch fits into one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,9 @@ def estimate_memory(
 def auto_row_length(
     need: MemoryEstimate, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> RowLength:
-    """Choose the row length: on a GPU the longest useful one that is expected to fit.
+    """Choose the row length. On a GPU, it is the longest one that is expected to fit and to increase speed.
 
-    memory: bytes of the smallest device of all ranks; None: of this device.
+    memory: the smallest device memory of all ranks, in bytes; None: the memory of this device.
     """
     if policy.packing.mode == "dataset":
         return RowLength(DATASET_PACK, "the default for a set packed once")
@@ -109,7 +108,7 @@ def refuse_certain_overflow(
     device: torch.device,
     memory: int | None = None,
 ) -> None:
-    """Refuse a run that certainly does not fit, before weights load. Other runs are measured in a rehearsal (start/build.py)."""
+    """Refuse a run that certainly does not fit, before weights load. Other runs are measured later (start/build.py)."""
     available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
@@ -125,7 +124,7 @@ def refuse_certain_overflow(
 
 
 def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
-    """Suggest settings that need less memory and are not in use yet, the cheapest first. length: of the longest rows."""
+    """Suggest settings that need less memory and are not in use yet, the cheapest first. length: tokens in the longest row."""
     rows = policy.packing.packs_per_micro_batch
     of_rows = [
         f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
@@ -142,11 +141,11 @@ def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help:
     ]
     ways = [*of_rows, *of_weights] if shorter_rows_help else [*of_weights, "more GPUs", *of_rows]
     first, *others = [way for way in ways if way]
-    return f"To need less, try {first}" + (f"; then {', '.join(others)}." if others else ".")
+    return f"To use less memory, try {first}" + (f"; then {', '.join(others)}." if others else ".")
 
 
 def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
-    """The row length of a run and the reason for it."""
+    """Describe the row length of a run, and the reason for it. usual: the automatic row length."""
     rows = f"{packer.length:,} tokens"
     longest = int(packer.sizes.max())
     if policy.packing.mode == "none":
@@ -164,7 +163,7 @@ def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str
 
 
 def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
-    """Warn if pack_length is set so high that a batch fills less than half of even the shortest rows; else None."""
+    """Return a warning if pack_length is so high that a batch fills less than half of the shortest rows; otherwise None."""
     shortest = packer.lengths[0]
     pairs = policy.train_global_batch_size / packer.share.num_ranks
     tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
@@ -173,17 +172,17 @@ def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
     whose = "a batch" if packer.share.num_ranks == 1 else "a rank's part of a batch"
     return (
         f"policy.packing.pack_length = {policy.packing.pack_length}: {whose} has about {tokens:,} tokens, and the shortest rows "
-        f"at that setting have {shortest:,}, so {1 - tokens / shortest:.0%} of the computation is filler. Use auto for shorter "
-        "rows."
+        f"at that setting have {shortest:,}, so {1 - tokens / shortest:.0%} of the computation is filler. Set it to auto for "
+        "shorter rows."
     )
 
 
 def refuse_large_masks(
-    length: int, tree: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
+    length: int, longest: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> None:
-    """Refuse rows whose dense attention masks would not fit in memory.
+    """Refuse rows if their dense attention masks do not fit in memory.
 
-    `length` is the row length, `tree` the length of the longest preference.
+    length: tokens per row. longest: tokens of the longest preference.
     """
     kind = attention_kind(policy, device)
     if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
@@ -192,21 +191,23 @@ def refuse_large_masks(
     needed = (
         tokens * length * (MASK_FLAG_BYTES + MASK_NUMBER_BYTES)
         if kind == "sdpa"
-        else tokens * tree * MASK_FLAG_BYTES + tree**2 * MASK_NUMBER_BYTES
+        else tokens * longest * MASK_FLAG_BYTES + longest**2 * MASK_NUMBER_BYTES
     )
     available = memory or device_memory(device)
     if needed > available:
         cause = "policy.attention=sdpa" if device.type == "cuda" else "policy.compile=true on a CPU"
-        where = f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {tree:,}"
+        where = (
+            f"where attention is dense ({cause})" if kind == "sdpa" else f"for preferences of up to {longest:,} tokens"
+        )
         raise MachineError(
             f"policy.packing.pack_length = {policy.packing.pack_length}: rows of {length:,} tokens need a mask of "
             f"{needed / GIB:.1f} GiB {where}, and this device has {available / GIB:.1f} GiB. "
-            "Lower it, or policy.max_total_sequence_length if a single preference is that long."
+            "Lower policy.packing.pack_length, or policy.max_total_sequence_length if a single preference is that long."
         )
 
 
 def device_memory(device: torch.device) -> int:
-    """Total memory in bytes: of the GPU, or of the machine for a CPU."""
+    """Return the total memory in bytes: of the GPU, or of the machine if the device is a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -214,7 +215,7 @@ def device_memory(device: torch.device) -> int:
 
 def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_ranks: int) -> float:
     """Bytes for weights, gradients and optimizer states, which are sharded over ranks, except quantised weights."""
-    states = 2 * state_bytes(policy.optimizer.state_dtype)
+    states = state_bytes(policy.optimizer.state_dtype)
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
     copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_ranks == 1 else 0
     if lora is not None:
@@ -235,13 +236,9 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
     return config.num_hidden_layers * numbers * (2 if precision == "bfloat16" else 4)
 
 
-# AdamW keeps two moments per trained parameter.
-MOMENTS = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Memory that the run needs on this rank's device, in bytes, from a measured forward and backward pass."""
+    """The memory that the run needs on this rank's device, in bytes, forecast from a measured forward and backward pass."""
 
     weights: int
     gradients: int
@@ -251,7 +248,7 @@ class Forecast:
 
     @property
     def fixed(self) -> int:
-        """Excludes the bfloat16 copy of the weights, which is measured with the activations."""
+        """Weights, gradients and optimizer states. The bfloat16 copy of the weights is part of the activations."""
         return self.weights + self.gradients + self.states
 
     @property
@@ -268,17 +265,23 @@ class Forecast:
 def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
     """Forecast the memory of a step from the peak of a forward and backward pass with gradients already allocated.
 
-    Optimizer states are allocated later and are added here. state_bytes: per number of a moment.
+    Optimizer states are not allocated yet and are added here. state_bytes: their size per trained parameter.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
-    gradients = sum(torch.float32.itemsize * _local(parameter).numel() for parameter in trained)
-    states = int(sum(MOMENTS * state_bytes * _local(parameter).numel() for parameter in trained))
-    return Forecast(weights, gradients, states, max(0, peak - weights - gradients), length)
+    gradients = sum(torch.float32.itemsize * local_shard(parameter).numel() for parameter in trained)
+    states = int(sum(state_bytes * local_shard(parameter).numel() for parameter in trained))
+    return Forecast(
+        weights=weights,
+        gradients=gradients,
+        states=states,
+        activations=max(0, peak - weights - gradients),
+        length=length,
+    )
 
 
 def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
-    """Refuse a run before its first step if that step would run out of memory."""
+    """Refuse the run if its first step would run out of memory."""
     available = torch.cuda.get_device_properties(device).total_memory
     if expected.total > available:
         raise OutOfMemoryError(
@@ -288,7 +291,7 @@ def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: P
 
 
 def out_of_memory_error(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
-    """The error to raise if the device or the host ran out of memory; None for any other error."""
+    """Return the error to raise if the device or the host ran out of memory; None for any other error."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None
@@ -301,10 +304,6 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f}"
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _bytes(parameter: nn.Parameter) -> int:
-    local = _local(parameter)
+    local = local_shard(parameter)
     return local.numel() * local.element_size()

@@ -1,7 +1,7 @@
-"""PackOutcomes in; a PairTable out, the numbers of every pair on the host; and what the pairs say together.
+"""Collects the values of every pair from PackOutcomes into a PairTable on the host, and computes metrics from the table.
 
-The numbers stay on the device until they are sent, all of a step or of a set in one transfer. Metrics are
-computed here, on the host, in float64 and over all pairs at once: no division into packs can change one.
+The values of a step or a set stay on the device until all of them are copied to the host in one transfer. Metrics are computed
+on the host in float64, over all pairs at once, so they do not depend on how the pairs were packed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,15 @@ from tandem.train.terms import PackOutcome
 
 FloatArray = NDArray[np.float64]
 
-# Differences of summed log-probabilities that rounding alone makes between two cuts of the same batch: a tie counts one
-# half. Rewards are compared within the same band, scaled as the loss scales them (PairTable.rounding).
+# The difference of summed log-probabilities, in nats, that rounding alone can cause when the same batch is packed differently.
+# Within this band a pair is a tie and counts one half. For rewards the band is scaled as the loss scales them
+# (PairTable.rounding).
 TIE_BAND = {"float32": 1e-3, "bfloat16": 0.1}
 MARGIN_PERCENTILES = (10, 50, 90)
 
 
 def pair_columns(outcome: PackOutcome) -> dict[str, Tensor]:
-    """The numbers of each pair that are kept for metrics, by name: [pairs] each. A new column is added here."""
+    """Return the values of each pair that metrics are computed from, by name: [pairs] each. Add new columns here."""
     loss, completions = outcome.loss, outcome.completions
     both = completions.both
     return {
@@ -42,9 +43,8 @@ def pair_columns(outcome: PackOutcome) -> dict[str, Tensor]:
         **_of_both("drift", both(completions.drift)),
         **_of_both("tokens", both(completions.num_tokens)),
         **_of_both("score", both(completions.columns["score"])),  # NaN where the data gives none
-        **_of_both(
-            "slope", loss.reward_slopes
-        ),  # how much the reward changes per nat of the completion's log-probability
+        # How much the reward changes per nat of the completion's log-probability.
+        **_of_both("slope", loss.reward_slopes),
     }
 
 
@@ -54,13 +54,13 @@ def _of_both(name: str, values: ChosenRejected) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTable:
-    """Every pair of a step or a set, on the host."""
+    """The values of every pair of a step or a set, on the host."""
 
     sft: FloatArray  # [preferences]
     preference: IntArray  # [pairs] index of the pair's preference in its set
     winner: IntArray  # [pairs] which completion of the preference is chosen
-    loser: IntArray  # [pairs]
-    columns: Mapping[str, FloatArray]  # [pairs] each: those of `pair_columns`
+    loser: IntArray  # [pairs] which completion of the preference is rejected
+    columns: Mapping[str, FloatArray]  # [pairs] each, named as in `pair_columns`
 
     def __len__(self) -> int:
         return len(self.preference)
@@ -73,10 +73,10 @@ class PairTable:
         return self["reward_chosen"] - self["reward_rejected"]
 
     def rounding(self, band: float) -> FloatArray:
-        """How far rounding may move each margin, where it moves a difference of summed log-probabilities by `band` nats.
+        """Return how much rounding can change each margin if it changes a difference of summed log-probabilities by `band`.
 
-        Half of the band is of the chosen completion and half of the rejected one. With beta 0.1 and sums: 0.1 * band. Per token,
-        for lengths 10 and 40: 0.1 * (band / 20 + band / 80).
+        Half of the band is for the chosen completion and half for the rejected one. With beta 0.1 and summed log-probabilities:
+        0.1 * band. Per token, for lengths 10 and 40: 0.1 * (band / 20 + band / 80).
         """
         return band * (self["slope_chosen"] + self["slope_rejected"]) / 2
 
@@ -86,7 +86,7 @@ class PairTable:
 
 
 class PairLedger:
-    """Collects the numbers of every pair, on the device."""
+    """Collects the values of every pair on the device, and copies them to the host in one transfer."""
 
     def __init__(self) -> None:
         self._packs: list[Pack] = []
@@ -103,23 +103,23 @@ class PairLedger:
         self._sft.append(outcome.loss.sft.detach().double())
 
     def is_finite(self) -> Tensor:
-        """Whether every loss is, as a number on the device."""
+        """Return whether every loss is finite, as a tensor on the device."""
         row = self._names.index("loss")
         return torch.isfinite(torch.cat([*(numbers[row] for numbers in self._numbers), *self._sft])).all()
 
     def send(self, *also: Tensor) -> None:
-        """Start the one transfer to the host, of every number and of further ones. Does not wait.
+        """Start the transfer of all values, and of the scalars in `also`, to the host. Does not wait.
 
-        What is sent before the next step is given to the device can be read while that step runs.
+        If this is called before the next step is launched, the values can be read while that step runs.
         """
         numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
         flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
         self._sent = _Sent(to_host(flat), numbers.shape, len(sft))
 
     def read(self, ranks: Ranks) -> tuple[PairTable, list[float]]:
-        """The pairs of all ranks, and the further numbers that were sent. Waits for the transfer."""
+        """Wait for the transfer; return the pairs of all ranks, and the scalars that were passed to `send`."""
         if self._sent is None:
-            raise RuntimeError("nothing was sent")
+            raise RuntimeError("call send before read")
         numbers, sft, also = self._sent.parts()
         places = [np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True)]
         preference, winner, loser = places
@@ -130,7 +130,7 @@ class PairLedger:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Numbers that are being copied to the host."""
+    """Values that are being copied to the host."""
 
     flat: PendingHostCopy
     shape: torch.Size  # [columns, pairs]
@@ -142,9 +142,12 @@ class _Sent:
 
 
 def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
-    """Of every pair: the index of its preference in the set, and which of its completions are compared."""
+    """Return three arrays with one entry per pair.
+
+    They are the index of the preference in its set, and which of its completions are chosen and rejected.
+    """
     owner = pack.owner[pack.winners]
-    first = np.searchsorted(pack.owner, owner)  # of the preference's completions
+    first = np.searchsorted(pack.owner, owner)  # the first completion of the preference
     return pack.preferences[owner], pack.winners - first, pack.losers - first
 
 
@@ -161,11 +164,11 @@ def _joined(tables: Sequence[PairTable]) -> PairTable:
 
 
 def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> None:
-    """DefectError unless the pairs that all ranks computed are those of these preferences, each exactly once.
+    """Raise DefectError unless the ranks together computed every pair of these preferences exactly once.
 
-    A preference that is in a batch twice (a set of weight 2) has each of its pairs twice.
+    If a preference is in the batch twice (its set has weight 2), each of its pairs must be computed twice.
     """
-    wanted = np.bincount(preferences, minlength=len(store))  # how often each pair of each preference
+    wanted = np.bincount(preferences, minlength=len(store))  # how often each pair of a preference must be computed
     pairs, times = np.unique(np.stack([table.preference, table.winner, table.loser]), axis=1, return_counts=True)
     owner = pairs[0]
     excess = int(np.maximum(times - wanted[owner], 0).sum())
@@ -177,14 +180,14 @@ def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> 
     wrong = [*np.flatnonzero(covered < wanted * store.num_pairs), *owner[times > wanted[owner]]]
     first = f" The first is at {store.place(int(wrong[0]))}." if wrong else ""
     raise DefectError(
-        f"of the {num_wanted} pairs of this batch {missing} were not computed, and {excess} were computed too often or do not "
-        f"belong to it.{first} This is a defect of tandem, not of the data or the configuration; nothing of it was saved. Please "
-        "report it with the run's config.yaml; the same command resumes from the newest checkpoint."
+        f"of the {num_wanted} pairs of this batch, {missing} were not computed, and {excess} were computed too often or are not "
+        f"in the batch.{first} This is a bug in tandem, not an error in the data or the configuration. Nothing was saved. "
+        "Please report it with the run's config.yaml. The same command resumes from the newest checkpoint."
     )
 
 
 def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) -> dict[str, float]:
-    """All metrics of a step or a set. One that has no meaning for these pairs is left out."""
+    """Return all metrics of a step or a set. Metrics that are undefined for these pairs are left out."""
     band = TIE_BAND[precision]
     rounding = table.rounding(band)
     accuracy = _above(table.margin, rounding)
@@ -203,16 +206,16 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
         "logps_rejected_mean": table["logp_rejected"].mean(),
         "tokens_chosen_mean": table["tokens_chosen"].mean(),
         "tokens_rejected_mean": table["tokens_rejected"].mean(),
-        **_by_length(table, accuracy, rounding),
-        **(_from_reference(table, band) if needs_reference(dpo.preference_loss) else {}),
-        **_by_scores(table, rounding),
+        **_length_metrics(table, accuracy, rounding),
+        **(_reference_metrics(table, band) if needs_reference(dpo.preference_loss) else {}),
+        **_score_metrics(table, rounding),
         **_means_where("accuracy/{}", accuracy, by_source(store, table.preference)),
     }
     return {name: float(value) for name, value in metrics.items()}
 
 
 def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
-    """1 above zero, 0 below, one half within the band, which may be each pair's own."""
+    """Return 1 where the difference is positive, 0 where it is negative, and one half where it is within the band."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
 
@@ -221,19 +224,19 @@ def _percentiles(margin: FloatArray) -> dict[str, float]:
     return {f"rewards_margin_p{p}": value for p, value in zip(MARGIN_PERCENTILES, values, strict=True)}
 
 
-def _by_length(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> dict[str, float]:
-    """Whether it is length that is learnt; nothing correlates while margins are rounding alone."""
+def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> dict[str, float]:
+    """Metrics that show whether the policy prefers a length. No correlation is given if the margins differ by rounding only."""
     longer = table.length_difference
     metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
-    # Two margins differ by more than rounding when their bands, half of them on either side, do not meet.
+    # Two margins differ by more than rounding if their bands, each centred on its margin, do not overlap.
     differ = (table.margin - rounding / 2).max() > (table.margin + rounding / 2).min()
     if np.ptp(longer) > 0 and differ:
         metrics["margin_length_correlation"] = np.corrcoef(table.margin, longer)[0, 1]
     return metrics
 
 
-def _from_reference(table: PairTable, band: float) -> dict[str, float]:
-    """How far the policy has gone, and whether the chosen completions became less likely on the way."""
+def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
+    """The distance of the policy from the reference, and the share of chosen completions that are less likely than under it."""
     drift, tokens = table["drift_chosen"] + table["drift_rejected"], table["tokens_chosen"] + table["tokens_rejected"]
     return {
         "kl_per_token": drift.sum() / tokens.sum(),
@@ -241,8 +244,8 @@ def _from_reference(table: PairTable, band: float) -> dict[str, float]:
     }
 
 
-def _by_scores(table: PairTable, rounding: FloatArray) -> dict[str, float]:
-    """Whether the implicit reward orders pairs as the scores in the data do; pairs without two scores are left out."""
+def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
+    """The mean scores, and the share of pairs that rewards and scores order alike. Pairs without two scores are left out."""
     given = np.isfinite(table["score_chosen"]) & np.isfinite(table["score_rejected"])
     difference = np.sign(table["score_chosen"] - table["score_rejected"])
     agreement = _above(table.margin * difference, rounding)
@@ -254,5 +257,5 @@ def _by_scores(table: PairTable, rounding: FloatArray) -> dict[str, float]:
 
 
 def _means_where(name: str, values: FloatArray, groups: dict[str, NDArray[np.bool_]]) -> dict[str, float]:
-    """The mean of each group that has any pair."""
+    """Return the mean of each group that is not empty."""
     return {name.format(group): values[members].mean() for group, members in groups.items() if members.any()}

@@ -1,4 +1,4 @@
-"""Makes the optimizer and the learning-rate schedule: torch's schedulers, or named ones that span the run."""
+"""Creates the optimizer and the learning-rate scheduler: one of torch's, or a named schedule that spans the run."""
 
 import math
 import warnings
@@ -26,7 +26,7 @@ def make_optimizer(
 ) -> LocalAdamW | RoundedAdamW:
     """Return AdamW with its states allocated. It clips gradients and skips non-finite steps on the device.
 
-    seed: for stochastic rounding.
+    seed: for the random bits of stochastic rounding.
     """
     kwargs = policy.optimizer.kwargs
     beta1, beta2 = kwargs.betas
@@ -35,10 +35,10 @@ def make_optimizer(
             parameters, lr=kwargs.lr, betas=(beta1, beta2), eps=kwargs.eps, weight_decay=kwargs.weight_decay
         )
     rule = Rule(
-        beta1,
-        beta2,
-        kwargs.eps,
-        kwargs.weight_decay,
+        beta1=beta1,
+        beta2=beta2,
+        eps=kwargs.eps,
+        weight_decay=kwargs.weight_decay,
         stochastic=policy.weights != "bfloat16_nearest",
         state_dtype=policy.optimizer.state_dtype,
     )
@@ -48,7 +48,7 @@ def make_optimizer(
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:
     """Return one of torch's schedulers, several chained at milestones, a named schedule, or a constant rate.
 
-    num_steps: of the whole run, which a named schedule spans.
+    num_steps: the length of the run, which a named schedule spans.
     """
     given = policy.scheduler
     if given is None:
@@ -65,10 +65,10 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -
 
 
 def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> float:
-    """The learning rate of the step after `steps_done` steps, as a share of the configured one.
+    """Return the learning rate of the step after `steps_done` steps, as a fraction of the configured rate.
 
-    As transformers computes it: a warm-up rises from 0, and a decay would reach its end one step after the last.
-    10 steps, linear, warmup_ratio 0.2: 0, 1/2, then 8/8, 7/8, ... 1/8.
+    The same as in transformers: a warm-up starts at 0, and a decay would reach its end one step after the last step.
+    With 10 steps, linear, and warmup_ratio 0.2: 0, 1/2, 8/8, 7/8, ..., 1/8.
     """
     warmup = _num_steps_of(schedule.warmup_ratio, num_steps)
     if steps_done < warmup:
@@ -86,7 +86,7 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:
-    """Round up, but ignore floating-point error: 0.07 of 100 steps are 7, not 8."""
+    """Return this share of the steps, rounded up. Floating-point error is ignored: 0.07 of 100 steps are 7, not 8."""
     return math.ceil(round(ratio * num_steps, 6))
 
 
@@ -118,9 +118,9 @@ def _arguments(scheduler: Scheduler) -> str:
 
 
 def check_scheduler(policy: PolicyConfig) -> None:
-    """Build the schedule for a dummy parameter, so that a wrong argument is reported before any weights load.
+    """Create the scheduler for a dummy parameter, so that a wrong argument is reported before any weights load.
 
-    It is stepped too: some of torch's schedulers fail on their arguments only then.
+    Each of torch's schedulers is also stepped once, because some of them check their arguments only then.
     """
     rate = policy.optimizer.kwargs.lr
     make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), policy, num_steps=1)
@@ -132,11 +132,13 @@ def check_scheduler(policy: PolicyConfig) -> None:
                 alone.step()
         except (ArithmeticError, TypeError, ValueError) as error:
             name = one.name.rsplit(".", 1)[-1]
-            raise ConfigError(f"policy.scheduler: {name} {_arguments(one)} cannot be stepped: {error}.") from None
+            raise ConfigError(
+                f"policy.scheduler: {name} {_arguments(one)} fails at the first step ({error}). Change its kwargs."
+            ) from None
 
 
 def highest_rate(policy: PolicyConfig, num_steps: int) -> float:
-    """The highest learning rate that a run of `num_steps` steps reaches."""
+    """Return the highest learning rate that a run of `num_steps` steps reaches."""
     if isinstance(policy.scheduler, NamedSchedule):
         return policy.optimizer.kwargs.lr * max(rate_factor(policy.scheduler, i, num_steps) for i in range(num_steps))
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(1))], lr=policy.optimizer.kwargs.lr)
@@ -157,6 +159,6 @@ def _torch_scheduler(optimizer: Optimizer, given: Scheduler) -> Any:
         raise ConfigError(f"policy.scheduler: {name}: {error}") from None
     except KeyError:  # torch looks for the initial rate of an earlier run
         raise ConfigError(
-            f"policy.scheduler: {name} {_arguments(given)}: last_epoch does not apply to a new run, and a resumed run sets its "
-            "own step. Leave it out."
+            f"policy.scheduler: {name} {_arguments(given)}: last_epoch is not supported, because tandem sets the step of a "
+            "resumed run itself. Leave it out."
         ) from None

@@ -1,4 +1,4 @@
-"""Generates answers of policy and reference to a few validation prompts, for a person to compare."""
+"""Generates the answers of the policy and the reference to a few validation prompts, so that a person can compare them."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Prompt:
     place: str
     text: str
     ids: tuple[int, ...]
-    end: int  # the last token of its completions in the data
+    end: int  # the last token of the completions in the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Prompts and the reference's answers, which are generated once because the reference never changes."""
+    """Prompts, and the reference's answers. These are generated only once, because the reference never changes."""
 
     tokenizer: Any
     prompts: tuple[Prompt, ...]
@@ -55,18 +55,18 @@ class Samples:
 
 
 def prompts_of(store: Preferences, tokenizer: Any, count: int) -> tuple[Prompt, ...]:
-    """The first prompts of a set."""
+    """Return the first `count` prompts of a set."""
     prompts = []
     for index in range(min(count, len(store))):
         preference = store[index]
         ids = tuple(preference.prompt.tolist())
         end = int(preference.completions[0][-1])
-        prompts.append(Prompt(store.place(index), tokenizer.decode(list(ids)), ids, end))
+        prompts.append(Prompt(place=store.place(index), text=tokenizer.decode(list(ids)), ids=ids, end=end))
     return tuple(prompts)
 
 
 def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> tuple[str, ...]:
-    """The greedy answer to each prompt. All ranks generate together, because each holds a shard of the weights."""
+    """Generate the greedy answer to each prompt. Every rank must call this, because each holds a shard of the weights."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor(prompt.ids, device=device)
@@ -76,7 +76,7 @@ def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Write `step_N.jsonl`, one line per prompt; a repeated validation replaces the file."""
+    """Write `step_N.jsonl` with one line per prompt. A repeated validation replaces the file."""
     folder.mkdir(exist_ok=True)
     lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
     with replacing(folder / f"step_{step}.jsonl") as file:

@@ -1,4 +1,4 @@
-"""A global batch in; one optimizer step, and its StepReport, out. The only place where losses are reduced."""
+"""Runs one optimizer step on a global batch and returns its StepReport. Losses are reduced only in this module."""
 
 import math
 import time
@@ -37,7 +37,7 @@ class StepReport:
 
 
 class StepClock:
-    """Times a step where it runs: by events on the GPU's stream, by the wall clock on a CPU. Starting never waits."""
+    """Measures the duration of a step: with CUDA events on a GPU, with the wall clock on a CPU. `mark` never waits."""
 
     def __init__(self, device: torch.device):
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
@@ -51,7 +51,7 @@ class StepClock:
             self._times[index] = time.perf_counter()
 
     def is_over(self) -> bool:
-        """Whether the step has ended, without waiting for it."""
+        """Whether the step has ended. Does not wait."""
         return self._events is None or self._events[1].query()
 
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ class StepClock:
 
 
 class PendingStep:
-    """A step that may not have ended. Reading its numbers waits for it, not for later work of the device."""
+    """A step that was launched but may still be running. `read` waits for this step only, not for steps launched later."""
 
     def __init__(self, batch: GlobalBatch, context: StepContext, lr: float):
         self.batch, self.context, self.lr = batch, context, lr
@@ -79,19 +79,20 @@ class PendingStep:
         return self.clock.is_over()
 
     def read(self, store: Preferences) -> StepReport:
-        """The report; NonFiniteError if the loss or the gradient was not finite (the update was then skipped).
+        """Wait for the step and return its report.
 
-        DefectError if the pairs of all ranks are not those of the batch.
+        Raises NonFiniteError if the loss or the gradient is not finite (the update was then skipped), and DefectError if the
+        ranks did not compute exactly the pairs of the batch.
         """
         table, (norm,) = self.ledger.read(self.context.ranks)
         check_pairs(table, self.batch.preferences, store)
         if not (np.isfinite(table["loss"]).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
-            raise NonFiniteError(self._blame(table, norm, store))
+            raise NonFiniteError(self._non_finite_message(table, norm, store))
         metrics = summarise(table, self.context.dpo, self.context.precision, store)
         of_workers = self.context.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
         num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
         return StepReport(
-            {**metrics, "grad_norm": norm},
+            metrics={**metrics, "grad_norm": norm},
             num_pairs=self.batch.num_pairs,
             num_tokens=sum(num_tokens),
             pack_fill=sum(num_tokens) / sum(num_positions),
@@ -99,20 +100,20 @@ class PendingStep:
             seconds=max(seconds),
         )
 
-    def _blame(self, table: PairTable, norm: float, store: Preferences) -> str:
+    def _non_finite_message(self, table: PairTable, norm: float, store: Preferences) -> str:
         dpo = self.context.dpo
         loss = dpo.preference_loss_weight * table["loss"].mean() + dpo.sft_loss_weight * table.sft.mean()
-        # A cached reference was checked when it was computed; a live one is met here first.
+        # A cached reference was checked when it was computed; a live one is checked here.
         if wrong := table.preference[~np.isfinite(table["reference_chosen"] + table["reference_rejected"])].tolist():
             return (
-                f"the reference gives the pairs at {_places(wrong, store)} log-probabilities that are not finite. The update was "
-                "skipped and nothing was saved. Look at these rows; if others fail too, the reference model itself overflows: "
-                "try policy.precision=float32."
+                f"the reference's log-probabilities of the pairs at {_places(wrong, store)} are not finite. The update was "
+                "skipped and nothing was saved. Check these rows; if other rows fail too, the reference model overflows: try "
+                "policy.precision=float32."
             )
-        # Sorted over the batch, a loss belongs to no single pair.
-        culprits = table.preference[~np.isfinite(table["loss"])].tolist() if _is_of_pairs(dpo) else []
+        # A loss that sorts the batch has no loss per pair.
+        culprits = table.preference[~np.isfinite(table["loss"])].tolist() if _has_pair_scope(dpo) else []
         if culprits:
-            where = f"Pairs at: {_places(culprits, store)}. Look at these rows, or lower"
+            where = f"Pairs at: {_places(culprits, store)}. Check these rows, or lower"
         elif math.isfinite(loss):
             where = "Every loss was finite. Lower"
         else:
@@ -124,7 +125,7 @@ class PendingStep:
 
 
 def _places(preferences: list[int], store: Preferences) -> str:
-    """Of the first few, each once."""
+    """Return the places of up to ten of these preferences, each once."""
     return ", ".join(list(dict.fromkeys(store.place(index) for index in preferences))[:10])
 
 
@@ -136,7 +137,7 @@ def train_step(
     optimizer: Any,
     max_grad_norm: float | None,
 ) -> PendingStep:
-    """Forward and backward pack by pack, then one update. Nothing here waits for the device."""
+    """Run forward and backward on each pack, then one optimizer update. Nothing here waits for the device."""
     step = PendingStep(batch, context, lr=optimizer.param_groups[0]["lr"])
     step.clock.mark("start")
     with policy.computing():
@@ -154,28 +155,28 @@ def train_step(
 def pack_outcomes(
     policy: Policy, context: StepContext, packs: Iterable[Pack], batch: GlobalBatch | None = None
 ) -> Iterator[PackOutcome]:
-    """The losses of every pack, in order. With a batch, which is then all that the packs hold: and the backward of each.
+    """Yield the losses of every pack, in order. A loss with batch scope is computed over all packs together.
 
-    A loss that compares over the batch compares over all packs together.
+    If `batch` is given, `packs` must be its packs, and the backward pass of each pack runs too.
     """
-    if not _is_of_pairs(context.dpo):
-        yield from _over_all_packs(policy, context, list(packs), batch)
+    if not _has_pair_scope(context.dpo):
+        yield from _batch_scope_outcomes(policy, context, list(packs), batch)
         return
     for pack in packs:
         outcome = pack_outcome(policy, context, pack)
         if batch is not None:
-            # The one reduction: by the pairs of the whole global batch.
+            # The only reduction: divide by the number of pairs in the global batch.
             _backward(outcome.loss.pair_losses.sum() / batch.num_pairs, outcome, context.dpo, batch)
         yield outcome
 
 
-def _over_all_packs(
+def _batch_scope_outcomes(
     policy: Policy, context: StepContext, packs: list[Pack], batch: GlobalBatch | None
 ) -> Iterator[PackOutcome]:
-    """All packs without gradient, and the loss over all of them.
+    """Run all packs without gradients and compute the loss over all of them.
 
-    With a batch: also its derivative with respect to each log-probability; then every pack again, and its backward from
-    those derivatives.
+    If `batch` is given, compute the derivative of the loss with respect to each log-probability. Then run every pack again,
+    and run its backward pass from those derivatives.
     """
     dpo, counts = context.dpo, [pack.num_pairs for pack in packs]
     with torch.no_grad():
@@ -199,30 +200,33 @@ def _over_all_packs(
 
 
 def _backward(preference_part: Tensor, outcome: PackOutcome, dpo: Dpo, batch: GlobalBatch) -> None:
-    """Of the preference loss, divided already, and of the SFT loss, divided by the preferences of the global batch."""
+    """Run the backward pass of the preference loss, which is already reduced, plus the SFT loss.
+
+    The SFT loss is divided by the number of preferences in the global batch.
+    """
     sft = outcome.loss.sft.sum() / len(batch.preferences)
     (dpo.preference_loss_weight * preference_part + dpo.sft_loss_weight * sft).backward()
 
 
-def _is_of_pairs(dpo: Dpo) -> bool:
+def _has_pair_scope(dpo: Dpo) -> bool:
     return scope_of(dpo.preference_loss) == "pair"
 
 
 @torch.no_grad()
 def grad_norm(policy: Policy) -> Tensor:
-    """The norm of all gradients together, over all ranks."""
+    """Return the norm of all gradients over all ranks."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     if gradients[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(gradients)
     else:
-        # On a CPU a sum of squares in float32 loses digits with every number: of ten million, the norm is 0.04 % too low.
+        # On a CPU a float32 sum of squares accumulates rounding error: with ten million numbers the norm is 0.04 % too low.
         each = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(each))
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
 
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
-    """One fused update that clips, and skips itself on the device when the loss or the gradient is not finite."""
+    """Clip the gradients and update the weights. The device skips the update if the loss or the gradient is not finite."""
     finite = step.context.ranks.all_true(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)

@@ -1,4 +1,4 @@
-"""A pack in; its Completions, the record that losses and metrics read, and its losses out."""
+"""Computes the Completions of a pack, the record that losses and metrics read, and the losses of the pack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tandem.packing.layout import Pack
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step needs besides the policy: the reference, the settings of the loss, the ranks and the precision."""
+    """Everything that a step needs besides the policy: the reference, the loss settings, the ranks and the precision."""
 
     reference: Reference
     dpo: Dpo
@@ -35,7 +35,7 @@ class PackOutcome:
 
 
 def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Completions:
-    """Forward of one micro-batch: policy and reference log-probabilities, summed per completion."""
+    """Run the forward pass of a micro-batch; return policy and reference log-probabilities, summed per completion."""
     dpo = context.dpo
     inputs = policy.inputs(pack, context.ranks.device)
     segments = inputs.completion_lengths, inputs.completion
@@ -47,8 +47,8 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
         reference = sum_completions(reference_tokens, *segments)
         drift = sum_completions((tokens.detach() - reference_tokens).square() / 2, *segments)
 
-    def prefix(of_tokens: torch.Tensor) -> ChosenRejected | None:
-        return None if dpo.ld_alpha is None else prefix_sums(of_tokens, own.num_tokens, pairing)
+    def prefix(token_logps: torch.Tensor) -> ChosenRejected | None:
+        return None if dpo.ld_alpha is None else prefix_sums(token_logps, own.num_tokens, pairing)
 
     return Completions(
         policy=own.total,
@@ -65,28 +65,26 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
 
 
 def pack_outcome(policy: Policy, context: StepContext, pack: Pack) -> PackOutcome:
-    """The losses of a micro-batch, where the loss of a pair does not depend on other pairs."""
+    """Compute the losses of a micro-batch, for a loss with pair scope, in which pairs are independent."""
     completions = pack_completions(policy, context, pack)
     return PackOutcome(pack, completions, pair_loss(completions, context.dpo))
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs:
-    """The pairs of several micro-batches of all ranks as one."""
+    """The pairs of several micro-batches of all ranks, concatenated."""
 
     pairs: Pairs
-    policy: (
-        ChosenRejected  # the policy's log-probabilities in them: leaves, with respect to which a loss can be derived
-    )
+    policy: ChosenRejected  # the policy's log-probabilities of these pairs: leaf tensors, for the gradient of the loss
     own: slice  # the pairs of this rank
 
 
 def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
-    """The input of a loss that compares over the batch."""
+    """Concatenate the pairs of several micro-batches of all ranks: the input of a loss with batch scope."""
     views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:
-        """[pairs, 2] each, by name."""
+        """Return tensors of shape [pairs, 2] by name: the chosen and the rejected completion."""
         assert view.scores is not None
         both = {
             "policy": view.policy,

@@ -1,4 +1,4 @@
-"""Trains a configuration to a finished run directory: set up, build, loop, finish."""
+"""Trains a run from its configuration to its exported model: set up, build, loop, finish."""
 
 import json
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
     earlier_run,
-    held,
-    is_asked_for_more,
     is_finished,
+    locked,
+    may_be_extended,
     refuse_others_checkpoints,
 )
 from tandem.train.run.early_stopping import is_exhausted, must_be_kept, restore_exported
@@ -49,7 +49,7 @@ from tandem.train.validation import ValidationReport
 def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
     """Train a new run, or resume an unfinished one, to its end; return its directory.
 
-    per_pair: a file that gets the metrics of every pair of every set at the end.
+    per_pair: a file to which the metrics of every pair are written after training.
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
@@ -91,24 +91,15 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
         if ranks.count > 1:
             reporter.say(f"Ranks: {ranks.count}")
-        reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
-        reporter.choices(describe_choices(setup))
-        reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
-        reporter.say(f"Rows: {setup.plan.rows}")
-        reporter.say(f"Computed: {describe_computation(setup)}")
-        if not fresh and not checkpoints(kept) and (earlier := earlier_run(run, loaded)):
-            reporter.warn(earlier[0], command=earlier[1])
-        if filler := filler_warning(setup.plan.train, loaded.config.policy):
-            reporter.warn(filler)
-        _warn_of_lost_updates(setup, reporter)
-        _warn_of_slow_arithmetic(setup, reporter)
-        _warn_of_short_run(setup, reporter)
-        _warn_of_settings(setup, reporter)
+        earlier = earlier_run(run, loaded) if not fresh and not checkpoints(kept) else None
+        _report_setup(setup, run, reporter, earlier)
         saves = loaded.config.checkpointing.enabled
         with stopped_by_signals(stopping, alone=ranks.count == 1, prints=ranks.is_first, saves=saves):
             try:
-                with stopping.losing_nothing():
-                    training = build(setup, run, ranks, reporter, stopping, loaded, extended_from)
+                with stopping.stopping_at_once():
+                    training = build(
+                        setup, run, ranks, reporter, stopping=stopping, given=loaded, extended_from=extended_from
+                    )
                 refuse_different_ranks(ranks, lambda: _resumed_from(training))
                 _warn_of_changed_sets(training)
                 with closing(training.tracking), closing(training.saver):
@@ -124,21 +115,38 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     return run
 
 
+def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None) -> None:
+    """Print the data, the settings, and warnings about them. earlier: a hint about an earlier run, and a command."""
+    reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
+    reporter.choices(describe_choices(setup))
+    reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
+    reporter.say(f"Rows: {setup.plan.rows}")
+    reporter.say(f"Computed: {describe_computation(setup)}")
+    if earlier is not None:
+        reporter.warn(earlier[0], command=earlier[1])
+    if filler := filler_warning(setup.plan.train, setup.config.policy):
+        reporter.warn(filler)
+    _warn_of_lost_updates(setup, reporter)
+    _warn_of_slow_arithmetic(setup, reporter)
+    _warn_of_short_run(setup, reporter)
+    _warn_of_settings(setup, reporter)
+
+
 def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
-    """The run's directory, whether it is finished, and whether this configuration may train it further."""
+    """Return the run's directory, whether it is finished, and whether this configuration may extend it."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
     finished = is_finished(run)
-    return run, finished, finished and is_asked_for_more(run, loaded)
+    return run, finished, finished and may_be_extended(run, loaded)
 
 
 def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Lock the run's directory, and that of its checkpoints if it is elsewhere, and write the configuration and rejects."""
-    stack.enter_context(held(run))
+    """Lock the run directory and, if it is separate, the checkpoint directory; write config.yaml and rejects.jsonl."""
+    stack.enter_context(locked(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
-        stack.enter_context(held(kept, "checkpointing.checkpoint_dir"))
+        stack.enter_context(locked(kept, "checkpointing.checkpoint_dir"))
     refuse_others_checkpoints(run, kept, has_checkpoints=bool(checkpoints(kept)))
     refuse_taken_names(kept, setup.plan.num_steps)
     remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)
@@ -159,7 +167,7 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Values that must be the same on every rank although each reads its own disk."""
+    """Values that each rank read from its own disk, and that must be the same on every rank."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
@@ -181,29 +189,29 @@ def _warn_of_slow_arithmetic(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_changed_sets(t: Training) -> None:
-    """Warn of validation sets that changed since the run was interrupted."""
+    """Warn about validation sets that changed since the run was interrupted."""
     last = {record["split"]: record for record in t.metrics.records() if "data" in record}
     for validation in t.validation_sets:
         before = last.get(validation.split)
         if before is not None and before["data"] != validation.data:
             t.reporter.warn(
-                f"{validation.split} has other pairs than at step {before['step']}: earlier results are not comparable, and rank "
-                "no checkpoint once the new pairs are measured."
+                f"the pairs of {validation.split} have changed since step {before['step']}. Earlier results are not comparable, "
+                "and are not used to rank checkpoints once the new pairs are measured."
             )
 
 
 def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
     asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
     if asked is not None and setup.plan.num_steps < asked:
-        hold = "1 epoch holds" if epochs == 1 else f"{epochs} epochs hold"
+        has = "1 epoch has only" if epochs == 1 else f"{epochs} epochs have only"
         reporter.warn(
-            f"dpo.max_num_steps = {asked}, but {hold} {setup.plan.num_steps}. Raise dpo.max_num_epochs for more steps."
+            f"dpo.max_num_steps = {asked}, but {has} {setup.plan.num_steps} steps. Raise dpo.max_num_epochs for more."
         )
     lr = setup.config.policy.optimizer.kwargs.lr
     if setup.plan.highest_rate > 1.01 * lr:
         reporter.warn(
             f"policy.scheduler raises the learning rate to {setup.plan.highest_rate:g}, above policy.optimizer.kwargs.lr = "
-            f"{lr:g}. In torch's schedulers eta_min is a learning rate, not a share of one."
+            f"{lr:g}. In torch's schedulers, eta_min is a learning rate, not a fraction of lr."
         )
     if setup.plan.highest_rate < 0.99 * lr:
         steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
@@ -215,7 +223,7 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
-    """Warn if a finished run was asked for more steps than its epochs hold, or for more epochs than its steps reach."""
+    """Warn about a raised limit that does not extend a finished run, because the other limit ends it."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
@@ -230,7 +238,7 @@ def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Warn of settings far from those a loss was published with, and of sequences longer than the model was made for."""
+    """Warn about settings far from those in the paper of a loss, and about sequences too long for the model."""
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
@@ -239,7 +247,7 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
 
 
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Say which checkpoint an interrupted run can resume from; warn if steps are lost."""
+    """Report which checkpoint an interrupted run can resume from; warn if there is none."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
@@ -252,7 +260,7 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
 
 
 def _loop(t: Training) -> list[ValidationReport]:
-    """Train to the last step; return the validation before the first step."""
+    """Train to the last step; return the reports of the validation before the first step."""
     dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
     before = _recorded_start(t)
     if dpo.val_at_start and t.progress.step == 0:
@@ -267,17 +275,19 @@ def _loop(t: Training) -> list[ValidationReport]:
         ahead = zip(_remaining_progress(t), load_ahead(_remaining_batches(t), t.setup.plan.train), strict=True)
         for place, loaded in () if is_exhausted(t) else ahead:
             t.progress, step = place, place.step
-            current = train_step(t.policy, t.context, loaded.packs, loaded.batch, t.optimizer, max_grad_norm)
+            current = train_step(
+                t.policy, t.context, loaded.packs, loaded.batch, optimizer=t.optimizer, max_grad_norm=max_grad_norm
+            )
             t.scheduler.step()
             unread.append((step, current, loaded.wait_seconds))
             validating, saving = step != total and _is_due(step, dpo.val_period), _is_save_due(t, step)
             stopping = t.stopping.is_wanted()
-            # Metrics are read once the step is done, at most one step late: reading earlier would make the device wait.
+            # Metrics are read when the step is done, or one step later. Reading them earlier would make the device wait.
             while unread and (
                 len(unread) > 1 or validating or saving or stopping or step == total or _is_done(t, unread[0][1])
             ):
                 _report(t, *unread.pop(0), bar)
-            # Also set after the last step, which finish() validates: the run may be extended from there.
+            # Also set after the last step, although finish() validates it: an extended run repeats this validation.
             t.progress = replace(t.progress, owes_validation=_is_due(step, dpo.val_period))
             if validating or saving or stopping:
                 _validate_and_save(t, saving=saving)
@@ -288,13 +298,13 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """The validation before the first step, as recorded by the run that is resumed."""
+    """Read the validation before the first step from metrics.jsonl, for a resumed run."""
     return [
         ValidationReport(
-            record["split"],
-            {name: value for name, value in record.items() if isinstance(value, float)},
-            record["num_pairs"],
-            record["data"],
+            split=record["split"],
+            metrics={name: value for name, value in record.items() if isinstance(value, float)},
+            num_pairs=record["num_pairs"],
+            data=record["data"],
         )
         for record in t.metrics.records()
         if record["step"] == 0 and "data" in record
@@ -318,7 +328,7 @@ def _validate_and_save(t: Training, *, saving: bool) -> None:
 
 
 def _remaining_progress(t: Training) -> Iterator[Progress]:
-    """The progress of the run after each remaining step."""
+    """Yield the progress of the run after each remaining step."""
     place = t.progress
     epoch, done = place.epoch, place.batch
     while place.step < t.setup.plan.num_steps:
@@ -331,7 +341,7 @@ def _remaining_progress(t: Training) -> Iterator[Progress]:
 
 
 def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
-    """The batch of each remaining step."""
+    """Yield the batch of each remaining step."""
     epoch, done, left = t.progress.epoch, t.progress.batch, t.setup.plan.num_steps - t.progress.step
     while left:
         batches = t.setup.plan.batches.epoch(epoch)[done : done + left]
@@ -340,7 +350,7 @@ def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
 
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
-    """Whether a step is done on every rank: ranks read its metrics together."""
+    """Whether a step is done on every rank. Ranks must read its metrics together."""
     return not t.ranks.highest(not pending.is_done())
 
 
@@ -379,7 +389,7 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
 
 
 def _write_rejects(setup: Setup, run: Path) -> None:
-    """Write rejects.jsonl: every row of all sets that was left out, with its place and the reason."""
+    """Write every row that was left out of a set to rejects.jsonl, with its place and the reason."""
     with replacing(run / "rejects.jsonl") as out:
         for split, store in setup.plan.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:

@@ -1,4 +1,4 @@
-"""Validation sets in; the same metrics as in training out, over all pairs, independent of the batch size."""
+"""Measures validation sets: the same metrics as in training, over all pairs, independent of the batch size."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tandem.train.terms import StepContext
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named validation set, how it is packed, and the context (reference, loss settings, ranks) that it is measured in."""
+    """A named validation set, its packer, and the context (reference, loss settings, ranks) for measuring it."""
 
     name: str
     packer: Packer
@@ -33,32 +33,38 @@ class ValidationSet:
 
     @property
     def data(self) -> str:
-        """Which pairs these are."""
+        """A short fingerprint of the pairs."""
         return self.packer.store.fingerprint[:12]
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Metrics of one set."""
+    """The metrics of one validation set."""
 
     split: str
     metrics: dict[str, float]
     num_pairs: int
-    data: str  # the fingerprint of the set
+    data: str  # a short fingerprint of the pairs
     seconds: float = 0.0
 
 
 def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
-    """`check` is called between packs, and may end it by raising."""
+    """Measure a validation set. check: called after each pack; it may raise to interrupt the validation."""
     started = time.perf_counter()
     context, packer = validation.context, validation.packer
-    table = measure(policy, context, packer, validation.batch_size, validation.max_batches, check)
+    table = measure(policy, context, packer, validation.batch_size, max_batches=validation.max_batches, check=check)
     metrics = summarise(table, context.dpo, context.precision, packer.store)
-    return ValidationReport(validation.split, metrics, len(table), validation.data, time.perf_counter() - started)
+    return ValidationReport(
+        split=validation.split,
+        metrics=metrics,
+        num_pairs=len(table),
+        data=validation.data,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def portions(packer: Packer, batch_size: int) -> list[IntArray]:
-    """Split a set, in its order, into portions of this many pairs. A portion is packed together."""
+    """Split a set, in its order, into portions of about `batch_size` pairs. Each portion is packed separately."""
     return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
 
 
@@ -71,12 +77,12 @@ def measure(
     max_batches: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> PairTable:
-    """The numbers of every pair of a set, or of its first batches."""
+    """Measure every pair of a set, or only the first `max_batches` portions of it."""
     measured = portions(packer, batch_size)[:max_batches]
     packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()
     with policy.computing():
-        # A loss that compares over the batch compares over the whole set, so that no batch size changes it.
+        # A loss with batch scope is computed over the whole set, so that it does not depend on the batch size.
         for outcome in pack_outcomes(policy, context, packs):
             ledger.add(outcome)
             fail_point("validation.pack")

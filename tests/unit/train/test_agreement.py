@@ -63,9 +63,9 @@ def test_ranks_with_different_rows_are_detected(setup):
         check_pairs(table, preferences, setup.plan.train.store)
     first = min(set(preferences) - set(table.preference))
     assert str(found.value) == (
-        f"of the 64 pairs of this batch {missing} were not computed, and {twice} were computed too often or do not belong to it. "
-        f"The first is at {setup.plan.train.store.place(int(first))}. This is a defect of tandem, not of the data or the "
-        "configuration; nothing of it was saved. Please report it with the run's config.yaml; the same command resumes from the "
+        f"of the 64 pairs of this batch, {missing} were not computed, and {twice} were computed too often or are not in the "
+        f"batch. The first is at {setup.plan.train.store.place(int(first))}. This is a bug in tandem, not an error in the data "
+        "or the configuration. Nothing was saved. Please report it with the run's config.yaml. The same command resumes from the "
         "newest checkpoint."
     )
 
@@ -88,7 +88,7 @@ def test_a_preference_twice_in_a_batch_has_its_pairs_twice(tmp_path):
             check_pairs(table, np.array(other), packer.store)
     # as many pairs, but one of them twice and another never
     exchanged = replace(table, loser=np.where(table.winner == 0, 1, table.loser))
-    with pytest.raises(DefectError, match="of the 9 pairs of this batch 3 were not computed, and 3 "):
+    with pytest.raises(DefectError, match="of the 9 pairs of this batch, 3 were not computed, and 3 "):
         check_pairs(exchanged, twice, packer.store)
 
 
@@ -107,7 +107,7 @@ def test_a_validation_that_leaves_out_a_pair_is_detected(setup, monkeypatch):
             return torch.no_grad()
 
     context = StepContext(None, setup.config.dpo, join_process_group(), "float32")  # type: ignore[arg-type]
-    with pytest.raises(DefectError, match="of the 8 pairs of this batch 1 were not computed, and 0 "):
+    with pytest.raises(DefectError, match="of the 8 pairs of this batch, 1 were not computed, and 0 "):
         validation.measure(NoPolicy(), context, packer, 8, 1)  # type: ignore[arg-type]
 
 

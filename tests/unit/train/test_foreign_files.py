@@ -27,7 +27,7 @@ from tandem.train.checkpoint.checkpoints import (
     set_newer_aside,
 )
 from tandem.train.checkpoint.ranking import Ranking
-from tandem.train.run.directory import FILES, TEMPORARY_NAMES, choose_run_dir, held, is_finished, refuse_links
+from tandem.train.run.directory import FILES, TEMPORARY_NAMES, choose_run_dir, is_finished, locked, refuse_links
 from tandem.train.run.extension import begin_extension
 
 BY_AGE = Ranking(None, higher_is_better=False)
@@ -41,11 +41,20 @@ def checkpoint(folder: Path, step: int) -> Path:
     """A small folder laid out as a checkpoint is."""
     place = folder / f"step_{step}"
     (place / "tensors").mkdir(parents=True)
-    (place / "tensors/worker_0.safetensors").write_bytes(b"weights")
+    (place / "tensors/rank_0.safetensors").write_bytes(b"weights")
     (place / "state.json").write_text(json.dumps({"progress": {"step": step}}))
     (place / "config.yaml").write_text("run: {}\n")
     write_manifest(place, format_version=5)
     return place
+
+
+def test_a_checkpoint_with_the_older_name_of_its_tensor_file_is_still_found(tmp_path):
+    place = checkpoint(tmp_path, 3)
+    (place / "tensors/rank_0.safetensors").rename(place / "tensors/worker_0.safetensors")
+    write_manifest(place, format_version=5)
+    assert newest_verified(tmp_path) == (place, [])
+    (place / "manifest.json").unlink()
+    assert checkpoints(tmp_path) == [place]
 
 
 def names(folder: Path) -> list[str]:
@@ -81,7 +90,7 @@ def test_only_what_a_run_saved_is_a_checkpoint(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["step_4"]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.yaml", "tensors/worker_0.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "config.yaml", "tensors/rank_0.safetensors"])
 def test_a_checkpoint_without_one_of_its_files_is_still_one_and_is_set_aside_under_a_free_name(tmp_path, name):
     whole = checkpoint(tmp_path, 2)
     (tmp_path / "step_4.damaged").mkdir()
@@ -166,11 +175,11 @@ def test_best_and_latest_are_links_to_a_step_beside_them_or_refused(tmp_path, li
         assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
         path.unlink()
     path.mkdir()
-    message = f"{path}: a directory, where tandem keeps a link to a checkpoint. Move it elsewhere."
+    message = f"{path}: a directory, but tandem writes a link to a checkpoint under that name. Move it elsewhere."
     assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
     path.rmdir()
     path.write_text("mine")
-    message = f"{path}: a file, where tandem keeps a link to a checkpoint. Move it elsewhere."
+    message = f"{path}: a file, but tandem writes a link to a checkpoint under that name. Move it elsewhere."
     assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
     path.unlink()
     path.symlink_to("step_7")  # of a checkpoint that is gone
@@ -229,7 +238,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
     (tmp_path / "victim").write_text("victim")
     for name in ("lock", "metrics.jsonl"):
         (run / name).symlink_to(tmp_path / "victim")
-    assert refusal(held(run).__enter__).startswith(f"{run}/lock: a symbolic link, ")
+    assert refusal(locked(run).__enter__).startswith(f"{run}/lock: a symbolic link, ")
     assert refusal(MetricsFile, run / "metrics.jsonl").startswith(f"{run}/metrics.jsonl: a symbolic link, ")
     assert (tmp_path / "victim").read_text() == "victim"
 
@@ -237,7 +246,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
 @pytest.mark.parametrize("text", [b"mine", b"12 monkeys", b"\xff\xfe"])
 def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
-    assert refusal(held(tmp_path).__enter__) == (
+    assert refusal(locked(tmp_path).__enter__) == (
         f"{tmp_path}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
     )
     assert (tmp_path / "lock").read_bytes() == text
@@ -245,8 +254,8 @@ def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
 
 @pytest.mark.parametrize("key", ["run.dir", "checkpointing.checkpoint_dir"])
 def test_a_directory_that_another_process_holds_is_refused_by_the_key_that_gives_it(tmp_path, key):
-    with held(tmp_path, key):
-        assert refusal(held(tmp_path, key).__enter__) == (
+    with locked(tmp_path, key):
+        assert refusal(locked(tmp_path, key).__enter__) == (
             f"{tmp_path} is in use by process {os.getpid()}. Wait for it, or choose another {key}."
         )
 
@@ -315,7 +324,7 @@ def test_run_directories_are_numbered_by_plain_digits(tmp_path, monkeypatch):
 def test_a_real_directory_called_best_is_named_before_weights_load(tmp_path):
     (tmp_path / "elsewhere/best").mkdir(parents=True)
     assert refusal(short_run, tmp_path / "run", f"checkpointing.checkpoint_dir={tmp_path}/elsewhere") == (
-        f"{tmp_path}/elsewhere/best: a directory, where tandem keeps a link to a checkpoint. Move it elsewhere."
+        f"{tmp_path}/elsewhere/best: a directory, but tandem writes a link to a checkpoint under that name. Move it elsewhere."
     )
 
 
@@ -399,7 +408,7 @@ def test_whatever_a_user_put_there_stays(tmp_path_factory, in_run, in_checkpoint
 
 def go_through_a_run(run: Path, kept: Path) -> None:
     """What a run does there: it recovers from a crash, resumes, saves, prunes, exports, is extended."""
-    with suppress(CheckpointError), held(run):
+    with suppress(CheckpointError), locked(run):
         refuse_links(run)
         refuse_taken_names(kept, 6)
         remove_abandoned(run, *TEMPORARY_NAMES, is_held=True)

@@ -73,7 +73,7 @@ def test_a_checkpoint_without_the_version_of_its_format_is_refused(run, unfinish
 
 def test_a_tensor_that_is_not_a_random_state_is_refused(run, unfinished):
     place = run / "checkpoints/step_3"
-    file = place / "tensors/worker_0.safetensors"
+    file = place / "tensors/rank_0.safetensors"
     with safe_open(file, framework="pt") as stored:
         tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
     tensors["random.cpu.0"] = torch.full_like(tensors["random.cpu.0"], 255)

@@ -1,4 +1,4 @@
-"""The forecast of memory: what is known is counted, the rest is measured with a rehearsed pack."""
+"""The forecast of memory: known sizes are counted, and the rest is measured on a pack before the first step."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def model():
 
 
 def test_trained_parameters_have_gradients_and_two_moments():
-    expected = forecast(model(), peak=2000, length=512, state_bytes=4)  # type: ignore[arg-type]
+    expected = forecast(model(), peak=2000, length=512, state_bytes=8)  # type: ignore[arg-type]
     assert (expected.weights, expected.gradients, expected.states) == (500, 400, 800)
     assert expected.activations == 2000 - 500 - 400
     assert expected.total == 2000 + 800
@@ -37,7 +37,7 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
         )
     assert str(refused.value) == (
         "the run needs 90.0 GiB and the GPU has 80.0: weights 20.0, gradients 20.0, optimizer states 20.0, activations in "
-        "rows of 8,192 tokens 30.0: 90.0 GiB. To need less, try policy.packing.pack_length below 8192 (rows may be as "
+        "rows of 8,192 tokens 30.0: 90.0 GiB. To use less memory, try policy.packing.pack_length below 8192 (rows may be as "
         "short as the longest preference); then policy.activation_checkpointing=selective, policy.optimizer.state_dtype=int8, "
         "policy.weights=bfloat16_stochastic, policy.lora.enabled=true."
     )
@@ -45,7 +45,8 @@ def test_more_than_the_gpu_has_is_refused_before_the_first_step(monkeypatch):
 
 def test_other_settings_are_suggested_first_if_shorter_rows_cannot_help():
     assert suggest_less_memory(8192, Policy(), shorter_rows_help=False) == (
-        "To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, policy.lora.enabled=true, "
+        "To use less memory, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
+        "policy.lora.enabled=true, "
         "more GPUs, policy.packing.pack_length below 8192 (rows may be as short as the longest preference), "
         "policy.activation_checkpointing=selective."
     )
@@ -59,12 +60,12 @@ def test_only_settings_not_yet_in_use_are_suggested():
         packing=Packing(packs_per_micro_batch=5),
     )
     assert suggest_less_memory(4096, policy, shorter_rows_help=True) == (
-        "To need less, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may be as "
-        "short as the longest preference)."
+        "To use less memory, try policy.packing.packs_per_micro_batch=2; then policy.packing.pack_length below 4096 (rows may be "
+        "as short as the longest preference)."
     )
     few = Policy(activation_checkpointing="full", optimizer=Optimizer(state_dtype="int8"), lora=Lora(enabled=True))
     only = "policy.packing.pack_length below 512 (rows may be as short as the longest preference)"
-    assert suggest_less_memory(512, few, shorter_rows_help=True) == f"To need less, try {only}."
+    assert suggest_less_memory(512, few, shorter_rows_help=True) == f"To use less memory, try {only}."
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_only_settings_not_yet_in_use_are_suggested():
     [
         (
             torch.OutOfMemoryError("CUDA out of memory.\n  Tried 2 GiB."),
-            "CUDA out of memory. Tried 2 GiB. To need less, try",
+            "CUDA out of memory. Tried 2 GiB. To use less memory, try",
         ),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
@@ -88,7 +89,7 @@ def test_only_settings_not_yet_in_use_are_suggested():
 def test_out_of_memory_errors_suggest_settings(error, reported, monkeypatch, tmp_path):
     """Any other error keeps its traceback."""
 
-    def fails(*_):
+    def fails(*_, **__):
         raise error
 
     monkeypatch.setattr(trainer, "build", fails)

@@ -187,7 +187,7 @@ def _gather(rank, path, answers):
     dist.destroy_process_group()
 
 
-def test_workers_gather_the_pairs_of_all_in_order(tmp_path):
+def test_every_rank_gathers_the_pairs_of_all_ranks_in_order(tmp_path):
     answers = SERVER.SimpleQueue()
     given = (str(tmp_path / "store"), answers)
     processes.start_processes(_gather, given, nprocs=2, start_method=SERVER.get_start_method())

@@ -172,15 +172,18 @@ COSINE, STEPS = "torch.optim.lr_scheduler.CosineAnnealingLR", "torch.optim.lr_sc
 def test_a_scheduler_that_divides_by_nothing_is_refused_before_it_is_stepped(schedule, reported):
     with pytest.raises(ConfigError) as error:
         check_scheduler(policy_of(schedule))
-    assert str(error.value) == f"policy.scheduler: {reported} cannot be stepped: integer modulo by zero."
+    assert (
+        str(error.value)
+        == f"policy.scheduler: {reported} fails at the first step (integer modulo by zero). Change its kwargs."
+    )
 
 
 def test_a_scheduler_that_is_to_start_in_the_middle_is_refused():
     with pytest.raises(ConfigError) as refused:
         check_scheduler(policy_of("{name:torch.optim.lr_scheduler.LinearLR,kwargs:{last_epoch:5}}"))
     assert str(refused.value) == (
-        "policy.scheduler: LinearLR (last_epoch=5): last_epoch does not apply to a new run, and a resumed run sets its own step. "
-        "Leave it out."
+        "policy.scheduler: LinearLR (last_epoch=5): last_epoch is not supported, because tandem sets the step of a resumed run "
+        "itself. Leave it out."
     )
 
 

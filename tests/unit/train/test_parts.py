@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.errors import CheckpointError
 from tandem.storage.cache import sha256_of
-from tandem.train.checkpoint.parts import INSTEAD, Part, fill_parts, names_in, write_parts
+from tandem.train.checkpoint.parts import OTHER_CHECKPOINT_HINT, Part, fill_parts, names_in, write_parts
 
 
 def numbers(*shape, dtype=torch.float32):
@@ -14,9 +14,9 @@ def numbers(*shape, dtype=torch.float32):
 
 
 def shards(tensor, ranks):
-    """A tensor's rows over workers as FSDP lays them: the last have fewer, or none."""
+    """Shard the rows of a tensor like FSDP: the last ranks have fewer rows, or none."""
     each = -(-len(tensor) // ranks)
-    starts = [min(len(tensor), each * worker) for worker in range(ranks)]
+    starts = [min(len(tensor), each * rank) for rank in range(ranks)]
     return [Part(tensor[start : start + each].clone(), start) for start in starts]
 
 
@@ -43,7 +43,7 @@ def test_any_reader_of_safetensors_reads_a_file(tmp_path):
 def test_files_of_some_ranks_are_read_by_any_number_of_ranks(before, after, tmp_path):
     weight = numbers(5, 3)
     for number, part in enumerate(shards(weight, before)):
-        write_parts(tmp_path / f"worker_{number}.safetensors", {"weight": part, f"own.{number}": Part(numbers(2))})
+        write_parts(tmp_path / f"rank_{number}.safetensors", {"weight": part, f"own.{number}": Part(numbers(2))})
     for part in shards(weight, after):
         mine = Part(torch.full_like(part.tensor, -1.0), part.first)
         fill_parts(tmp_path, {"weight": mine})
@@ -51,7 +51,7 @@ def test_files_of_some_ranks_are_read_by_any_number_of_ranks(before, after, tmp_
 
 
 def test_a_tensor_is_filled_in_place(tmp_path):
-    write_parts(tmp_path / "worker_0.safetensors", {"weight": Part(numbers(2, 2)), "count": Part(torch.tensor(3.0))})
+    write_parts(tmp_path / "rank_0.safetensors", {"weight": Part(numbers(2, 2)), "count": Part(torch.tensor(3.0))})
     weight, count = torch.zeros(2, 2), torch.tensor(0.0)
     fill_parts(tmp_path, {"weight": Part(weight), "count": Part(count)})
     assert torch.equal(weight, numbers(2, 2))
@@ -65,7 +65,7 @@ def refusal(folder, wanted):
     with pytest.raises(CheckpointError) as refused:
         fill_parts(folder, {"weight": Part(wanted)})
     reported, _, what_to_do = str(refused.value).partition(". ")
-    assert what_to_do == INSTEAD
+    assert what_to_do == OTHER_CHECKPOINT_HINT
     return reported
 
 
@@ -73,7 +73,7 @@ def refusal(folder, wanted):
 def test_a_tensor_of_which_rows_are_missing_is_refused(tmp_path, rows):
     weight = numbers(5, 3)
     for number, (start, end) in enumerate(rows):
-        write_parts(tmp_path / f"worker_{number}.safetensors", {"weight": Part(weight[start:end], start)})
+        write_parts(tmp_path / f"rank_{number}.safetensors", {"weight": Part(weight[start:end], start)})
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
         f"{tmp_path}: the tensor weight is incomplete, so no run can resume from it"
     )
@@ -89,10 +89,10 @@ def test_a_tensor_of_which_rows_are_missing_is_refused(tmp_path, rows):
     ],
 )
 def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, stored, found):
-    file = tmp_path / "worker_0.safetensors"
+    file = tmp_path / "rank_0.safetensors"
     write_parts(file, {"weight": Part(stored)})
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{file}: the tensor weight has the {found}, not those of this run, which cannot resume from it"
+        f"{file}: the tensor weight has {found}, which does not match this run, so it cannot resume from this checkpoint"
     )
 
 
@@ -102,15 +102,15 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, stored, found):
     + [{"first_rows": f'{{"weight": {row}}}'} for row in ("-1", '"0"', "1.5", "true", "null", "[0]")],
 )
 def test_a_file_that_does_not_say_which_rows_it_holds_is_refused(tmp_path, metadata):
-    file = tmp_path / "worker_0.safetensors"
+    file = tmp_path / "rank_0.safetensors"
     save_file({"weight": numbers(5, 3)}, file, metadata=metadata)
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{file}: its header does not say which rows it holds, so no run can resume from it"
+        f"{file}: the header does not list which rows the file holds, so no run can resume from it"
     )
 
 
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
-    file = tmp_path / "worker_0.safetensors"
+    file = tmp_path / "rank_0.safetensors"
     file.write_bytes(b"\x00" * 8)
     assert refusal(tmp_path, torch.zeros(5, 3)).startswith(f"{file}: Error while deserializing header")
     file.unlink()

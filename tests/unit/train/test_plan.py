@@ -57,7 +57,7 @@ def test_a_run_that_would_never_end_is_refused_before_its_steps_are_counted(step
         # In order: [1, 1], [2], and a last [1] that is dropped.
         plan(Pairs(1, 1, 2, 1), B2, "data.shuffle=false", "dpo.max_num_epochs=1000000000", f"dpo.max_num_steps={steps}")
     assert str(refused.value) == (
-        "dpo.max_num_epochs = 1000000000: a run of 2,000,000,000 steps, over the limit of 10,000,000. Lower it, or set "
+        "dpo.max_num_epochs = 1000000000: the run would have 2,000,000,000 steps, over the limit of 10,000,000. Lower it, or set "
         "dpo.max_num_steps."
     )
 

@@ -148,7 +148,7 @@ def test_a_row_length_that_batches_fill_less_than_half_is_warned_of():
     assert reported() is reported("policy.packing.pack_length=30000") is None
     assert reported("policy.packing.pack_length=60000") == (
         "policy.packing.pack_length = 60000: a batch has about 3,989 tokens, and the shortest rows at that setting have "
-        "14,976, so 73% of the computation is filler. Use auto for shorter rows."
+        "14,976, so 73% of the computation is filler. Set it to auto for shorter rows."
     )
 
 
@@ -215,7 +215,7 @@ def test_ranks_share_fixed_memory_but_not_temporary_memory(monkeypatch):
 def test_quantised_weights_are_not_sharded(quantization, shared):
     lora = SimpleNamespace(num_frozen=10**9, num_trained=10**6, quantization=quantization, dtype=torch.bfloat16)
     one, two = (need_of("1.5B", Policy(), num_ranks, lora).fixed for num_ranks in (1, 2))
-    adapters = 10**6 * (18 - 16 / 2)  # of two workers each keeps half, and no copy
+    adapters = 10**6 * (18 - 16 / 2)  # of two ranks each keeps half, and no copy
     assert one - two == pytest.approx(10**9 * shared / 2 + adapters)
 
 
@@ -236,13 +236,13 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_load(monkeypatch):
         refuse_certain_overflow(need_of("8B", policy), *of_rows(2048), policy, card)
     assert str(refused.value) == (
         "the run needs about 146 GiB and the GPU has 140: weights, gradients and optimizer states 135, activations in rows "
-        "of 2,048 tokens 12. To need less, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
+        "of 2,048 tokens 12. To use less memory, try policy.optimizer.state_dtype=int8; then policy.weights=bfloat16_stochastic, "
         "policy.lora.enabled=true, more GPUs, policy.packing.pack_length below 2048 (rows may be as short as the longest "
         "preference), policy.activation_checkpointing=selective."
     )
-    with pytest.raises(OutOfMemoryError, match=r"To need less, try policy\.packing\.pack_length below 131072"):
+    with pytest.raises(OutOfMemoryError, match=r"To use less memory, try policy\.packing\.pack_length below 131072"):
         refuse_certain_overflow(need_of("1.5B", policy), *of_rows(131_072), policy, card)
-    with pytest.raises(OutOfMemoryError, match=r"To need less, try a lower policy\.max_total_sequence_length;"):
+    with pytest.raises(OutOfMemoryError, match=r"To use less memory, try a lower policy\.max_total_sequence_length;"):
         unpacked = Policy(packing=Packing(mode="none"))
         refuse_certain_overflow(need_of("1.5B", unpacked), *of_rows(131_072), unpacked, card)
 
@@ -255,7 +255,7 @@ def test_rows_that_go_together_count_together_if_there_are_as_many(monkeypatch):
         refuse_certain_overflow(need, *of_rows(4096, num=32, together=32), policy, card)
 
 
-def test_a_run_that_may_fit_is_left_to_the_rehearsal(monkeypatch):
+def test_a_run_that_may_fit_is_not_refused_before_weights_load(monkeypatch):
     card, few, full = with_card(139.8, monkeypatch), Policy(**FEW_BITS), Policy(activation_checkpointing="full")
     refuse_certain_overflow(need_of("8B", few), *of_rows(8192), few, card)
     refuse_certain_overflow(need_of("8B", full), *of_rows(2048), full, card)  # 138 of 140 are expected
@@ -278,8 +278,8 @@ def test_masks_larger_than_the_memory_are_refused_before_weights_load(monkeypatc
         refuse_large_masks(1_000_064, 1_000_064, packed, cpu)
     assert str(refused.value) == (
         "policy.packing.pack_length = 1000000: rows of 1,000,064 tokens need a mask of 4657.2 GiB for preferences of up "
-        "to 1,000,064, and this device has 4.0 GiB. Lower it, or policy.max_total_sequence_length if a single preference is "
-        "that long."
+        "to 1,000,064 tokens, and this device has 4.0 GiB. Lower policy.packing.pack_length, or "
+        "policy.max_total_sequence_length if a single preference is that long."
     )
     refuse_large_masks(29_184, 29_184, packed, cpu)  # 4.0 GiB
     refuse_large_masks(1_000_064, 2_048, packed, cpu)  # 1.9

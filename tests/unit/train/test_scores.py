@@ -295,7 +295,7 @@ def test_the_choices_show_loss_settings_that_are_not_at_their_defaults(overrides
 
 def test_the_choices_say_which_reference_there_is(write):
     file = write(SCORED)
-    assert choices_of(file)["reference"] == "cached, the model as it starts"
+    assert choices_of(file)["reference"] == "cached, the start model"
     assert choices_of(file, "dpo.preference_loss=orpo")["reference"] == "none"
 
 

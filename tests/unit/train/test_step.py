@@ -87,7 +87,7 @@ def test_a_non_finite_loss_names_its_pairs_and_changes_no_weight(started):
         step.read(store)
     assert str(stopped.value) == (
         "loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. "
-        f"Pairs at: {store.place(culprit)}. Look at these rows, or lower the learning rate."
+        f"Pairs at: {store.place(culprit)}. Check these rows, or lower the learning rate."
     )
     after = whole(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -200,6 +200,6 @@ def test_a_step_over_other_pairs_than_its_batchs_is_found_out(started):
     optimizer = make_optimizer(policy.parameters(), setup.config.policy, seed=0)
     step = train_step(policy, context, packs_of(setup, other), batch, optimizer, max_grad_norm=1.0)
     with pytest.raises(
-        DefectError, match="of the 4 pairs of this batch 4 were not computed, and 4 were computed too often"
+        DefectError, match="of the 4 pairs of this batch, 4 were not computed, and 4 were computed too often"
     ):
         step.read(setup.plan.train.store)

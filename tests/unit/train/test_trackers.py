@@ -152,7 +152,7 @@ def test_a_tracker_that_does_not_answer_is_reported_during_the_run(monkeypatch, 
     feed.close()
 
 
-def test_a_tracker_that_hangs_only_while_closing_is_reported_as_cut_off(monkeypatch, tmp_path):
+def test_a_tracker_that_hangs_only_while_closing_is_stopped_and_reported(monkeypatch, tmp_path):
     put_in_front(monkeypatch, tmp_path / "p", finish=FOR_EVER)
     warned = Said()
     monkeypatch.setattr(feeding, "CLOSE_SECONDS", 1.5)
@@ -160,7 +160,7 @@ def test_a_tracker_that_hangs_only_while_closing_is_reported_as_cut_off(monkeypa
     feed.put(1, {"a": 0.5})
     wait_for(lambda: feed._num_delivered == 1)
     feed.close()
-    assert warned == ["wandb did not finish within 1.5 seconds of the run's end and was cut off."]
+    assert warned == ["wandb did not finish within 1.5 seconds of the run's end and was stopped."]
 
 
 def test_records_that_do_not_fit_the_queue_are_dropped_and_counted(monkeypatch, tmp_path):
@@ -260,13 +260,13 @@ def test_a_database_that_is_not_mlflows_is_refused_and_stays(tmp_path, uri):
     with pytest.raises(ValueError) as refused:
         refuse_other_database(uri.format(path))
     assert str(refused.value) == (
-        f"{path}: a database that is not MLflow's, to which it would add its tables. Give another logger.mlflow.tracking_uri."
+        f"{path}: not an MLflow database. MLflow would add its tables to it. Choose another logger.mlflow.tracking_uri."
     )
     path.write_text("mine")
     with pytest.raises(ValueError) as refused:
         refuse_other_database(uri.format(path))
     assert str(refused.value) == (
-        f"{path}: not readable as an SQLite database (file is not a database). Give another logger.mlflow.tracking_uri."
+        f"{path}: not readable as an SQLite database (file is not a database). Choose another logger.mlflow.tracking_uri."
     )
     assert path.read_text() == "mine"
     path.write_bytes(before)

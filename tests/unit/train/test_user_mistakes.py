@@ -110,7 +110,7 @@ def test_bfloat16_weights_with_adapters_are_refused():
         trainer.set_up(load_config(None, few).config, torch.device("cpu"))
     assert str(refused.value) == (
         "policy.weights = bfloat16_stochastic: with adapters the model's weights are frozen, and the adapters are trained "
-        "in float32. Leave it out."
+        "in float32. Leave policy.weights out."
     )
 
 
@@ -142,14 +142,14 @@ def test_a_cpu_without_bfloat16_is_warned_of(precision, known, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "printed"),
     [
-        ([], "float32 computation over float32 weights, float32 optimizer states, 16 bytes a parameter"),
+        ([], "float32 computation over float32 weights, float32 optimizer states, 16 bytes per parameter"),
         (
             ["policy.weights=bfloat16_stochastic", "policy.precision=bfloat16", "policy.optimizer.state_dtype=int8"],
-            "bfloat16 computation over bfloat16 weights, rounded stochastic, int8 optimizer states, 8 bytes a parameter",
+            "bfloat16 computation over bfloat16 weights, rounded stochastic, int8 optimizer states, 8 bytes per parameter",
         ),
         (
             ["policy.optimizer.state_dtype=bfloat16"],
-            "float32 computation over float32 weights, bfloat16 optimizer states, 12 bytes a parameter",
+            "float32 computation over float32 weights, bfloat16 optimizer states, 12 bytes per parameter",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_schedule_that_raises_the_rate_above_the_one_that_is_set_is_warned_of(
     short_run(tmp_path / "run", schedule, few_pairs(tmp_path))
     assert " ".join(capsys.readouterr().out.split()).startswith(
         "warning: policy.scheduler raises the learning rate to 0.1, above policy.optimizer.kwargs.lr = 0.001. In torch's "
-        "schedulers eta_min is a learning rate, not a share of one."
+        "schedulers, eta_min is a learning rate, not a fraction of lr."
     )
 
 

@@ -1,4 +1,4 @@
-"""One class per tracker, which writes the metrics of each step. Each imports its package when it is opened."""
+"""Sends the metrics of a run to trackers. Each tracker has a class, which imports the tracker's package when it is created."""
 
 import hashlib
 import json
@@ -22,17 +22,17 @@ Metrics = dict[str, float]
 MLFLOW_PARAMS_AT_ONCE = 100
 MLFLOW_PARAM_LENGTH = 500
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a part of file names and addresses
-OTHER_URI = "Give another logger.mlflow.tracking_uri."
+OTHER_URI = "Choose another logger.mlflow.tracking_uri."
 NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What trackers need to know about a run before its first record."""
+    """The facts about a run that are needed to open its trackers."""
 
     run: str  # the run directory
     log_dir: str
-    step: int  # that the run resumes from; 0 for a new run
+    step: int  # the step that the run resumes from; 0 for a new run
     kept: list[tuple[int, Metrics]]  # the records of that step in metrics.jsonl
     settings: dict[str, Any]  # the section `logger`
     config: dict[str, Any]  # the configuration as in config.yaml
@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
 
 class Tensorboard:
-    """TensorBoard event files. Repeated steps hide their earlier events."""
+    """Writes TensorBoard event files. If a run is resumed, the events of repeated steps replace the earlier ones."""
 
     def __init__(self, opening: Opening):
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -67,7 +67,7 @@ class Tensorboard:
         is_resumed = TrackerRuns(opening.run).find("tensorboard", self.place) is not None
         self._writer = EventFileWriter(self.place, flush_secs=5)
         if is_resumed:
-            # Readers discard all events of this step and later ones in earlier files.
+            # TensorBoard then discards the events of this and later steps in earlier files.
             start = self._events.SessionLog
             self._write(opening.step, session_log=start(status=start.START))
             for step, metrics in opening.kept:
@@ -90,7 +90,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A W&B run, continued when the run is resumed. W&B ignores steps that it already has."""
+    """Writes to a W&B run. A resumed training run writes to the same W&B run. W&B ignores steps that it already has."""
 
     def __init__(self, opening: Opening):
         import wandb
@@ -126,7 +126,7 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run, continued when the run is resumed. Metrics that it already has are not written again."""
+    """Writes to an MLflow run. A resumed training run writes to the same one, except metrics that MLflow already has."""
 
     def __init__(self, opening: Opening):
         from mlflow import MlflowClient
@@ -172,7 +172,7 @@ class Mlflow:
             self._client.log_batch(self._id, metrics=new)
 
     def _has(self, name: str, step: int) -> bool:
-        """Whether the MLflow run had this metric at this step before it was resumed. MLflow would show it twice."""
+        """Whether MLflow already has this metric at this step from before the run was resumed. It would show both values."""
         if self._reached is None:
             return False
         if name not in self._reached:
@@ -185,7 +185,7 @@ class Mlflow:
 
 
 def refuse_other_database(uri: str) -> None:
-    """Refuse an SQLite database that is not MLflow's: a configuration may name any file, and MLflow adds its tables to it."""
+    """Refuse an SQLite database that is not MLflow's, because MLflow would add its tables to it."""
     from sqlalchemy import make_url
 
     if not uri.startswith("sqlite"):
@@ -199,14 +199,14 @@ def refuse_other_database(uri: str) -> None:
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path}: not readable as an SQLite database ({error}). {OTHER_URI}") from None
     if tables and "experiments" not in tables:
-        raise ValueError(f"{path}: a database that is not MLflow's, to which it would add its tables. {OTHER_URI}")
+        raise ValueError(f"{path}: not an MLflow database. MLflow would add its tables to it. {OTHER_URI}")
 
 
 TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "mlflow": Mlflow}
 
 
 class TrackerRuns:
-    """`trackers.json` in a run directory: the ID and address of the run in each tracker."""
+    """The file trackers.json in a run directory, with the ID and a hash of the address of the run in each tracker."""
 
     def __init__(self, run: str):
         self._path = Path(run) / "trackers.json"
@@ -222,7 +222,7 @@ class TrackerRuns:
             file.write(text)
 
     def _read(self) -> dict[str, Any]:
-        """The content of the file; empty if it is damaged, so that trackers start new runs."""
+        """Return the content of the file; empty if it is damaged, so that trackers start new runs."""
         try:
             kept = read_json(self._path)
         except ValueError:
@@ -231,12 +231,12 @@ class TrackerRuns:
 
 
 def _digest(where: str) -> str:
-    """A hash to recognise an address by, because an address may contain a password."""
+    """Hash an address. The address itself is not stored, because it may contain a password."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings. {"a": {"b": 1}} -> ("a.b", 1)"""
+    """Flatten nested mappings: {"a": {"b": 1}} -> ("a.b", 1)."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")

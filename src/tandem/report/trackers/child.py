@@ -1,7 +1,7 @@
-"""The process that runs the trackers. Reads an Opening and records as lines of JSON, and answers each with one.
+"""The process that runs the trackers. It reads messages as lines of JSON, and answers each message with one line.
 
 Trackers may hang, print, replace signal handlers and delay the exit of their process. In a separate process this does not
-affect the run, which can always kill it (tracking.py).
+affect the run. The run can always kill this process (tracking.py).
 """
 
 import json
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0
-# How long a run waits for its trackers at its end, and this process for them if the run has died.
+# How long a run waits for its trackers when it ends. If the run has died, this process waits as long for them.
 CLOSE_SECONDS = 10.0
 
 
 def main() -> None:
-    # The pipes to the run carry messages only. Trackers print to standard error, a file (tracking.py), and processes that
-    # they start inherit neither pipe.
+    # The pipes to the run carry messages only. What trackers print goes to standard error, which is a file (tracking.py).
+    # Processes that trackers start do not inherit the pipes.
     messages, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -41,20 +41,20 @@ def _read(messages: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
     for line in messages:
         lines.put(line)
     lines.put(None)
-    # The run has ended. A tracker that still hangs, or hangs while its process exits, is cut off.
+    # The run has ended. Exit even if a tracker hangs.
     time.sleep(CLOSE_SECONDS)
     os._exit(1)
 
 
 class TrackerGroup:
-    """All trackers of a run. One that keeps failing is dropped, and the others continue."""
+    """All trackers of a run. A tracker that keeps failing is dropped, and the others continue."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tracker] = {}
         self._failed: dict[str, str] = {}
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Handle a message; return which trackers failed, and the place of a tracker that was opened."""
+        """Handle a message; return the errors of trackers that failed, and the place of a tracker that was opened."""
         self._failed = {}
         if "opening" in message:
             return {

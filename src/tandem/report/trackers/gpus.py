@@ -1,4 +1,4 @@
-"""Samples GPU utilisation and memory in a thread; writes gpu.jsonl and keeps the newest summary for trackers."""
+"""Samples GPU utilisation and memory in a thread, writes gpu.jsonl, and keeps the newest summary for trackers."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def sample_gpus() -> dict[str, float]:
-    """Utilisation in percent, and used and total memory in GiB, of every visible GPU, as nvidia-smi shows them."""
+    """Return the utilisation in percent, and the used and total memory in GiB, of every visible GPU, like nvidia-smi."""
     found: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
         found[f"gpu.{number}.util"] = float(torch.cuda.utilization(number))
@@ -41,7 +41,7 @@ class GpuMonitor:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """The newest summary; empty if it was taken already."""
+        """Return the newest summary, once; empty if there is no new one."""
         newest, self._newest = self._newest, {}
         return newest
 
@@ -59,11 +59,11 @@ class GpuMonitor:
                         self._newest = summary
                         file.write(json.dumps({"time": time.time(), **summary}) + "\n")
                         file.flush()
-        except Exception as error:  # of the driver, its library or the disk: no reason to stop training
+        except Exception as error:  # an error of the driver, its library or the disk does not stop training
             self._warn(f"GPU monitoring is switched off: {type(error).__name__}: {error}")
 
     def _samples(self) -> list[dict[str, float]]:
-        """The samples of one flush_interval, or until the monitor is closed."""
+        """Collect samples for one flush_interval, or until the monitor is closed."""
         samples, end = [], time.monotonic() + self._intervals.flush_interval
         while time.monotonic() < end and not self._stop.wait(self._intervals.collection_interval):
             samples.append(self._sample())
@@ -71,7 +71,7 @@ class GpuMonitor:
 
 
 def summarise(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Mean utilisation and peak memory.
+    """Return the mean utilisation and the peak memory.
 
     [{"gpu.0.util": 50, "gpu.0.mem_gb": 1}, {"gpu.0.util": 100, "gpu.0.mem_gb": 3}] -> {"gpu.0.util": 75, "gpu.0.mem_gb": 3}
     """

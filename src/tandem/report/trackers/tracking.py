@@ -27,7 +27,7 @@ from tandem.terminal.printable import without_password
 
 QUEUE_RECORDS = 1000
 SLOW_SECONDS = 30.0
-# -P: do not import a folder `wandb` in the working directory instead of the package.
+# -P: otherwise a folder `wandb` in the working directory would be imported instead of the package.
 CHILD = (sys.executable, "-P", "-m", "tandem.report.trackers.child")
 
 
@@ -43,7 +43,10 @@ def check_packages(logger: Logger) -> None:
 
 
 class Feed:
-    """A queue that never blocks, a thread that sends it to the trackers' process, and a count of lost records."""
+    """Queues records, and sends them to the trackers' process in a thread, so that training never waits.
+
+    Counts the records that are lost.
+    """
 
     def __init__(
         self,
@@ -105,10 +108,10 @@ class Feed:
         if self._left and lost:
             self._warn(f"{lost} of {self._num_put} records did not reach {names}; metrics.jsonl has them all.")
         elif self._killed:
-            self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was cut off.")
+            self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was stopped.")
 
     def _deliver(self) -> None:
-        """The thread: send one message after another, and wait for each answer."""
+        """Send one message after another, and wait for each answer. Runs in the thread."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -150,7 +153,7 @@ HARDWARE = "hardware"
 
 
 class Tracking:
-    """Takes every record of the training loop. Without trackers it does nothing."""
+    """Passes every record of the training loop to the trackers. Does nothing without trackers."""
 
     def __init__(self, feed: Feed | None = None, gpus: GpuMonitor | None = None):
         self._feed, self._gpus = feed, gpus
@@ -182,7 +185,7 @@ def start_tracking(
 ) -> Tracking:
     """Open the enabled trackers in the background.
 
-    config: text of config.yaml. step: that the run resumes from. records: the records of metrics.jsonl so far.
+    config: the text of config.yaml. step: the step that the run resumes from. records: the records in metrics.jsonl so far.
     """
     log_dir = run / "logs" if logger.log_dir is None else Path(logger.log_dir) / run.resolve().name
     feed = gpus = None
@@ -206,7 +209,7 @@ def start_tracking(
 
 
 def tracker_metrics(record: dict[str, Any]) -> tuple[int, Metrics]:
-    """The step of a record and its metrics, named `split/name`; durations and speeds are named `timing/split/name`.
+    """Return the step of a record and its metrics, named `split/name`; durations and speeds are named `timing/split/name`.
 
     {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} -> 3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}
     """

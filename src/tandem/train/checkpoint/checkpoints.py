@@ -27,6 +27,8 @@ from tandem.train.checkpoint.saved_state import Progress, read_state
 
 FORMAT_VERSION = 5
 RANDOM = "random."
+# Older checkpoints have files named worker_N and can still be resumed.
+TENSOR_FILES = ("rank_*.safetensors", "worker_*.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Saver:
         self._writing: Future[Any] | None = None
 
     def reserve(self, tensors: dict[str, Any]) -> None:
-        """Allocate host memory for such tensors in the background."""
+        """Start allocating host memory for copies of these tensors, in the background."""
         self._copier.reserve(self._parts_of_rank(tensors))
 
     def start(
@@ -74,7 +76,7 @@ class Saver:
         self._writing = self._thread.submit(self._write, snapshot, ranked)
 
     def check(self) -> None:
-        """Raise an error of the background thread, without waiting for a write in progress."""
+        """Raise the error of a write that failed in the background. Does not wait for a write in progress."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -88,7 +90,7 @@ class Saver:
         self._copier.close()
 
     def _parts_of_rank(self, tensors: dict[str, Any]) -> dict[str, Part]:
-        """The parts that this rank saves: its shards; the first rank also saves tensors that are not sharded."""
+        """Return the parts that this rank saves: its shards and, on the first rank, tensors that are not sharded."""
         return {
             name: part_of(tensor)
             for name, tensor in tensors.items()
@@ -106,14 +108,14 @@ class Saver:
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write `step_N` under a temporary name, each rank its parts; then the first rank renames it and updates `latest`."""
+    """Write `step_N` under a temporary name. Each rank writes its parts; the first renames the folder and updates `latest`."""
     place = folder / f"step_{snapshot.progress.step}"
     if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped at this step
         ranks.agreed(lambda: point(folder / "latest", place), by=ranks.is_first)
         return
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
-        name = f"tensors/worker_{ranks.number}.safetensors"
+        name = f"tensors/rank_{ranks.number}.safetensors"
 
         def write() -> str:
             with writing(place):
@@ -145,7 +147,7 @@ def load_checkpoint(
 ) -> Progress:
     """Load a verified checkpoint into policy, optimizer, scheduler and random state.
 
-    The scheduler depends on the step alone, so a new one is stepped to where it was.
+    The state of the scheduler is not saved: it depends only on the step, so a new scheduler is stepped to the saved step.
     """
     version = intact_manifest(place).get("format_version")
     if version != FORMAT_VERSION:
@@ -185,7 +187,7 @@ def load_weights(place: Path, policy: Policy) -> None:
 
 
 def state_tensors(policy: Policy, optimizer: Any | None, rank: int) -> dict[str, Any]:
-    """Every tensor that a run resumes from, by name: trained weights, optimizer states, this rank's random states."""
+    """Return all tensors that a run resumes from, by name: trained weights, optimizer states, this rank's random states."""
     tensors: dict[str, Any] = {f"{RANDOM}cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[f"{RANDOM}cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -210,7 +212,7 @@ def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files all match their SHA-256, and what is wrong with newer ones."""
+    """Return the newest checkpoint whose files all match their SHA-256, and a description of each newer, damaged one."""
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
         try:
@@ -227,7 +229,7 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
-    """Keep the `keep` best checkpoints by the tracked metric (without one, the newest) and the latest; update `best`.
+    """Remove all checkpoints but the latest and the `keep` best by the tracked metric (without one, the newest); update `best`.
 
     spared: checkpoints up to this step are kept as well.
     """
@@ -240,14 +242,14 @@ def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
 
 
 def set_newer_aside(place: Path) -> None:
-    """Rename damaged checkpoints newer than `place`, which the run resumes from: their steps are trained and saved again."""
+    """Rename the damaged checkpoints that are newer than `place`. The run resumes from `place` and saves those steps again."""
     for newer in checkpoints(place.parent):
         if step_of(newer) > step_of(place) and not newer.is_symlink():
             newer.rename(free_path(newer.parent, f"{newer.name}.damaged"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, intact or damaged. Other folders are left out, whatever their name."""
+    """Return the checkpoints in a folder, intact or damaged. Folders without the files of a checkpoint are left out."""
     return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_checkpoint(path)]
 
 
@@ -258,8 +260,9 @@ def step_of(place: Path) -> int:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    """Whether a folder holds the files of a checkpoint, or an intact manifest that names them, of the step in its name."""
-    names = {f"tensors/{path.name}" for path in place.glob("tensors/worker_*.safetensors")}
+    """Whether a folder has the files of a checkpoint, or an intact manifest that lists them, for the step in its name."""
+    files = (path for pattern in TENSOR_FILES for path in place.glob(f"tensors/{pattern}"))
+    names = {f"tensors/{path.name}" for path in files}
     if (place / "state.json").is_file():
         names.add("state.json")
     names |= _listed_files(place)
@@ -268,7 +271,7 @@ def _is_checkpoint(place: Path) -> bool:
 
 
 def _listed_files(place: Path) -> set[str]:
-    """The files that an intact manifest names."""
+    """Return the files that the manifest lists; none if it is damaged."""
     try:
         return set(intact_manifest(place)["files"])
     except ValueError:
@@ -284,7 +287,7 @@ def _saved_step(place: Path) -> int | None:
 
 
 def _holds_nothing_else(place: Path) -> bool:
-    """Whether a checkpoint contains only what its manifest names. With a user's file inside it is never removed."""
+    """Whether a checkpoint contains only files that its manifest lists. With a user's file inside, it is never removed."""
     listed = {"manifest.json", *_listed_files(place)} if not place.is_symlink() else set()
     folders = {str(parent) for name in listed for parent in Path(name).parents}
     for path in place.rglob("*"):
@@ -296,7 +299,7 @@ def _holds_nothing_else(place: Path) -> bool:
 
 
 def _is_saved(place: Path) -> bool:
-    """Whether the checkpoint exists already; refuse anything else under that name."""
+    """Whether the checkpoint already exists; refuse any other file or folder with that name."""
     if not os.path.lexists(place):
         return False
     if not _is_checkpoint(place):
@@ -306,13 +309,13 @@ def _is_saved(place: Path) -> bool:
             read_manifest(place)
         except ValueError as error:
             raise CheckpointError(
-                f"{error}. {place} is a link to it, where this run saves a checkpoint. Remove the link."
+                f"{error}. {place} is a link to it, but this run saves a checkpoint under that name. Remove the link."
             ) from None
     return True
 
 
 def refuse_taken_names(folder: Path, num_steps: int) -> None:
-    """Refuse other files under the names that a run of `num_steps` will write, before any weights load."""
+    """Refuse other files and folders at the paths where a run of `num_steps` will save checkpoints. Needs no weights."""
     for name in ("best", "latest"):
         _refuse_other_than_pointer(folder / name)
     newest = max(map(step_of, checkpoints(folder)), default=0)
@@ -331,14 +334,16 @@ def _refuse_other_than_pointer(path: Path) -> None:
         return
     if not path.is_symlink():
         what = "a directory" if path.is_dir() else "a file"
-        raise CheckpointError(f"{path}: {what}, where tandem keeps a link to a checkpoint. Move it elsewhere.")
+        raise CheckpointError(
+            f"{path}: {what}, but tandem writes a link to a checkpoint under that name. Move it elsewhere."
+        )
     target = str(path.readlink())
     if step_in(target) is None:
         raise CheckpointError(f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link.")
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to `target` in the same folder, in one rename."""
+    """Make `link` a symbolic link to `target` in the same folder, atomically."""
     fail_point(f"checkpoint.{link.name}")
     _refuse_other_than_pointer(link)
     aside = temporary_path(link)

@@ -19,7 +19,7 @@ PIECE_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Parts on the host. From a GPU they may still be arriving."""
+    """Parts on the host. Copies from a GPU may still be in progress."""
 
     parts: dict[str, Part]
     arrival: torch.cuda.Event | None = None
@@ -34,8 +34,8 @@ class HostCopy:
 class HostCopier:
     """Copies asynchronously: a GPU starts the next step at once, and only the optimizer update waits for the copy.
 
-    Copies to pinned memory are many times faster, but pinning takes seconds: it happens ahead of time in another thread, and
-    the memory is reused, so one copy must be written before the next is made.
+    Copies to pinned memory are many times faster, but pinning takes seconds. So memory is pinned ahead of time in another
+    thread and reused. A copy must be written to disk before the next one is made.
     """
 
     def __init__(self, device: torch.device, optimizer: Optimizer):
@@ -69,7 +69,9 @@ class HostCopier:
     def close(self) -> None:
         """Release the memory. No copy may be in use."""
         self._thread.shutdown()
-        if self._memory is not None and self._memory.exception() is None:  # an error that the first copy raised
+        if (
+            self._memory is not None and self._memory.exception() is None
+        ):  # copy has already raised an exception of the thread
             self._memory.result().release()
 
     def _hold_update(self, *_: Any) -> None:
@@ -79,9 +81,9 @@ class HostCopier:
 
 
 class PinnedMemory:
-    """Host memory that a GPU writes to directly, with a place for each tensor.
+    """Pinned host memory, to which a GPU can write directly, with a place for each tensor.
 
-    torch's pinned memory is rounded up to a power of two, and allocating it blocks every other use of the GPU.
+    torch's own pinned memory is not used: it is rounded up to a power of two, and allocating it blocks all other use of the GPU.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -101,7 +103,7 @@ class PinnedMemory:
             self.places.update({name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()})
             return
         memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
-        memory.zero_()  # the system allocates pages on the first write, which is most of the time that pinning takes
+        memory.zero_()  # the system allocates pages on the first write; that takes longer than pinning them
         # If pinning fails, the memory still works and copies are slower.
         if int(_driver().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
             self._pinned.append(memory.data_ptr())

@@ -1,7 +1,7 @@
-"""Writes the shards of one rank to a file, and fills the shards of any number of ranks from such files.
+"""Writes the shards of each rank to a file, and loads them again, also with another number of ranks.
 
-The files are safetensors. They are written here rather than by the library, because this needs little Python and so can run
-in a thread during training. A tensor is sharded by rows: each part holds consecutive rows.
+The files are in the safetensors format, but not written by the safetensors library: the code here hardly blocks other Python
+threads, so it can run during training. A tensor is sharded by rows: each part holds consecutive rows.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ DTYPES = {
     torch.int64: "I64",
 }
 FIRST_ROWS = "first_rows"
-INSTEAD = "Move the checkpoint elsewhere to resume from an earlier one, or start again with --fresh."
-# Bytes per write call. Python is blocked only between two of them.
+OTHER_CHECKPOINT_HINT = "Move the checkpoint elsewhere to resume from an earlier one, or start again with --fresh."
+# Bytes per write call. Other Python threads are blocked only between two calls.
 SLICE_BYTES = 16 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank holds of a tensor: all of it, or its rows from `first` on."""
+    """The part of a tensor that this rank holds: all of it, or consecutive rows that start at row `first`."""
 
     tensor: Tensor
     first: int = 0
 
     def fill(self, stored: Any, first: int) -> None:
-        """Copy the rows that this part shares with a stored part that begins at row `first`."""
+        """Copy the rows that this part has in common with a stored part that starts at row `first`."""
         low = max(self.first, first)
         high = min(self.first + len(self.tensor), first + stored.get_shape()[0])
         if low < high:
@@ -53,7 +53,7 @@ def part_of(tensor: Any) -> Part:
         return Part(tensor)
     (placement,), mesh, rows = tensor.placements, tensor.device_mesh, tensor.shape[0]
     assert placement.is_shard(0), placement
-    each = -(-rows // mesh.size())  # the last have fewer, or none
+    each = -(-rows // mesh.size())  # rows per rank; the last ranks have fewer, or none
     return Part(tensor.to_local(), min(rows, each * mesh.get_local_rank()))
 
 
@@ -86,27 +86,29 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names of the tensors in the files of a folder."""
+    """Return the names of the tensors in the files of a folder."""
     return {name for _, stored in _open_files(folder) for name in stored.keys()}  # noqa: SIM118 - not a mapping
 
 
 def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
-    """Fill this rank's parts in place from all files of a folder; refuse a part with missing rows."""
+    """Fill this rank's parts in place from all files of a folder; refuse the checkpoint if rows are missing."""
     filled: dict[str, list[range]] = {name: [] for name in parts}
     for file, stored in _open_files(folder):
         first_rows = _first_rows(file, stored)
         for name in first_rows.keys() & parts.keys():
-            filled[name].append(_fill(file, stored, name, parts[name], first_rows[name]))
+            filled[name].append(_fill(file, stored, name, parts[name], first=first_rows[name]))
     for name, part in parts.items():
         reached = part.first
         for rows in sorted(filled[name], key=lambda rows: rows.start):
             reached = max(reached, rows.stop) if rows.start <= reached else reached
         if reached < part.first + _num_rows(part):
-            raise CheckpointError(f"{folder}: the tensor {name} is incomplete, so no run can resume from it. {INSTEAD}")
+            raise CheckpointError(
+                f"{folder}: the tensor {name} is incomplete, so no run can resume from it. {OTHER_CHECKPOINT_HINT}"
+            )
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Open each file of a folder in turn; a damaged one raises CheckpointError."""
+    """Open each file of a folder in turn; raise CheckpointError if a file is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             if not file.is_file():
@@ -114,11 +116,11 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
             with safe_open(file, framework="pt") as stored:
                 yield file, stored
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: {error}, so no run can resume from it. {INSTEAD}") from None
+            raise CheckpointError(f"{file}: {error}, so no run can resume from it. {OTHER_CHECKPOINT_HINT}") from None
 
 
 def _first_rows(file: Path, stored: Any) -> dict[str, int]:
-    """The first row of each tensor's part in a file."""
+    """Return the first row that a file holds of each tensor."""
     try:
         found = json.loads((stored.metadata() or {})[FIRST_ROWS])
     except (ValueError, KeyError, RecursionError):
@@ -126,7 +128,7 @@ def _first_rows(file: Path, stored: Any) -> dict[str, int]:
     names = set(stored.keys())
     if not isinstance(found, dict) or not all(type(row) is int and row >= 0 for row in found.values()):
         raise CheckpointError(
-            f"{file}: its header does not say which rows it holds, so no run can resume from it. {INSTEAD}"
+            f"{file}: the header does not list which rows the file holds, so no run can resume from it. {OTHER_CHECKPOINT_HINT}"
         )
     return {name: row for name, row in found.items() if name in names}
 
@@ -137,8 +139,8 @@ def _fill(file: Path, stored: Any, name: str, part: Part, first: int) -> range:
     shape = piece.get_shape()
     if piece.get_dtype() != DTYPES[own.dtype] or len(shape) != own.ndim or shape[1:] != list(own.shape[1:]):
         raise CheckpointError(
-            f"{file}: the tensor {name} has the shape {shape} and dtype {piece.get_dtype()}, not those of this run, which "
-            f"cannot resume from it. {INSTEAD}"
+            f"{file}: the tensor {name} has shape {shape} and dtype {piece.get_dtype()}, which does not match this run, so it "
+            f"cannot resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
         )
     if own.ndim:
         part.fill(piece, first)

@@ -12,9 +12,9 @@ from tandem.config.tracked import TrackedMetric
 class Ranking:
     """Ranks each step by the tracked metric, as last measured at or before that step.
 
-    The lines of metrics.jsonl decide, so a checkpoint saved before its validation is ranked once the validation is done, and
-    by another metric if the configuration names one. When the pairs of a validation set change, only later values count.
-    The model before the first step is not ranked, because no checkpoint holds it.
+    Ranks are computed from the lines of metrics.jsonl. So a checkpoint may be saved before the validation that ranks it, and a
+    resumed run may rank by another metric. If the pairs of a validation set change, only values on the new pairs count.
+    The model before the first step is not ranked, because there is no checkpoint of it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Ranking:
         self._measured.append((record["step"], record.get(self._tracked.metric, math.nan)))
 
     def best_step(self) -> int | None:
-        """The step after which the metric was best, the first of equal values; None if it was never finite."""
+        """Return the step after which the metric was best, the first one of equal values; None if it was never finite."""
         best = self._best()
         return None if best is None else self._measured[best][0]
 
@@ -49,13 +49,16 @@ class Ranking:
         return math.nan if best is None else self._measured[best][1]
 
     def better_start(self) -> float | None:
-        """The metric before the first step, if it was measured on the same pairs and no step has been as good; else None."""
+        """Return the metric before the first step if it was measured on the same pairs and is better than after any step.
+
+        Otherwise None.
+        """
         pairs, value = self._start
         is_better = pairs == self._pairs and self._sign * value < self._sign * self.best_value()
         return value if is_better else None
 
     def num_since_best(self) -> int:
-        """How many times the metric was measured after the best step."""
+        """Return how often the metric was measured after the best step."""
         best = self._best()
         return len(self._measured) - (0 if best is None else best + 1)
 
@@ -66,9 +69,9 @@ class Ranking:
         return min(values)[1] if values else None
 
     def rank(self, step: int) -> tuple[bool, float, int]:
-        """The sort key of a step: lower is better. Steps before the first measurement come last, newer ones first.
+        """Return the sort key of a step: lower is better. Steps before the first measurement come last, newer ones first.
 
-        Of several steps ranked by the same validation the first is best: it is the closest to the validated weights.
+        Of several steps ranked by the same validation, the first is best, because it is closest to the validated weights.
         """
         measured = self._measured
         until = bisect_right(measured, step, key=lambda one: one[0])
@@ -79,7 +82,7 @@ class Ranking:
 
 
 def measured_on(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Identifies the pairs of a validation. Validations of different pairs are not compared."""
+    """Return a key for the pairs of a validation. Validations on different pairs are not compared."""
     return (record["data"], record.get("num_pairs")) if "data" in record else ()
 
 
@@ -88,7 +91,7 @@ MAX_NUMBER = 1 << 63  # larger integers do not fit in a float or a tracker
 
 
 def records_in(content: bytes) -> list[Record | None]:
-    """The record of each line; None for a line that is damaged or that tandem did not write."""
+    """Return the record of each line; None for a line that is damaged or was not written by tandem."""
     return [_record(line) for line in content.splitlines()]
 
 

@@ -13,14 +13,14 @@ MAX_COUNT = 1 << 53  # the largest accepted number of steps, batches or bytes
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come: steps, the position in the schedule, the size of metrics.jsonl."""
+    """The progress of a run: steps done, position in the schedule, size of metrics.jsonl."""
 
     step: int = 0
     epoch: int = 0
     batch: int = 0  # batches of this epoch that are done
     metrics_bytes: int = 0
     owes_validation: bool = False  # the validation due after this step is not done yet
-    spared: int = 0  # checkpoints up to this step are never removed: the lines that rank them were lost
+    spared: int = 0  # checkpoints up to this step are never removed, because the lines that rank them were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SavedState:
 
 
 def read_state(place: Path) -> SavedState:
-    """Read the state of a checkpoint; refuse one whose step is not the step in its name."""
+    """Read the state of a checkpoint; refuse it if its step differs from the step in the name of its folder."""
     try:
         found = read_json(place / "state.json")
         return SavedState(_progress(_mapping(found, "progress"), place), _fingerprints(found))

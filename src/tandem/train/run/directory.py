@@ -14,24 +14,25 @@ from pydantic import ValidationError
 
 from tandem.config.load import LoadedConfig
 from tandem.config.schema import Config
+from tandem.config.validation import flatten
 from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
 from tandem.storage.cache import fingerprint, is_export
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.commands import override, tandem_command
 
-# What a run writes in its directory, except checkpoints.
+# The files that a run writes in its directory, except checkpoints.
 FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
 FOLDERS = ("checkpoints", "logs", "model", "samples")
-# The final names of its temporary files, as regular expressions.
+# The final names of files that a run first writes under a temporary name, as regular expressions.
 TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
     *(r"metrics\.step_[0-9]+(\.[0-9]+)?\.jsonl", "model"),
 )
-# Keys that do not change the trained weights up to a step: they may differ when a run is resumed.
+# Keys that do not affect the weights after a given step, so they may change when a run is resumed.
 MAY_CHANGE = (
     "run.name",
     "run.dir",
@@ -56,7 +57,7 @@ MAY_CHANGE = (
     "export.",
     "logger.",
 )
-# These may not change if the learning-rate schedule spans the run: the steps so far followed another schedule.
+# Keys that may not change if the learning-rate schedule spans the run, because they change the rate of every step.
 LENGTH_KEYS = ("dpo.max_num_steps", "dpo.max_num_epochs")
 # Models and data, which are compared by content.
 COMPARED_BY_CONTENT = (
@@ -74,9 +75,9 @@ MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_promp
 
 
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
-    """The run's directory: as given, or the newest unfinished one of the same configuration, or the next free number.
+    """Return the run's directory: as given, or the newest unfinished one of the same configuration, or the next free number.
 
-    checkpointing.checkpoint_dir without run.dir is the run's directory.
+    If only checkpointing.checkpoint_dir is set, it is the run's directory.
     """
     config = loaded.config
     key = "run.dir" if config.run.dir is not None else "checkpointing.checkpoint_dir"
@@ -104,7 +105,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
 
 
 def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
-    """If this configuration could resume or extend the run before a new one: a description of it, and the command."""
+    """Return a hint and a command if this configuration could resume or extend the previous run; otherwise None."""
     if loaded.config.run.dir is not None:
         return None
     stem, _, number = run.name.rpartition("-")
@@ -112,7 +113,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
     stored = _stored_config(earlier) if earlier != run else None
     if stored is None or _differences(stored, loaded):
         return None
-    old, new = _flat(stored), _flat(_config_now(loaded))
+    old, new = flatten(stored), flatten(_config_now(loaded))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [override(key, new.get(key)) for key in keys]
     how = tandem_command("train", "--resume", str(earlier), *loaded.options, *changed)
@@ -124,7 +125,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
         )
     longer = [key in LENGTH_KEYS and _is_raised(new.get(key), old.get(key)) for key in keys]
     return (
-        (f"{earlier} is the same run with fewer steps, and finished. To extend it:", how)
+        (f"{earlier} is finished and differs only in having fewer steps. To extend it:", how)
         if keys and all(longer)
         else None
     )
@@ -136,18 +137,18 @@ def _is_raised(new: int | None, old: int | None) -> bool:
 
 
 def _numbers(parent: Path, stem: str) -> list[int]:
-    """The numbers of the directories stem-1, stem-2, ..., the newest first."""
+    """Return the numbers of the directories stem-1, stem-2, ..., the newest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{glob.escape(stem)}-*")]
     return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)
 
 
 def _is_number(text: str) -> bool:
-    """Whether text consists of the digits 0 to 9. Python's isdigit also accepts others, as in tandem-²."""
+    """Whether text consists of the digits 0 to 9. Python's isdigit also accepts other digits, as in tandem-²."""
     return text.isascii() and text.isdigit()
 
 
 def refuse_links(run: Path) -> None:
-    """Refuse a run in which a file is a link or not a regular file: writes would end up elsewhere."""
+    """Refuse a run in which a file or folder is a link or of another type, because writes would end up elsewhere."""
     for name in FILES:
         for path in run.glob(name) if "*" in name else [run / name]:
             refuse_other_than_file(path)
@@ -156,7 +157,7 @@ def refuse_links(run: Path) -> None:
 
 
 def why_not_a_run(folder: Path) -> str:
-    """Why a folder without config.yaml is not a run."""
+    """Explain why a folder without config.yaml is not a run."""
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
 
@@ -167,7 +168,7 @@ def is_finished(run: Path) -> bool:
 
 
 def refuse_other_than_export(run: Path) -> None:
-    """Refuse a folder `model` that is not an export: the run could not export its model under that name."""
+    """Refuse a run with a folder `model` that is not an export, because the run exports its model under that name."""
     model = run / "model"
     if model.is_dir() and not is_export(model) and (model.is_symlink() or any(model.iterdir())):
         raise CheckpointError(
@@ -198,8 +199,8 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
 
 
 def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
-    """The differences between a run's configuration and this one that would change the trained model."""
-    old, new = _flat(stored), _flat(_config_now(loaded))
+    """List the differences between a run's configuration and this one that would change the trained model."""
+    old, new = flatten(stored), flatten(_config_now(loaded))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
     return [
         f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now"
@@ -209,21 +210,22 @@ def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
 
 
 def _affects_weights(key: str, config: Config, *, by_batch: bool) -> bool:
-    """Whether a key affects the trained weights up to a step. by_batch: whether each batch is packed separately."""
+    """Whether a key affects the weights after a given step. by_batch: whether each batch is packed separately."""
     fixed = ("data.validation_share", *(LENGTH_KEYS if config.policy.scheduler_spans_run else ()))
     return key in fixed or not key.startswith(MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ()))
 
 
 def values_from_environment(loaded: LoadedConfig) -> dict[str, str]:
-    """Digests of the settings that affect the trained weights and come from the environment, by a name for messages.
+    """Return digests of the settings that come from environment variables and affect the trained weights.
 
-    config.yaml stores these as written, ${oc.env:NAME}, so a change of the environment does not show there.
+    config.yaml stores such a setting as ${oc.env:NAME}, so it does not show that the variable changed. The keys of the result
+    name the settings in messages.
     """
     config, given = loaded.config, {".".join(map(str, place)) for place in loaded.from_environment}
     by_batch = config.policy.packing.mode == "batch"
     values = {
         key: value
-        for key, value in _flat(config.model_dump()).items()
+        for key, value in flatten(config.model_dump()).items()
         if any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)  # betas.0 is in betas
         and _affects_weights(key, config, by_batch=by_batch)
         and not key.startswith(COMPARED_BY_CONTENT)
@@ -244,15 +246,15 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
         )
 
 
-def is_asked_for_more(run: Path, loaded: LoadedConfig) -> bool:
-    """Whether a finished run was configured to end at another step than now: only then may there be more to train."""
-    old, new = _flat(_stored_config(run) or {}), _flat(_config_now(loaded))
+def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
+    """Whether a setting that decides where a finished run ends has changed. Only then may there be steps left to train."""
+    old, new = flatten(_stored_config(run) or {}), flatten(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH_KEYS, "dpo.early_stopping_patience"))
 
 
 @contextmanager
-def held(run: Path, key: str = "run.dir") -> Iterator[None]:
-    """Lock the directory for this process; refuse a second process. The lock of a dead process is released.
+def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
+    """Lock the directory for this process; refuse a second process. A process that dies releases its lock.
 
     key: the setting that names the directory.
     """
@@ -292,12 +294,12 @@ def _stored_config(run: Path) -> dict[str, Any] | None:
 
 
 def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
-    """The current configuration as it would be read from a run's config.yaml."""
+    """Return the current configuration as it would be read from a run's config.yaml."""
     return _with_defaults(yaml.safe_load(loaded.as_yaml()))
 
 
 def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
-    """Fill in defaults: an earlier version of tandem may have written the file without newer keys."""
+    """Fill in defaults, because an earlier version of tandem may have written the file without newer keys."""
     try:
         return Config.model_validate(stored).model_dump()
     except ValidationError:  # a value from the environment, or a key that was removed
@@ -307,9 +309,3 @@ def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
 def _filled(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     both = [key for key in given if isinstance(given[key], dict) and isinstance(defaults.get(key), dict)]
     return {**defaults, **given, **{key: _filled(defaults[key], given[key]) for key in both}}
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.rstrip("."): tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}

@@ -1,7 +1,7 @@
 """Decides whether a run stops before its last step, and restores the weights of the best step for the export.
 
-Decisions follow from the lines of metrics.jsonl, like the ranking of checkpoints, so a resumed run decides as an
-uninterrupted one. Only the first rank has these lines, so it decides for all.
+Decisions depend only on the lines of metrics.jsonl, so a resumed run decides like an uninterrupted one. Only the first rank
+reads these lines, so it decides for all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from tandem.train.start.build import Training
 
 @dataclass(frozen=True, slots=True)
 class EarlyStop:
-    """Which step is exported instead of the last one, and why."""
+    """The step that is exported instead of the last one, and why."""
 
     exported_step: int
     verdict: Verdict
@@ -31,13 +31,13 @@ def is_exhausted(t: Training) -> bool:
 
 
 def must_be_kept(t: Training) -> bool:
-    """Whether this step is the best so far, so that its weights may be exported."""
+    """Whether the current step is the best so far. It must then be saved, because its weights may be exported."""
     patience = t.setup.config.dpo.early_stopping_patience
     return patience is not None and t.ranks.from_first(lambda: t.ranking.best_step() == t.progress.step)
 
 
 def restore_best(t: Training) -> EarlyStop | None:
-    """Load the best checkpoint if the run stopped early; return None if the last step is exported."""
+    """If the run stopped early, load the weights of its best checkpoint; otherwise return None."""
     if not is_exhausted(t):
         return None
     place, text = t.ranks.from_first(lambda: _best(t))
@@ -49,7 +49,10 @@ def restore_best(t: Training) -> EarlyStop | None:
 
 
 def restore_exported(t: Training, per_pair: Path) -> None:
-    """Load the weights that a finished run exported, even if another step would be the best one now, for `per_pair`."""
+    """Load the weights that a finished run exported, even if another step is the best one now.
+
+    per_pair: the file that is being written, for messages.
+    """
     place = t.ranks.from_first(lambda: _exported(t, per_pair))
     if step_of(place) != t.progress.step:
         load_weights(place, t.policy)
@@ -57,7 +60,7 @@ def restore_exported(t: Training, per_pair: Path) -> None:
 
 
 def _exported(t: Training, per_pair: Path) -> Path:
-    """The checkpoint of the exported step, verified unless it is already loaded."""
+    """Return the checkpoint of the exported step. It is verified, unless it is already loaded."""
     place = t.saver.folder / f"step_{exported_step(t.run, t.setup.plan.num_steps)}"
     try:
         if step_of(place) != t.progress.step:
@@ -77,7 +80,7 @@ def _exported(t: Training, per_pair: Path) -> Path:
 
 
 def _best(t: Training) -> tuple[Path, str]:
-    """The best checkpoint, verified, and why it is exported."""
+    """Verify the best checkpoint; return it and the reason why it is exported."""
     place = min(checkpoints(t.saver.folder), key=lambda place: t.ranking.rank(step_of(place)), default=None)
     try:
         if place is None:
@@ -85,7 +88,7 @@ def _best(t: Training) -> tuple[Path, str]:
         read_manifest(place)
     except ValueError as error:
         raise CheckpointError(
-            f"{error}. The run stopped early and exports its best checkpoint. Restore it, or export the last step "
+            f"{error}. The run stopped early, so it exports its best checkpoint. Restore it, or export the last step "
             "with dpo.early_stopping_patience=null."
         ) from None
     assert t.setup.tracked is not None

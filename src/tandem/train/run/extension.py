@@ -16,38 +16,38 @@ from tandem.train.checkpoint.parts import names_in
 from tandem.train.checkpoint.ranking import Ranking, records_in
 from tandem.train.start.setup import Setup
 
-INSTEAD = "Choose another run.dir, or --fresh without --resume."
+OTHER_RUN_HINT = "Choose another run.dir, or --fresh without --resume."
 
 
 def last_step(run: Path) -> int:
-    """The number of steps that a finished run trained."""
+    """Return the number of steps that a finished run trained."""
     steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
     if not steps:
         raise CheckpointError(
-            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {INSTEAD}"
+            f"{run} is finished, but the steps in its metrics.jsonl are missing, so it cannot be extended. {OTHER_RUN_HINT}"
         )
     return max(steps)
 
 
 def check_extension(run: Path, setup: Setup) -> int | None:
-    """The step from which a finished run is extended; None if it already has the requested number of steps."""
+    """Return the step from which a finished run is extended; None if it already has the requested number of steps."""
     trained, asked = last_step(run), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
         raise CheckpointError(
-            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {INSTEAD}"
+            f"{run} is finished, with {trained} steps; it can be extended, but not shortened to {asked}. {OTHER_RUN_HINT}"
         )
     if asked == trained:
         return None
     if not place.is_dir():
         raise CheckpointError(
             f"{run} is finished, but the checkpoint of its last step, {place}, is missing, so it cannot be extended "
-            f"from {trained} to {asked} steps. {INSTEAD}"
+            f"from {trained} to {asked} steps. {OTHER_RUN_HINT}"
         )
     if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
-            f"from {trained} to {asked} steps exactly. {INSTEAD}"
+            f"from {trained} to {asked} steps exactly. {OTHER_RUN_HINT}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
@@ -64,7 +64,7 @@ def refuse_shortening(run: Path, setup: Setup) -> None:
 
 
 def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
-    """The names of the tensors in the last checkpoint; refuse an unreadable one before weights load."""
+    """Return the names of the tensors in the last checkpoint; refuse an unreadable checkpoint before weights load."""
     try:
         found = names_in(place / "tensors")
     except (OSError, CheckpointError):
@@ -75,7 +75,10 @@ def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
 
 
 def _damaged(run: Path, trained: int) -> str:
-    return f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. {INSTEAD}"
+    return (
+        f"{run} is finished, but the checkpoint of its last step, {trained}, is damaged, so it cannot be extended. "
+        f"{OTHER_RUN_HINT}"
+    )
 
 
 def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
@@ -97,7 +100,10 @@ def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
 
 
 def _saved_bytes(place: Path) -> int | None:
-    """The size of metrics.jsonl when a checkpoint was saved; None if it is damaged, which is reported on loading."""
+    """Return the size of metrics.jsonl when a checkpoint was saved.
+
+    None if the checkpoint is damaged, which is reported when it is loaded.
+    """
     try:
         saved = read_json(place / "state.json")["progress"]["metrics_bytes"]
     except (ValueError, KeyError, TypeError, IndexError):
@@ -108,7 +114,7 @@ def _saved_bytes(place: Path) -> int | None:
 def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
     """Rename the old export to `model.step_N`, write the new configuration, and return the new name of the export.
 
-    trained: the steps of the finished run. resumed: the step whose checkpoint was loaded.
+    trained: the number of steps of the finished run. resumed: the step of the checkpoint that was loaded.
     """
     if resumed != trained:
         raise CheckpointError(_damaged(run, trained))
@@ -120,9 +126,9 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
 
 
 def exported_step(run: Path, num_steps: int) -> int:
-    """The step whose weights a finished run exported, from the line of the validation of its export.
+    """Return the step whose weights a finished run exported: the step at which metrics.jsonl has a validation of the export.
 
-    Without validation sets it is the last step trained. num_steps: used if metrics.jsonl is lost.
+    Without validation sets it is the last step trained; if metrics.jsonl is lost, `num_steps`.
     """
     records = _records(run / "metrics.jsonl")
     exported = [one["step"] for one in records if one["split"].startswith("exported-")]
@@ -136,6 +142,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The undamaged lines in the first `num_bytes` of metrics.jsonl."""
+    """Return the undamaged records in the first `num_bytes` of metrics.jsonl."""
     content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
     return [record for record in records_in(content) if record is not None]

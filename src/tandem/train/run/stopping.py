@@ -1,4 +1,4 @@
-"""Turns signals and a time limit into a request to stop, which the loop checks where it can save."""
+"""Turns signals and a time limit into a request to stop. The training loop checks for it wherever it can save."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.errors import StoppedError, Terminated
 
-# SIGHUP comes from a closed terminal, SIGUSR1 from job schedulers before the time is up.
+# SIGHUP is sent when a terminal closes; SIGUSR1 by job schedulers shortly before the time limit.
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138}
 OUT_OF_TIME = ("checkpointing.checkpoint_must_save_by", 143)
 # The reasons to stop before the end, with exit codes; ranks exchange the index, starting at 1.
@@ -21,12 +21,12 @@ class Stopping:
     """Whether the run should stop, why, and with which exit code."""
 
     def __init__(self, must_save_by: float | None = None, highest: Callable[[int], int] = lambda number: number):
-        """highest: the maximum over all ranks. Ranks stop together, so all must check equally often."""
+        """highest: returns the maximum over all ranks. Ranks stop together, so all must check equally often."""
         self._deadline = None if must_save_by is None else time.monotonic() + must_save_by
         self._longest = {"step": 0.0, "save": 0.0}
         self._reason: tuple[str, int] | None = None
         self._highest = highest
-        self.is_at_once = False  # whether a signal stops the run immediately
+        self.stops_at_once = False  # whether a signal stops the run immediately
 
     def request(self, reason: str, exit_code: int) -> None:
         self._reason = self._reason or (reason, exit_code)
@@ -50,12 +50,13 @@ class Stopping:
             raise StoppedError(*self._reason)
 
     @contextmanager
-    def losing_nothing(self) -> Iterator[None]:
-        """A context that a signal interrupts immediately, because its work is repeated at the next start.
+    def stopping_at_once(self) -> Iterator[None]:
+        """A context in which a signal stops the run immediately. For work that is repeated at the next start anyway.
 
-        An error after a signal counts as the stop: a signal to all processes of a run also ends its compile workers.
+        An error after a signal is reported as a stop: a signal to all processes of a run also ends torch's compile processes,
+        and the compilation then fails.
         """
-        self.is_at_once = True
+        self.stops_at_once = True
         try:
             yield
         except (Exception, Terminated) as error:
@@ -63,7 +64,7 @@ class Stopping:
                 raise
             raise StoppedError(*self._reason) from error
         finally:
-            self.is_at_once = False
+            self.stops_at_once = False
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def stopped_by_signals(
 ) -> Iterator[None]:
     """A context in which Ctrl-C, SIGTERM and similar signals request a stop; a second signal ends the process at once.
 
-    With several ranks (alone=False; one of them `prints` the message) a second signal is ignored: torchrun forwards signals
-    that ranks have already received, so the second may be the first again.
+    alone: whether there is only one rank. With several ranks, a second signal is ignored, because torchrun forwards signals that
+    the ranks have already received. prints: whether this rank prints the message. saves: whether the run saves checkpoints.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
@@ -83,16 +84,16 @@ def stopped_by_signals(
         stopping.request(signal.Signals(number).name, SIGNALS[signal.Signals(number)])
         for one in before:
             signal.signal(one, signal.SIG_DFL if alone else signal.SIG_IGN)
-        if alone and stopping.is_at_once:
+        if alone and stopping.stops_at_once:
             raise Terminated
         if prints:
             first = "finished and saved" if saves else "finished"
             again = " A second signal stops at once." if alone else ""
             with suppress(OSError):  # the terminal may be gone
                 start = "\n" if os.isatty(2) else ""  # the cursor may be at the end of a progress bar, or of ^C
-                os.write(2, f"{start}tandem: stopping: the step is {first} first.{again}\n".encode())
+                os.write(2, f"{start}tandem: stopping after the current step is {first}.{again}\n".encode())
 
-    # nohup asks to ignore a closed terminal.
+    # Under nohup, SIGHUP is ignored, and stays so.
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     handled = [one for one in SIGNALS if one not in ignored]
     before = {one: signal.signal(one, handle) for one in handled}
@@ -105,7 +106,7 @@ def stopped_by_signals(
 
 @contextmanager
 def terminated_cleanly() -> Iterator[None]:
-    """A context in which SIGTERM unwinds the process like Ctrl-C, so that temporary folders are removed and workers end."""
+    """A context in which SIGTERM unwinds the process like Ctrl-C, so that temporary folders and worker processes are removed."""
 
     def unwind(number: int, _: Any) -> None:
         raise Terminated

@@ -1,4 +1,4 @@
-"""Compares what each rank derived from the configuration, before training.
+"""Checks before training that all ranks derived the same values from the configuration.
 
 Each rank computes rows, packs and batches independently. If two ranks differed, some pairs would be trained twice and others
 never, or the ranks would wait for each other forever.
@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tandem import __version__
+from tandem.config.validation import flatten
 from tandem.errors import RanksDifferError
 from tandem.model.distributed.process_group import Ranks
 from tandem.packing.batches import Batches
@@ -21,7 +22,7 @@ from tandem.packing.packer import Packer
 from tandem.storage.cache import real_path
 from tandem.train.start.setup import Setup
 
-# Settings that may differ between machines: paths, whose contents are compared instead, and the number of workers.
+# Settings that may differ between machines: the number of tokenising workers, and paths. Their contents are compared instead.
 PER_MACHINE = (
     "run.name",
     "run.dir",
@@ -36,17 +37,17 @@ PER_MACHINE = (
     "checkpointing.checkpoint_dir",
     "logger.log_dir",
 )
-COMPARED_BATCHES = 2  # of the first epoch, whose packs are compared
-MAX_SHOWN = 3  # differences, the likeliest causes first
+COMPARED_BATCHES = 2  # the packs of this many batches are compared
+MAX_SHOWN = 3  # differences in a message; the most likely causes come first
 
 
 def derived(setup: Setup, run: Path) -> dict[str, str]:
-    """Everything derived before weights load that affects training, by name; long values as a digest."""
+    """Return all values that affect training and are derived before weights load, by name. Long values are hashed."""
     facts: dict[str, Any] = {
         "the version of tandem": __version__,
         "the version of torch": torch.__version__,
         "the version of transformers": transformers.__version__,
-        **{key: value for key, value in _flat(setup.config.model_dump(mode="json")).items() if _is_shared(key)},
+        **{key: value for key, value in flatten(setup.config.model_dump(mode="json")).items() if _is_shared(key)},
         "the kind of device": setup.device.type,
         "the precision": setup.precision,
         "compiled layers": setup.compiles,
@@ -57,7 +58,7 @@ def derived(setup: Setup, run: Path) -> dict[str, str]:
         "the pairs packed together in validation": setup.validation_batch_size,
     }
     for split, packer in setup.plan.packers().items():
-        facts |= _of_packer(split, packer)
+        facts |= _packer_facts(split, packer)
     for number, batch in enumerate(setup.plan.batches.epoch(0)[:COMPARED_BATCHES], start=1):
         rounds = setup.plan.train.rounds(batch.preferences, batch.bounds)
         facts[f"the number of rounds of batch {number}"] = len(rounds)
@@ -66,7 +67,7 @@ def derived(setup: Setup, run: Path) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items()}
 
 
-def _of_packer(split: str, packer: Packer) -> dict[str, Any]:
+def _packer_facts(split: str, packer: Packer) -> dict[str, Any]:
     return {
         f"the data of {split}": packer.store.fingerprint,
         f"the row lengths of {split}": ", ".join(map(str, packer.lengths)),
@@ -83,14 +84,8 @@ def _is_shared(key: str) -> bool:
     return not any(key == one or key.startswith(f"{one}.") for one in PER_MACHINE)
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.rstrip("."): tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
-
-
 def _digest_of_batches(batches: Batches) -> str:
-    """A digest of the first epoch; later epochs follow from the same settings."""
+    """Return a digest of the batches of the first epoch. Later epochs follow from the same settings."""
     epoch = batches.epoch(0)
     ends = np.cumsum([len(batch.preferences) for batch in epoch])
     bounds = [batch.bounds for batch in epoch if batch.bounds is not None]
@@ -105,7 +100,7 @@ def _digest(*parts: Any) -> str:
 
 
 def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RanksDifferError, on all ranks, if `facts` are not the same on all of them."""
+    """Raise RanksDifferError on all ranks if the facts differ between ranks. facts: returns the facts of this rank."""
     if ranks.count == 1:
         return
     of_ranks = ranks.gather(facts())

@@ -90,7 +90,7 @@ class Training:
         return reports
 
     def show_samples(self, samples: Samples) -> None:
-        """Generate answers of the policy, print them next to the reference's, and store them in samples/step_N.jsonl."""
+        """Generate the policy's answers, print them next to the reference's, and store both in samples/step_N.jsonl."""
         taken = samples.take(self.policy, self.ranks.device)
         step = self.progress.step
         self.ranks.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.ranks.is_first)
@@ -111,13 +111,13 @@ class Training:
     def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
         """Start saving a checkpoint of the current state.
 
-        metrics_bytes: how much of metrics.jsonl belongs to it; None: all of it.
-        ranked: False if a validation that ranks this checkpoint is still to come.
+        metrics_bytes: how many bytes of metrics.jsonl belong to the checkpoint; None: all of them.
+        ranked: False if the validation that ranks this checkpoint has not run yet.
         """
         checkpointing = self.setup.config.checkpointing
         if not checkpointing.enabled:
             return
-        self.saver.wait()  # the previous save: there is one copy on the host at most
+        self.saver.wait()  # for the previous save, because there is at most one copy on the host
         self.progress = replace(
             self.progress, metrics_bytes=self.metrics.size() if metrics_bytes is None else metrics_bytes
         )
@@ -132,7 +132,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The policy and its references, audited, before training."""
+    """The audited policy and its references, before training."""
 
     policy: Policy
     weights: str  # the fingerprint of the start model
@@ -151,7 +151,7 @@ def build(
     extended_from: int | None,  # the last step of the finished run that is being extended
 ) -> Training:
     """Load and audit the model, create the optimizer, and restore the newest checkpoint if there is one."""
-    loaded = _load(setup, run, ranks, reporter, stopping.check)
+    loaded = _load(setup, run, ranks, reporter, check=stopping.check)
     policy, config, checkpointing = loaded.policy, given.as_yaml(), setup.config.checkpointing
     optimizer = make_optimizer(
         (parameter for _, parameter in policy.trained()), setup.config.policy, setup.config.run.seed
@@ -160,9 +160,10 @@ def build(
     fingerprints = _fingerprints(setup, ranks, loaded.weights) | values_from_environment(given)
     # Until here all ranks draw the same random numbers, so that new weights agree; from here on each rank draws its own.
     torch.manual_seed(setup.config.run.seed + ranks.number)
-    progress = _put_back(setup.checkpoint_dir(run), policy, optimizer, scheduler, fingerprints, ranks, reporter)
+    folder, restored = setup.checkpoint_dir(run), (policy, optimizer, scheduler)
+    progress = _restore_newest(folder, *restored, fingerprints=fingerprints, ranks=ranks, reporter=reporter)
     if extended_from is not None:
-        _extend(run, extended_from, progress, config, ranks, reporter)
+        _extend(run, extended_from, progress, config, ranks=ranks, reporter=reporter)
     metrics = _metrics_file(run, progress, ranks, reporter)
     if metrics.has_lost_lines:
         progress = replace(progress, spared=progress.step)
@@ -185,9 +186,9 @@ def build(
         metrics=metrics,
         ranking=ranking,
         progress=progress,
-        saver=_saver(setup, run, ranks, optimizer, ranking, stopping),
+        saver=_saver(setup, run, ranks, optimizer, ranking=ranking, stopping=stopping),
         stopping=stopping,
-        tracking=_tracking(setup, run, config, progress, metrics, reporter) if ranks.is_first else Tracking(),
+        tracking=_tracking(setup, run, config, progress, metrics=metrics, reporter=reporter),
         expected=loaded.expected,
         samples=loaded.samples,
     )
@@ -201,11 +202,18 @@ def _load(setup: Setup, run: Path, ranks: Ranks, reporter: Reporter, check: Call
     reporter.say("\nLoading the model")
     policy = load_sharded(setup, setup.source, ranks, setup.lora)
     weights = ranks.one_then_all(lambda: start_fingerprint(setup.source, setup.lora))
-    found = audit_model(setup, policy, setup.source, ranks, reporter)
-    references = make_references(setup, policy, run, ranks, weights, reporter, check)
-    audit_start(setup, policy, found, references, ranks, reporter)
+    found = audit_model(setup, policy, setup.source, ranks, reporter=reporter)
+    references = make_references(setup, policy, run, ranks, weights=weights, reporter=reporter, check=check)
+    audit_start(setup, policy, found, references, ranks=ranks, reporter=reporter)
     samples = _samples(setup, policy, references, ranks)
-    return Loaded(policy, weights, references, samples, expected=_rehearse(setup, policy, reporter, check))
+    _compile_row_lengths(setup, policy, reporter, check)
+    return Loaded(
+        policy=policy,
+        weights=weights,
+        references=references,
+        samples=samples,
+        expected=_forecast_memory(setup, policy, reporter) if setup.device.type == "cuda" else None,
+    )
 
 
 def _saver(setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranking, stopping: Stopping) -> Saver:
@@ -216,7 +224,7 @@ def _saver(setup: Setup, run: Path, ranks: Ranks, optimizer: Any, ranking: Ranki
 
 def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ranks, reporter: Reporter) -> None:
     kept = ranks.from_first(lambda: begin_extension(run, trained, progress.step, config))
-    reporter.say(f"The model that was exported is kept in {kept}")
+    reporter.say(f"The model exported so far is kept in {kept}")
 
 
 def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
@@ -231,11 +239,11 @@ def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[Val
     dpo = setup.config.dpo
     return [
         ValidationSet(
-            name,
-            packer,
-            contexts[f"validation-{name}"],
-            setup.validation_batch_size,
-            dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
+            name=name,
+            packer=packer,
+            context=contexts[f"validation-{name}"],
+            batch_size=setup.validation_batch_size,
+            max_batches=dpo.val_batches if (dpo.val_batches or 0) > 0 else None,
         )
         for name, packer in setup.plan.validation.items()
     ]
@@ -260,14 +268,22 @@ def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporte
 def _tracking(
     setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
 ) -> Tracking:
-    if is_finished(run):  # nothing will be recorded
+    """Open the trackers. Only the first rank records metrics, and a finished run records nothing."""
+    if isinstance(metrics, NoMetricsFile) or is_finished(run):
         return Tracking()
-    logger, on_gpu = setup.config.logger, setup.device.type == "cuda"
-    records = metrics.records()
-    return start_tracking(logger, run, config, progress.step, records, reporter.say, reporter.warn, on_gpu=on_gpu)
+    return start_tracking(
+        setup.config.logger,
+        run,
+        config,
+        step=progress.step,
+        records=metrics.records(),
+        say=reporter.say,
+        warn=reporter.warn,
+        on_gpu=setup.device.type == "cuda",
+    )
 
 
-def _put_back(
+def _restore_newest(
     folder: Path,
     policy: Policy,
     optimizer: Any,
@@ -276,7 +292,7 @@ def _put_back(
     ranks: Ranks,
     reporter: Reporter,
 ) -> Progress:
-    """Resume from the newest intact checkpoint; start from the beginning if there are no checkpoints."""
+    """Load the newest intact checkpoint and return its progress; without checkpoints the run starts from the beginning."""
     place, damaged = ranks.from_first(lambda: newest_verified(folder))
     names = ("step_[0-9]+", "latest", "best")
     ranks.agreed(lambda: remove_abandoned(folder, *names, is_held=True), by=ranks.is_first)
@@ -294,13 +310,9 @@ def _has_steps(metrics: Path) -> bool:
     return metrics.is_file() and '"split": "train"' in metrics.read_text(encoding="utf-8", errors="replace")
 
 
-def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> Forecast | None:
-    """Run forward and backward on a row of each length before the first step, so that no later step has to compile.
-
-    On a GPU, then run the longest rows of the first batch, at their length before the last rounds are repacked, and forecast
-    the memory of a step. They run twice, because in most of a step gradients are already allocated.
-    """
-    packer, on_gpu = setup.plan.train, setup.device.type == "cuda"
+def _compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
+    """Run forward and backward on a row of each length, so that layers are compiled before the first step."""
+    packer = setup.plan.train
     smallest = int(np.argmin(packer.sizes))
     lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
     if lengths:
@@ -312,11 +324,17 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
                 done()
                 check()
     policy.zero_grad()
-    if not on_gpu:
-        return None
+
+
+def _forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecast:
+    """Measure the GPU memory of the longest rows of the first batch; refuse the run if a step would not fit.
+
+    The rows run twice, because gradients are already allocated in most of a step.
+    """
+    packer = setup.plan.train
     first = setup.plan.batches.epoch(0)[0]
     bins = packer.bins(first.preferences, first.bounds)
-    length = packer.longest_row(bins)
+    length = packer.longest_row(bins)  # before the last rounds are packed again into shorter rows
     longest = join([packer.row(bin.tolist(), length) for bin in list(bins)[: packer.packs_per_micro_batch]])
     kept = setup.config.policy.optimizer.state_dtype
     torch.cuda.reset_peak_memory_stats()
@@ -334,7 +352,7 @@ def _rehearse(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[
 
 
 def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ranks: Ranks) -> Samples | None:
-    """The prompts to print answers to, and the reference's answers, generated before the first update of the policy."""
+    """Choose the prompts to print answers to, and generate the reference's answers before the first update of the policy."""
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
     if not count:
         return None

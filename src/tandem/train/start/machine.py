@@ -1,4 +1,4 @@
-"""Decides how a device computes a run: precision, adapters, compiled or not. Refuses what the device does not support."""
+"""Chooses precision, adapters and compilation for a device. Refuses settings that the device does not support."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from tandem.model.lora.layers import LoraPlan, plan_lora
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How a device computes a run."""
+    """The device of a run, and how the run is computed on it."""
 
     device: torch.device
     precision: str
@@ -22,7 +22,7 @@ class Machine:
 
 
 def this_device() -> torch.device:
-    """The device that a run of one process uses on this machine."""
+    """Return the device that a run with one process uses on this machine."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -44,10 +44,10 @@ def _check_weights(config: Config, precision: str) -> None:
     if config.policy.lora.enabled:
         raise ConfigError(
             f"policy.weights = {weights}: with adapters the model's weights are frozen, and the adapters are trained in "
-            "float32. Leave it out."
+            "float32. Leave policy.weights out."
         )
     if precision != "bfloat16":
-        # With auto, a GPU would compute in bfloat16: then the machine is the cause.
+        # With precision=auto, a GPU would compute in bfloat16, so the cause is the machine and not the configuration.
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
             f"policy.weights = {weights}: bfloat16 weights need bfloat16 computation, not {precision}. Set "
             "policy.precision=bfloat16, or leave policy.weights out."
@@ -56,7 +56,7 @@ def _check_weights(config: Config, precision: str) -> None:
 
 def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
     wanted = config.policy.compile
-    # In float32, transformers splits the rows of experts by sizes that only the device knows; in bfloat16 it does not.
+    # In float32, transformers splits the rows of experts by sizes that only the device knows, which cannot be compiled.
     uncompilable = precision == "float32" and has_experts(source.config)
     if wanted is True and uncompilable:
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(

@@ -18,7 +18,7 @@ from tandem.packing.packs import open_packs
 
 # A suggested batch size gives at least this many steps: with fewer, a learning-rate schedule has hardly begun.
 ENOUGH_STEPS = 20
-MAX_STEPS = 10_000_000  # of a run, each of which is counted before it begins
+MAX_STEPS = 10_000_000  # limit for a run, because its steps are counted one by one before training
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_steps(sets: Sets, config: Config) -> Schedule:
-    """Return the batches of every step; refuse a set that does not fill one batch."""
+    """Return the batches of every step; refuse a training set that is smaller than one batch."""
     _check_weights(sets, config)
     size = config.policy.train_global_batch_size
     batches = Batches(
@@ -77,7 +77,7 @@ def plan_steps(sets: Sets, config: Config) -> Schedule:
 
 
 def _check_weights(sets: Sets, config: Config) -> None:
-    """Refuse a set whose weight leaves no preference in an epoch: a tenth of 3 preferences, rounded, is none."""
+    """Refuse a set if its weight leaves no preference in an epoch, such as weight 0.1 for a set of 3 preferences."""
     for span, given in zip(sets.spans, config.data.training_sets, strict=False):
         size = span.end - span.start
         if size and round(span.weight * size) == 0:
@@ -88,28 +88,28 @@ def _check_weights(sets: Sets, config: Config) -> None:
 
 
 def _pairs_per_step(batches: Batches, config: Config) -> list[int]:
-    """The number of pairs in every step. A run that would never end is refused before its steps are counted one by one."""
+    """Return the number of pairs in each step; refuse a run of more than MAX_STEPS steps before they are counted."""
     epochs, most = config.dpo.max_num_epochs, config.dpo.max_num_steps
     first = [batch.num_pairs for batch in batches.epoch(0)]
     is_same_set = batches.packs is None and not batches.spans
-    if is_same_set and not first:  # no other epoch has one either
+    if is_same_set and not first:  # then no other epoch has a batch either
         return []
     if (steps := epochs * len(first)) > MAX_STEPS and (most is None or most > MAX_STEPS):
         raise ConfigError(
-            f"dpo.max_num_epochs = {epochs}: a run of {steps:,} steps, over the limit of {MAX_STEPS:,}. Lower it, or set "
-            "dpo.max_num_steps."
+            f"dpo.max_num_epochs = {epochs}: the run would have {steps:,} steps, over the limit of {MAX_STEPS:,}. Lower it, or "
+            "set dpo.max_num_steps."
         )
-    if is_same_set and (batches.num_pairs == 1).all():  # then no order changes how many pairs a batch has
+    if is_same_set and (batches.num_pairs == 1).all():  # then shuffling does not change the number of pairs in a batch
         return list(islice(chain.from_iterable(repeat(first, epochs)), most))
     return list(islice((batch.num_pairs for epoch in range(epochs) for batch in batches.epoch(epoch)), most))
 
 
 def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
-    """Suggest the largest power of two that gives enough steps; for very few pairs, batches of one and more epochs.
+    """Suggest the largest power of two as batch size that gives enough steps; for very few pairs, 1 and more epochs.
 
     45 pairs, 1 epoch: batches of 2, 22 steps. 8 pairs: batches of 1, 3 epochs, 24 steps.
     """
-    # Whole packs make batches large, so packing by batch is suggested too.
+    # Batches of whole packs are large, so packing by batch is suggested too.
     mode = "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
     enough = min(ENOUGH_STEPS, config.dpo.max_num_steps or ENOUGH_STEPS)
     size = 1 << (batches.batch_size.bit_length() - 1)
@@ -136,10 +136,10 @@ def _check_packs(batches: Batches, train: Packer) -> None:
 
 
 def shown_path(given: DatasetFields) -> str:
-    """The path of a set as messages print it."""
+    """Return the path of a set as it is shown in messages."""
     return "the bundled pairs" if given.data_path == EMBEDDED else given.data_path or given.dataset_name
 
 
 def shown_pairs(num_pairs: int) -> str:
-    """1,200 -> "1,200 pairs"."""
+    """Format a number of pairs: 1200 -> "1,200 pairs"."""
     return f"{num_pairs:,} pair{'s' if num_pairs != 1 else ''}"

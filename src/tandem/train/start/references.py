@@ -1,4 +1,4 @@
-"""Audits the policy and makes the reference of every set. Audits come first, so that nothing of a wrong model is cached."""
+"""Audits the policy and makes the reference of every set. Audits come first, so that results of a wrong model are not cached."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ REFERENCES_FILE = "references.json"
 
 
 def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
-    """Load a model, then recompute, shard and compile its layers as the setup says."""
+    """Load a model; apply activation checkpointing, sharding and compilation to its layers as configured."""
     policy = (
         load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
         if lora is None
@@ -62,7 +62,7 @@ def make_references(
     reporter: Reporter,
     check: Callable[[], None],
 ) -> dict[str, Reference]:
-    """The reference for the training set and every validation set, by split."""
+    """Return the reference for the training set and every validation set, by split. weights: fingerprint of the start model."""
     packers = setup.plan.packers()
     if not setup.uses_reference:
         return dict.fromkeys(packers, NoReference())
@@ -71,10 +71,10 @@ def make_references(
 
     @cache
     def load() -> Policy:
-        """Load the reference as a separate model, and audit it if it is another model than the policy."""
+        """Load the reference as a separate model, and audit it if it is not the start model."""
         loaded = freeze(load_sharded(setup, source, ranks, lora))
         if other is not None:
-            audit_model(setup, loaded, other, ranks, reporter)
+            audit_model(setup, loaded, other, ranks, reporter=reporter)
         return loaded
 
     if setup.config.reference.mode == "live":
@@ -93,7 +93,7 @@ def make_references(
                 check()
 
             references[name] = cached_reference(
-                # Before the first update the policy is the reference, unless that is another model.
+                # Before the first update the policy equals the reference, unless reference.model names another model.
                 load if other is not None else lambda: policy,
                 packer,
                 ranks,
@@ -111,10 +111,10 @@ def make_references(
 def _places_of_references(
     setup: Setup, run: Path, folder: Path, weights: str, ranks: Ranks, reporter: Reporter
 ) -> dict[str, str]:
-    """The cache folder of each set's reference. A resumed run keeps the ones it started with while they exist.
+    """Return the cache folder of each set's reference. A resumed run keeps the folders it started with if they still exist.
 
-    Settings that may change on a resume (version of transformers, attention, shared prompts) change the values, if only by
-    rounding, and with them the name of the folder.
+    A folder's name depends on everything that affects the values, if only by rounding. Some of that may change when a run is
+    resumed: the version of transformers, attention, shared prompts.
     """
     policy = setup.config.policy
     rounded = setup.reference_source is None and rounds_frozen_weights(setup.source, setup.lora)
@@ -134,7 +134,7 @@ def _places_of_references(
         before = started.get(name, places[name])
         if before == places[name] or not before.startswith(tokens_prefix(packer.store.tokens_fingerprint)):
             continue
-        # Nothing may be recomputed under the old name: later runs would find values that belong to another name.
+        # If the old folder is gone, the values are not recomputed under its name: its name describes other settings.
         num_values = int(packer.store.num_scored_tokens.sum())
         intact = ranks.agreed(
             lambda place=folder / before, num=num_values: is_intact(place, num), by=ranks.is_first_here
@@ -150,7 +150,7 @@ def _places_of_references(
 
 
 def _started_with(run: Path) -> dict[str, str]:
-    """The cache folders of the references that a run started with, by set; empty if the file is missing or damaged."""
+    """Return the cache folders of the references that a run started with, by set; empty if the file is missing or damaged."""
     try:
         found = read_json(run / REFERENCES_FILE)
     except ValueError:
@@ -160,14 +160,14 @@ def _started_with(run: Path) -> dict[str, str]:
 
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
-    """Check that packed and plain forward passes agree, for the policy or for a reference that is another model."""
+    """Check that packed and plain forward passes of a model agree: of the policy, or of a separate reference model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
         found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
     rows, whose = "packed" if policy.packed else "padded", "" if source is setup.source else f" of {model}"
     reporter.say(
         f"Audit{whose}: {len(found.completions)} completions of up to {found.longest:,} tokens, {rows} = plain forward to "
-        f"{found.plain_difference:.1e} nats a token"
+        f"{found.plain_difference:.1e} nats per token"
     )
     if found.num_longer:
         reporter.say(
@@ -184,18 +184,18 @@ def audit_start(
     ranks: Ranks,
     reporter: Reporter,
 ) -> None:
-    """Check policy = reference if the reference is the start model, and report the start model's loss on the data."""
+    """Check that policy and reference agree if the reference is the start model; report the start model's loss on the data."""
     is_start_model = setup.uses_reference and setup.reference_source is None
     if is_start_model:
         with policy.computing():
             difference = audit_reference(policy, found, references["train"], ranks)
-        reporter.say(f"  policy = reference to {difference:.1e} nats a token")
+        reporter.say(f"  policy = reference to {difference:.1e} nats per token")
     else:
         reporter.say(f"  policy and reference are not compared: {_why_not_compared(setup)}")
     reporter.say("Start model on the chosen completions")
     packers = setup.plan.packers()
     for split, reference in references.items():
-        # From the cache, over the whole set; without a cache only the audited completions are known.
+        # A cache has the whole set. Without a cache, only the loss of the audited completions is known.
         if is_start_model and isinstance(reference, CachedReference):
             nats = _chosen_nats(packers[split], reference)
         elif split == "train":

@@ -56,7 +56,7 @@ class Setup:
         return tracked_metric(named, list(self.plan.validation)) if named or self.config.dpo.validates else None
 
     def checkpoint_dir(self, run: Path) -> Path:
-        """Return the checkpoint directory: inside the run directory unless both keys are set and name different places."""
+        """Return the checkpoint directory. It is in the run directory, unless run.dir and checkpoint_dir are set and differ."""
         given = self.config.checkpointing.checkpoint_dir
         if given is None or self.config.run.dir is None or real_path(given) == real_path(run):
             return run / "checkpoints"
@@ -90,11 +90,11 @@ def set_up(
     share: Share = SINGLE_RANK,
     memory: int | None = None,
 ) -> Setup:
-    """Tokenise the data and run every check that does not need the weights. share: which part of each batch this rank gets.
+    """Tokenise the data and run every check that does not need the weights.
 
-    memory: the smallest device memory, in bytes, of all ranks, so that every rank chooses the same row length; None: the
-    memory of this device. Ranks
-    run this at different times, so nothing in it may wait for another rank.
+    share: the part of each batch that this rank gets. memory: the smallest device memory of all ranks, in bytes, so that every
+    rank chooses the same row length; None: the memory of this device.
+    Ranks run this at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
     given = config.reference.cache_dir
@@ -108,7 +108,7 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The model, the data and the steps of a run, the same on every machine."""
+    """The model, the data and the schedule of a run, which are the same on every machine."""
 
     config: Config
     source: ModelSource
@@ -148,7 +148,7 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
 
 
 def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
-    """Choose row lengths for the device and return the setup; refuse a run that cannot fit.
+    """Choose row lengths for the device and return the setup; refuse a run that does not fit in memory.
 
     memory: as in set_up.
     """
@@ -172,17 +172,19 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
 
 
 def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
-    """Pack the sets into rows as long as the device's memory allows; refuse what cannot fit. memory: as in set_up.
+    """Choose row lengths for the device and plan the packing; refuse a run that does not fit in memory. memory: as in set_up.
 
-    Of the model only its sizes matter here: with other sets and their schedule in `inputs` this gives a plan for the same model.
+    Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
     need = estimate_memory(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
     usual = auto_row_length(need, config.policy, device, memory)
-    train, validation = _packers(inputs.sets, config, source, usual, share)
+    train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
     for packer in (train, *validation.values()):
-        refuse_large_masks(packer.length, min(packer.length, int(packer.sizes.max())), config.policy, device, memory)
-    refuse_certain_overflow(need, train, schedule.batches.epoch(0)[0], config.policy, device, memory)
+        longest = min(packer.length, int(packer.sizes.max()))
+        refuse_large_masks(packer.length, longest, config.policy, device, memory=memory)
+    first_batch = schedule.batches.epoch(0)[0]
+    refuse_certain_overflow(need, train, first_batch, config.policy, device=device, memory=memory)
     return Plan(
         sets=inputs.sets,
         train=train,
@@ -198,7 +200,7 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
 def _packers(
     sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
 ) -> tuple[Packer, dict[str, Packer]]:
-    """The packers of the training set and of each validation set. Row lengths are the same, so layers compile once."""
+    """Return the packers of the training set and of each validation set. All use the same row lengths, so layers compile once."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
     shared = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
     rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
@@ -223,14 +225,14 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
-            "take prompts from. Set data.validation, or set it to 0."
+            "take prompts from. Set data.validation, or set the number to 0."
         )
     for store in (sets.train, *sets.validation.values()):
         _check_vocabulary(store, source)
 
 
 def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
-    """Return reference.model; refuse one whose token ids mean other tokens than the policy's."""
+    """Return the source of reference.model; refuse a model that does not have the policy's vocabulary."""
     name = config.reference.model
     if name is None:
         return None
@@ -238,8 +240,8 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mode
     check_packable(other, config.policy)
     if other.vocabulary != source.vocabulary:
         raise ConfigError(
-            f"reference.model = {name}: its vocabulary has {other.vocabulary} tokens, that of {source.name} {source.vocabulary}, "
-            "and a reference reads the policy's tokens. Choose one with the same vocabulary."
+            f"reference.model = {name}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
+            f"{source.vocabulary}, but both models read the same tokens. Choose a reference with the same vocabulary."
         )
     if (other.folder / "tokenizer.json").is_file() and hasattr(tokenizer, "get_vocab"):
         theirs = {number: token for token, number in load_tokenizer(other.folder).get_vocab().items()}
@@ -247,7 +249,7 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mode
             if theirs.get(number, token) != token:
                 raise ConfigError(
                     f"reference.model = {name}: token {number} is {theirs[number]!r} in its tokenizer and {token!r} in the "
-                    "policy's, and a reference reads the policy's tokens. Choose one with the same vocabulary."
+                    "policy's, but both models read the same tokens. Choose a reference with the same vocabulary."
                 )
     return other
 
