@@ -116,7 +116,7 @@ def test_scores_too_far_apart_for_a_loss_that_reads_them_are_refused_with_their_
 @pytest.mark.parametrize("key", ["default_chosen_reward", "default_rejected_reward"])
 def test_a_default_score_must_fit_its_storage_type(key):
     assert refusal(f"data.{key}=-1e39") == (
-        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32, up to 3.4e+38."
+        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32. Use at most 3.4e+38."
     )
 
 
@@ -232,7 +232,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0, but only training sets can be weighted. Leave it out."
+        f"command line: validation set {name} has weight 2.0, but only training sets can have one. Leave it out."
     )
 
 
