@@ -205,8 +205,8 @@ def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
 @pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
 def test_a_validation_share_and_a_validation_set_are_refused_together(given):
     assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
-        "command line: data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
-        "validation set already. Leave out one of them."
+        "command line: data.validation_share makes a validation set, but data.validation or data.val_data_paths already "
+        "gives one. Leave out one of them."
     )
 
 
