@@ -1,4 +1,4 @@
-"""Promise 1: activations computed again are those that were not kept. What is kept is less."""
+"""Activation checkpointing gives the same results, and keeps fewer activations."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ class Products(TorchDispatchMode):
 
 
 def backward(architecture, how):
-    """What the backward computes, and the gradients it gives."""
+    """The number of products and attention calls in the backward pass, and the gradients."""
     policy = as_policy(tiny_model(architecture).train())
     if how != "none":
         recompute(policy, how)
@@ -65,7 +65,7 @@ def test_gradients_are_equal_and_half_or_all_products_are_computed_again(archite
 
 
 def kept_by_a_compiled_layer(how, *, rank):
-    """Numbers a token that a layer of 256 and 1,024 keeps, without its input, weights and masks."""
+    """Values per token that a compiled layer keeps for the backward pass, without its input, weights and masks."""
     torch._dynamo.reset()
     shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 1}
     model = tiny_model("llama", **shape).train()
@@ -90,8 +90,8 @@ def kept_by_a_compiled_layer(how, *, rank):
 
 
 @pytest.mark.parametrize("rank", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_compiled_layer_keeps_as_little_with_adapters(rank):
-    """That full keeps nothing up to torch 2.12 too is seen by tests/gpu."""
+def test_a_compiled_layer_keeps_few_more_activations_with_adapters(rank):
+    """For `full` up to torch 2.12, tests/gpu checks that nothing is kept."""
     plain, adapted = ({how: kept_by_a_compiled_layer(how, rank=which) for how in HOWS} for which in (0, rank))
     assert plain["full"] == adapted["full"] == 0
     few = 7 * rank  # of each product's adapter

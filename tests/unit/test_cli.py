@@ -74,7 +74,7 @@ def test_a_model_without_a_training_set_is_refused_before_heavy_imports(command)
     ended = tandem(command, "policy.model_name=m")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "tandem: error: policy.model_name = m, but no training set is given, so it would train on the bundled pairs. Set "
+        "tandem: error: policy.model_name = m, but no training set is given, so the run would use the bundled pairs. Set "
         "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs.\nimported: \n"
     )
 
@@ -360,7 +360,7 @@ def test_resume_refuses_another_configuration(monkeypatch, capsys, tmp_path, oth
             OSError(28, "No space left on device"),
             7,
             "tandem: error: the disk is full: [Errno 28] No space left on device. "
-            "Checkpoints saved before are intact.\n",
+            "Checkpoints saved before are intact. Free some space and run the command again.\n",
         ),
         (OutOfMemoryError("no room"), 6, "tandem: error: no room\n"),
     ],

@@ -166,7 +166,7 @@ def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"tandem: error: inspect {file} shows that file, so {named} has no effect. Leave it out.\n"
+        f"tandem: error: inspect shows {file}, so {named} has no effect. Leave it out.\n"
     )
 
 

@@ -343,9 +343,9 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [
-        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
-        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
-        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
+        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
+        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
         (
             "512,3",
             "the sequence at pairs.jsonl:10 has 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",

@@ -225,20 +225,20 @@ def test_nemo_packs_have_no_place_for_them(source):
     [
         (
             ["data.train.weight_key=w", "dpo.preference_loss=aot"],
-            "data.train.weight_key = w is not supported by dpo.preference_loss aot, which compares over the whole batch and "
-            "gives no single pair a loss: leave it out, or choose a loss of single pairs",
+            "data.train.weight_key = w is not supported by dpo.preference_loss aot, which is computed over a batch, not "
+            "per pair. Leave it out, or use a loss that is computed per pair",
         ),
         (
             [
                 "data.val_data_paths={other: {data_path: a.jsonl, margin_key: m}}",
                 "dpo.preference_loss={dpo: 1, ipo: 1}",
             ],
-            "data.val_data_paths.other.margin_key = m is not supported by dpo.preference_loss ipo: leave it out, or choose "
+            "data.val_data_paths.other.margin_key = m is not supported by dpo.preference_loss ipo. Leave it out, or use "
             "dpo, sigmoid or sigmoid_norm",
         ),
         (
             ["data.train=[{data_path: a.jsonl},{data_path: b.jsonl,margin_key: m}]", "dpo.preference_loss=hinge"],
-            "data.train[1].margin_key = m is not supported by dpo.preference_loss hinge: leave it out, or choose dpo, sigmoid "
+            "data.train[1].margin_key = m is not supported by dpo.preference_loss hinge. Leave it out, or use dpo, sigmoid "
             "or sigmoid_norm",
         ),
         (

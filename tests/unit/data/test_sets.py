@@ -116,7 +116,7 @@ def test_scores_too_far_apart_for_a_loss_that_reads_them_are_refused_with_their_
 @pytest.mark.parametrize("key", ["default_chosen_reward", "default_rejected_reward"])
 def test_a_default_score_must_fit_its_storage_type(key):
     assert refusal(f"data.{key}=-1e39") == (
-        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32, up to 3.4e+38."
+        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32. Use at most 3.4e+38."
     )
 
 
@@ -205,8 +205,8 @@ def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
 @pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
 def test_a_validation_share_and_a_validation_set_are_refused_together(given):
     assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
-        "command line: data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
-        "validation set already. Leave out one of them."
+        "command line: data.validation_share makes a validation set, but data.validation or data.val_data_paths already "
+        "gives one. Leave out one of them."
     )
 
 
@@ -232,7 +232,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0, but only training sets can be weighted. Leave it out."
+        f"command line: validation set {name} has weight 2.0, but only training sets can have one. Leave it out."
     )
 
 

@@ -247,7 +247,7 @@ def test_a_loss_that_compares_is_refused_without_a_reference(name, spelled):
     assert refused.value.exit_code == 2
     assert str(refused.value) == (
         f"configuration: reference.mode=none, but dpo.preference_loss {spelled} needs a reference. "
-        f"Use cached or live, or a loss without a reference ({', '.join(without_reference())})."
+        f"Set reference.mode=cached or live, or use a loss without a reference ({', '.join(without_reference())})."
     )
 
 
