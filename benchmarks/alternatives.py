@@ -10,6 +10,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,7 +132,7 @@ class AllowListUnpickler(pickle.Unpickler):
         ("numpy", "dtype"): np.dtype,
         ("_codecs", "encode"): codecs.encode,
         **{
-            (module, name): getattr(np._core.multiarray, name)
+            (module, name): getattr(import_module("numpy._core.multiarray"), name)
             for module in ("numpy.core.multiarray", "numpy._core.multiarray")
             for name in ("_reconstruct", "scalar")
         },
