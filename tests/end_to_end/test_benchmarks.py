@@ -15,7 +15,7 @@ from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
 
 # Imported by the others; the rest are commands.
-MODULES = {"drawing", "made_model", "options", "trl_python"}
+MODULES = {"alternatives", "drawing", "made_model", "options", "trl_python"}
 COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in MODULES)
 NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
 
@@ -190,6 +190,19 @@ def test_packing_reads_a_file(bench, pairs):
     assert all(row["fill"] > 0.95 for row in found["rows"])
 
 
+def test_hand_written_parts(bench, tmp_path):
+    sizes = ("--array-mb", 0.01, "--pickled-tokens", 5000, "--results", "results.jsonl")
+    found = last_line(bench("hand_written_parts", "--parts", "plain_pickle", *sizes))["parts"][0]["found"]
+    # One pack of three pairs; each attack is refused by tandem, and one ends the process that uses an allow-list.
+    assert [found[reader]["file"]["objects"] for reader in ("tandem", "allow-list")] == [1, 1]
+    attacks = {name: one["outcome"] for name, one in found["tandem"].items() if name != "file"}
+    assert len(attacks) == 7
+    assert all(outcome.startswith("Refused: ") for outcome in attacks.values()), attacks
+    assert found["allow-list"]["a key of 1,000,000 nested tuples"]["outcome"] == "ended by SIGSEGV"
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["part"] == "plain_pickle"
+
+
 def test_scale(bench, tmp_path):
     result = last_line(bench("scale", "--workers", 8, "--plot", "scale.svg"))
     assert {row["method"] for row in result["rows"]} >= {"batch", "padded"}
@@ -207,6 +220,30 @@ def test_prepare(bench):
     result = last_line(bench("prepare", "--tokenizer", MODEL, "--rows", 300), 0, 1)
     assert result["tokens"]["tandem"] > 300 * 10
     assert set(result["ratios"]) == {"versus_bare"}
+
+
+@pytest.mark.slow
+def test_hand_written_parts_with_their_libraries(bench):
+    """A library that is not installed is reported, and the others are measured."""
+    own = ("--tokenizer", MODEL, "--rows", 100, "--array-mb", 0.1, "--pickled-tokens", 5000, "--shapes", "tiny")
+    ended = bench("hand_written_parts", *own, "--seconds", 60, "--patience", 30)
+    found = {part["part"]: part["found"] for part in last_line(ended)["parts"]}
+    assert list(found) == [
+        *("word_cache", "pool", "json_array", "hub", "plain_pickle", "pinned_memory", "trackers"),
+    ]
+    assert found["word_cache"]["tandem"]["sha256"] == found["word_cache"]["tokenizers"]["sha256"]
+    assert (found["pool"]["tandem"]["hangs"]["item"], found["pool"]["tandem"]["hangs"]["row"]) == (5, 3)
+    assert found["pool"]["tandem"]["parent killed"]["left"] == 0
+    assert (find_spec("ijson") is None) == (found["json_array"].get("ijson") == "not installed")
+    assert (find_spec("datasets") is None) == (found["hub"].get("datasets") == "not installed")
+
+
+def test_hand_written_parts_needs_a_tokenizer_for_two_of_them(bench):
+    ended = bench("hand_written_parts", "--parts", "pool")
+    assert (ended.code, ended.err.splitlines()[-1]) == (
+        2,
+        "hand_written_parts.py: error: word_cache and pool need --tokenizer",
+    )
 
 
 @pytest.mark.slow
