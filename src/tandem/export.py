@@ -118,9 +118,9 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        ranks.agreed(lambda: write(aside), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: write(aside), on=ranks.is_first)
         measure(aside)
-        ranks.agreed(stack.close, by=ranks.is_first)
+        ranks.run_or_stop_all(stack.close, on=ranks.is_first)
 
 
 def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:

@@ -41,10 +41,12 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
     # Quantised weights are integers and frozen: every rank holds all of them.
     unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
     for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, ignored_params=unsharded)
+        fully_shard(layer, mesh=ranks.shard_mesh, mp_policy=precision, ignored_params=unsharded)
     # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
     # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded)
+    fully_shard(
+        policy, mesh=ranks.shard_mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded
+    )
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the number of pairs in the global batch, so gradients are summed, not averaged.
