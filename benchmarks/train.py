@@ -29,8 +29,9 @@ from options import options_of
 from tandem.config.schema import Config
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.architecture import decoder_layers
 from tandem.model.attention.pack_attention import IMPLEMENTATION
-from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute, shard
+from tandem.model.distributed.layers import compile_layers, recompute, shard
 from tandem.model.distributed.process_group import (
     Ranks,
     compute_deterministically,
@@ -238,7 +239,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     tell("making the model")
     policy = made_policy(o, ranks.device)
     num_trunk = sum(
-        p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
+        p.numel() for layer in decoder_layers(policy.model) for n, p in layer.named_parameters() if "lora_" not in n
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)

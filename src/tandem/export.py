@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
+from tandem.model.architecture import auto_class
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
@@ -153,14 +154,12 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        empty = auto_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = model.generation_config
     empty.save_pretrained(str(folder), state_dict=state)
 

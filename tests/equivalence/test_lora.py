@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.distributed.layers import decoder_layers, shard
+from tandem.model.architecture import decoder_layers
+from tandem.model.distributed.layers import shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.lora.layers import load_adapted
@@ -143,7 +144,7 @@ def test_layers_with_adapters_compile_whole(dropout):
     inputs = policy.inputs(next(setup.plan.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():
         want = policy(inputs)
-    for layer in decoder_layers(policy):
+    for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(policy(inputs), want)

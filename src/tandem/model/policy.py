@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask, windows_of
-from tandem.model.head import HeadRule, chunked_logps
+from tandem.model.architecture import architecture_of, head_rule, trunk_of, windows_of
+from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask
+from tandem.model.head import chunked_logps
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
@@ -45,6 +46,7 @@ class Policy(nn.Module):
     def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head_chunk: int):
         super().__init__()
         self.model = model
+        self.architecture = architecture_of(model.config, type(model))
         self.packed = packed
         self.attention: AttentionKind = attention  # how attention inside packs is computed
         self.head_chunk = head_chunk
@@ -167,12 +169,6 @@ class Policy(nn.Module):
         return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
 
 
-def trunk_of(model: Any) -> Any:
-    """Return the part of a causal language model below its head."""
-    # In Llama 4's text model, `base_model_prefix` does not match the attribute's name.
-    return model.base_model if model.base_model is not model else model.model
-
-
 def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
     """A forward hook that replaces a head's output with the same product in float32, not rounded to bfloat16."""
     if output.dtype.itemsize >= torch.float32.itemsize:
@@ -191,20 +187,6 @@ def _real(pack: Pack) -> NDArray[np.bool_]:
     """Mark the real positions of unpacked rows. A row of filler only counts as real: attention to nothing would give NaN."""
     real = pack.tree != FILLER
     return real | ~real.any(axis=1, keepdims=True)
-
-
-def head_rule(model: Any) -> HeadRule:
-    """Return how this model scales and caps its logits. The audit catches models with a rule that is missing here."""
-    config = model.config.get_text_config()
-    scale = 1.0
-    if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
-        scale = float(given)
-    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite divides by it
-        scale = float(given) if config.model_type == "hyperclovax" else 1 / float(given)
-    elif isinstance(given := getattr(config, "lm_head_multiplier", None), int | float):  # Falcon-H1
-        scale = float(given)
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
-    return HeadRule(scale, next((cap for name in names if (cap := getattr(config, name, None))), None))
 
 
 def auto_head_chunk(vocabulary: int, device: torch.device) -> int:

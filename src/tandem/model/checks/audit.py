@@ -257,9 +257,7 @@ def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -
         return
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
         policy(policy.inputs(pack, device))
-    config = policy.model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
+    expected = policy.architecture.num_attention_layers
     if len(calls) < expected:  # in some models a layer calls twice
         raise AuditError(
             f"audit: {model}: only {len(calls)} of {expected} attention layers use the pack's mask, so sequences would see each "

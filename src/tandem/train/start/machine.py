@@ -6,9 +6,10 @@ import torch
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, MachineError
+from tandem.model.architecture import architecture_of
 from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
-from tandem.model.load import check_varlen, has_experts
+from tandem.model.load import check_varlen
 from tandem.model.lora.layers import LoraPlan, plan_lora
 
 
@@ -62,7 +63,7 @@ def _check_weights(config: Config, precision: str) -> None:
 def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
     wanted = config.policy.compile
     # In float32, transformers splits the rows of experts by sizes that only the device knows; in bfloat16 it does not.
-    uncompilable = precision == "float32" and has_experts(source.config)
+    uncompilable = precision == "float32" and architecture_of(source.config).has_experts
     if wanted is True and uncompilable:
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
             f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "

@@ -14,11 +14,12 @@ from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
 from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.model.load import attention_kind, check_packable
+from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
 from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
 from tandem.report.trackers.tracking import check_packages
