@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from tandem.data.text.template import Template
-from tandem.model.architecture import auto_class
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.lora.files import write_adapter
 from tandem.model.lora.layers import ADAPTER, LoraPlan, dequantise, merge_adapters
@@ -83,7 +82,7 @@ def export_model(
     def write(aside: Path) -> None:
         tensors = merge_adapters(policy.model, full) if adapted else full
         state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
-        _save(policy.model, config, state, aside, dtype)
+        _save(policy, config, state, aside, dtype)
         _save_tokenizer(template, aside)
 
     _publish(folder, write, measure, ranks)
@@ -153,14 +152,14 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _save(policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
-        empty = auto_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
-    empty.generation_config = model.generation_config
+        empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
+    empty.generation_config = policy.model.generation_config
     empty.save_pretrained(str(folder), state_dict=state)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
-from tandem.model.head import HeadRule
+from tandem.model.head import Head, HeadRule, LanguageModelHead
 
 # How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; or a state carried along the row.
 Mixing = Literal["full", "window", "recurrent"]
@@ -41,7 +41,8 @@ class Architecture:
     """What training needs to know about a model, apart from its sizes."""
 
     model_type: str  # of the text model
-    model_class: Any  # in transformers
+    auto_class: Any  # the auto class of transformers that builds, loads and exports the model
+    model_class: Any  # the class that it chooses
     num_layers: int
     layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
     recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them
@@ -73,7 +74,8 @@ def auto_class(config: Any) -> Any:
 def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     """Describe a model. Without a `model_class`, KeyError if transformers has no causal language model of this type."""
     text = config.get_text_config()
-    model_class = model_class or auto_class(config)._model_mapping[type(config)]
+    auto = auto_class(config)
+    model_class = model_class or auto._model_mapping[type(config)]
     kinds = getattr(text, "layer_types", None) or []
     recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) == "recurrent"}))
     if not recurrent and getattr(model_class, "_is_stateful", False):
@@ -81,6 +83,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
     window = getattr(text, "sliding_window", None)
     return Architecture(
         model_type=text.model_type,
+        auto_class=auto,
         model_class=model_class,
         num_layers=text.num_hidden_layers,
         layers=tuple(_mixing(kind) for kind in kinds) or None,
@@ -147,6 +150,11 @@ def windows_of(model: Any) -> set[int | None]:
     config = model.config.get_text_config()
     found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
     return {None, *(window for window in found if isinstance(window, int) and window > 0)}
+
+
+def head_of(model: Any, *, chunk: int) -> Head:
+    """Return the head that a loaded model is trained with. chunk: scored tokens whose logits exist at the same time."""
+    return LanguageModelHead(rule=head_rule(model), chunk=chunk)
 
 
 def head_rule(model: Any) -> HeadRule:

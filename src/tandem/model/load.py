@@ -7,12 +7,13 @@ import torch
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError
-from tandem.model.architecture import auto_class, check_architecture, fixed_attention_error
+from tandem.model.architecture import auto_class, check_architecture, fixed_attention_error, head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, describe, one_line
-from tandem.model.policy import Policy, auto_head_chunk
+from tandem.model.head import auto_head_chunk
+from tandem.model.policy import Policy
 
 
 def load_policy(
@@ -71,7 +72,8 @@ def load_policy(
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
-    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
+    head = head_of(model, chunk=chunk)
+    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
     check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
     return loaded
 

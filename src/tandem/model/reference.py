@@ -239,6 +239,6 @@ def _start_portion(
     for pack in packer.micro_batches(indices):
         inputs = policy.inputs(pack, device)
         packs.append(pack)
-        values.append(policy(inputs)[: inputs.num_scored])
+        values.append(policy(inputs)[: int(policy.head.num_values(pack).sum())])
         after_each()
     return _PendingPortion(indices, packs, to_host(torch.cat(values)))
