@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.distributed.layers import decoder_layers, shard
+from tandem.model.architecture import decoder_layers, head_of
+from tandem.model.distributed.layers import shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.lora.layers import load_adapted
@@ -126,7 +127,7 @@ def test_new_adapters_change_nothing(dropout, tolerance):
     setup, ranks = set_up_with(*overrides), join_process_group()
     base = as_policy(plain_model(MODEL), head_chunk=8192)
     adapted = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
-    adapted.head_chunk = 8192
+    adapted.head = head_of(adapted.model, chunk=8192)
     pack = next(setup.plan.train.micro_batches(np.arange(4)))
     shard(adapted, ranks, bfloat16=False)
     with torch.no_grad():
@@ -145,7 +146,7 @@ def test_layers_with_adapters_compile_without_graph_breaks(dropout):
     inputs = policy.inputs(next(setup.plan.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():
         want = policy(inputs)
-    for layer in decoder_layers(policy):
+    for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(policy(inputs), want)

@@ -8,7 +8,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from running import largest_difference, metrics_of, short_run, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.model.distributed.layers import ATTENTION, PRODUCTS, decoder_layers, recompute
+from tandem.model.architecture import decoder_layers
+from tandem.model.distributed.layers import ATTENTION, PRODUCTS, recompute
 from tandem.model.lora.joined import join_adapters
 from tandem.packing.layout import lay_out
 
@@ -77,7 +78,7 @@ def kept_by_a_compiled_layer(how, *, rank):
     policy = as_policy(model, attention="sdpa")  # as where layers are compiled
     if how != "none":
         recompute(policy, how)
-    (layer,) = decoder_layers(policy)
+    (layer,) = decoder_layers(policy.model)
     layer.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     tokens, positions = torch.randn(1, 512, 256, requires_grad=True), torch.arange(512)[None]
     turns = model.model.rotary_emb(tokens, positions)

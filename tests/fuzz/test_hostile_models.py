@@ -15,9 +15,10 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.data.text.template import make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import position_limit
 from tandem.model.files.source import find_model, find_tokenizer, weights_fingerprint
-from tandem.model.load import check_packable, load_policy
+from tandem.model.load import load_policy
 from tandem.model.lora.layers import load_adapted, plan_lora
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every batch: the number of the rank, and the number of ranks."""
+    """Which part of every batch a rank computes, and the number of parts: the data-parallel degree."""
 
     worker: int = 0
     num_ranks: int = 1

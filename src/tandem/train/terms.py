@@ -96,7 +96,7 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
 
     columns = [stacked(view) for view in views]
     rows = torch.cat([torch.cat(list(by_name.values()), dim=1) for by_name in columns])
-    joined, own = ranks.concatenate(rows)
+    joined, own = ranks.concatenate_parts(rows)
     both = {
         name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
     }

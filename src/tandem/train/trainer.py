@@ -71,10 +71,11 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
-    share = Share(ranks.number, ranks.count)
+    share = Share(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
-    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, share, memory))
+    given = {"share": share, "memory": memory, "mesh": ranks.shape}
+    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, **given))
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
@@ -85,7 +86,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
-        ranks.agreed(lambda: _claim_directories(stack, run, setup, loaded), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: _claim_directories(stack, run, setup, loaded), on=ranks.is_first)
         reporter.say(f"Run directory: {run}{', resumed' if checkpoints(kept) else ''}")
         if extended_from is not None:
             reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")

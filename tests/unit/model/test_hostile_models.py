@@ -17,10 +17,11 @@ from transformers import LlamaConfig
 
 from tandem.config.sections.policy import Lora, Policy
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.files.folder import MAX_JSON_BYTES, read_json, refuse_wrong_types
 from tandem.model.files.source import find_model, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
-from tandem.model.load import check_packable, empty_model, load_policy
+from tandem.model.load import empty_model, load_policy
 from tandem.model.lora import layers as lora
 from tandem.model.lora.files import read_adapter
 from tandem.model.lora.layers import plan_lora

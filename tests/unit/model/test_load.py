@@ -17,11 +17,11 @@ from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
 from tandem.export import _save
-from tandem.model.attention.pack_attention import windows_of
+from tandem.model.architecture import architecture_of, check_packable, windows_of
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
-from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
+from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
 from tandem.train.start.setup import set_up
 
@@ -225,7 +225,7 @@ def test_dropout_and_jitter_are_disabled_and_reported(folder):
     source = find_model(
         Policy(model_name=str(rewrite_config(folder, attention_dropout=0.25, router_jitter_noise=0.01)))
     )
-    assert dropouts(source.config) == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
+    assert architecture_of(source.config).random_settings == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
     policy = load_policy(source, Policy(), CPU)
     assert not any(module.training for module in policy.model.modules())
 

@@ -155,8 +155,8 @@ class Several:
     def gather(self, value):
         return [value, *self.others]
 
-    def agreed(self, do, by):
-        return do() if by else None
+    def run_or_stop_all(self, do, on):
+        return do() if on else None
 
 
 def test_the_message_names_the_differences_and_the_ranks():

@@ -79,13 +79,6 @@ def make_mask(
     return PackMask(masks, kind, block)
 
 
-def windows_of(model: Any) -> set[int | None]:
-    """Return the sliding windows of a model's layers, and None."""
-    config = model.config.get_text_config()
-    found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
-    return {None, *(window for window in found if isinstance(window, int) and window > 0)}
-
-
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
     """Choose the block size of FlexAttention: small where measurements showed that it is faster.
 

@@ -116,8 +116,7 @@ def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: R
     reference_logps: list[Tensor] = []
     for pack in found.packs:
         inputs = policy.inputs(pack, ranks.device)
-        values = reference.token_logps(pack, inputs)[: inputs.num_scored]
-        reference_logps += values.split(pack.completion_lengths.tolist())
+        reference_logps += _split(policy, reference.token_logps(pack, inputs), pack)
     pairs = list(zip(found.completions, reference_logps, strict=True))
     differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
     tolerance = found.tolerance(differences, ranks)
@@ -135,15 +134,15 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
     """Yield every completion of a pack, compared with the plain forward."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
-        packed = policy(inputs)[: inputs.num_scored]
-    lengths, best = pack.completion_lengths.tolist(), set(pack.best.tolist())
+        packed = _split(policy, policy(inputs), pack)
+    best = set(pack.best.tolist())
     sequences = [
         (index, number) for index in pack.preferences.tolist() for number in range(len(store[index].completions))
     ]
-    for at, ((index, number), own) in enumerate(zip(sequences, packed.split(lengths), strict=True)):
+    for at, ((index, number), own) in enumerate(zip(sequences, packed, strict=True)):
         preference = store[index]
         ids = _ids(preference.prompt, device), _ids(preference.completions[number], device)
-        scored = _ids(preference.scored(number), device)
+        scored = _ids(policy.head.values_in_pack(preference, number), device)
         plain = policy.plain_logps(*ids)[scored]
         yield AuditedCompletion(
             place=f"{store.place(index)} (completion {number})",
@@ -152,6 +151,12 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
             rounding=partial(_measure_rounding, policy, ids, scored, plain),
             is_best=at in best,
         )
+
+
+def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
+    """Split the numbers of a pack by completion, without padding."""
+    counts = policy.head.num_values(pack).tolist()
+    return values[: sum(counts)].split(counts)
 
 
 def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, model: str) -> None:
@@ -167,7 +172,7 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
     pack = _move_to_end(packer.row([index], packer.length))
     inputs = policy.inputs(pack, ranks.device)
     with torch.no_grad():
-        last = policy(inputs)[: inputs.num_scored].split(pack.completion_lengths.tolist())
+        last = _split(policy, policy(inputs), pack)
     owners = np.concatenate([pack.preferences[pack.owner] for pack in found.packs])
     first = [one for one, owner in zip(found.completions, owners, strict=True) if owner == index]
     differences = [_mean_difference(one.packed, other) for one, other in zip(first, last, strict=True)]
@@ -209,8 +214,7 @@ def _longest_that_fits(policy: Policy, device: torch.device) -> int:
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
     # Per head and pair of positions: scores and masked scores in the model's dtype, their softmax in float32.
-    # Per token: logits in the model's dtype, in float32, and their softmax.
-    per_square, per_token = heads * (2 * size + 4), config.vocab_size * (size + 8)
+    per_square, per_token = heads * (2 * size + 4), policy.head.plain_bytes_per_token(config.vocab_size, size)
     available = FREE_MEMORY_FRACTION * _free_memory(device)
     # per_square * n^2 + per_token * n = available
     root = math.sqrt(per_token**2 + 4 * per_square * available)
@@ -257,9 +261,7 @@ def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -
         return
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
         policy(policy.inputs(pack, device))
-    config = policy.model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
+    expected = policy.architecture.num_attention_layers
     if len(calls) < expected:  # in some models a layer calls twice
         raise AuditError(
             f"audit: {model}: only {len(calls)} of {expected} attention layers use the pack's mask, so sequences would see each "

@@ -112,7 +112,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}.") from None
-    with suppress(ValueError):  # several language models in one: load.check_packable refuses it
+    with suppress(ValueError):  # several language models in one: architecture.check_packable refuses it
         refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 

@@ -14,10 +14,12 @@ from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.model.load import attention_kind, check_packable
+from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
 from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
 from tandem.report.trackers.tracking import check_packages
@@ -89,6 +91,7 @@ def set_up(
     bar: ProgressBar = no_bar,
     share: Share = SINGLE_RANK,
     memory: int | None = None,
+    mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
@@ -102,7 +105,7 @@ def set_up(
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device)
     source = check_model(config)
-    machine = check_machine(config, source, device)
+    machine = check_machine(config, source, device, mesh)
     return fit_to_machine(open_inputs(config, source, bar), machine, share, memory)
 
 
@@ -155,9 +158,9 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     config, source = inputs.config, inputs.source
     plan = fit_plan(inputs, machine, share, memory)
     compiles = machine.compiles
-    if compiles or share.num_ranks > 1 or config.policy.activation_checkpointing != "none":
+    if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
         models = [one for one in (source, inputs.reference_source) if one is not None]
-        compiles = all(check_layers(one, config.policy, share.num_ranks) for one in models) and compiles
+        compiles = all(check_layers(one, config.policy, machine.mesh.num_ranks) for one in models) and compiles
     return Setup(
         config=config,
         device=machine.device,
@@ -177,7 +180,8 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
     Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
-    need = estimate_memory(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
+    sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
+    need = estimate_memory(source, config.policy, device, **sizes)
     usual = auto_row_length(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
     for packer in (train, *validation.values()):
