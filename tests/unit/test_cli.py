@@ -333,7 +333,8 @@ def test_resume_refuses_a_checkpoint_and_suggests_its_run(monkeypatch, capsys, t
     assert run_here(monkeypatch, capsys, "train", "--resume", str(place)) == (
         4,
         "",
-        f"tandem: error: --resume {place}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
+        f"tandem: error: --resume {place}: a checkpoint, not a run. Give the run directory, and it resumes from its newest "
+        "intact checkpoint: --resume "
         f"{tmp_path}/run\n",
     )
 

@@ -203,7 +203,7 @@ def test_a_row_of_one_file_among_several_is_named_with_it(file):
     assert str(nearest.value) == f"{pattern}: there is no row z.jsonl:7. The nearest is 1."
     with pytest.raises(DataError) as unknown:
         inspected(pattern, "no.jsonl:7")
-    assert str(unknown.value) == f"{pattern}: no rows come from a file no.jsonl."
+    assert str(unknown.value) == f"{pattern}: no row comes from a file no.jsonl. Check the name of the file in --row."
 
 
 @pytest.mark.parametrize("row", ["0", "-1", "x", "a.jsonl:"])

@@ -10,7 +10,7 @@ from tandem.data.read.sources import CHUNK_RECORDS, RowError
 from tandem.data.store.selection import Preferences
 from tandem.data.store.token_store import TokenStore
 from tandem.data.store.tokens_file import FORMAT_VERSION
-from tandem.data.store.writer import Prepared, settle, write_store
+from tandem.data.store.writer import ChunkResult, accept_rows, write_store
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.packing.binning import pack_into_bins
@@ -28,7 +28,11 @@ def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenS
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     with published(folder, "packs") as aside:
         parts = [rows[start : start + CHUNK_RECORDS] for start in range(0, len(rows), CHUNK_RECORDS)]
-        facts = write_store((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
+        results = (
+            accept_rows(part, ChunkResult(), max_length=max_length, overlong=data.overlong, default_scores=scores)
+            for part in parts
+        )
+        facts = write_store(results, aside)
         write_manifest(
             aside,
             format_version=FORMAT_VERSION,

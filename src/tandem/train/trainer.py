@@ -13,7 +13,7 @@ from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
-from tandem.data.store.sets import of_set
+from tandem.data.store.sets import with_set_keys
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
@@ -396,5 +396,5 @@ def _write_rejects(setup: Setup, run: Path) -> None:
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:
                     reject = json.loads(line)
-                    reject["message"] = of_set(reject["message"], split)
+                    reject["message"] = with_set_keys(reject["message"], split)
                     out.write(json.dumps({"split": split, **reject}) + "\n")

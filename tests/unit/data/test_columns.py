@@ -141,7 +141,7 @@ def test_a_file_with_a_weight_that_no_row_may_have_is_refused(source, value):
     changed = batch.set_column(batch.schema.get_field_index("weight"), "weight", pa.array([value], pa.float32()))
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, changed.schema) as writer:
         writer.write_batch(changed)
-    with pytest.raises(ValueError, match=r"batch 0: weight does not fit the preferences$"):
+    with pytest.raises(ValueError, match=r"batch 0: column weight has missing or invalid values$"):
         TokensFile(file)
 
 
@@ -274,7 +274,7 @@ def test_a_prepared_folder_carries_the_columns(source, tmp_path, monkeypatch, ca
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "data.train.weight_key=importance")
     assert str(caught.value) == (
-        f"{folder}/train: prepared already, so weight_key = importance has no effect. Leave it out."
+        f"{folder}/train: already prepared, so weight_key = importance has no effect. Leave it out."
     )
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "dpo.preference_loss=ipo")
@@ -311,7 +311,7 @@ def test_inspect_shows_the_values_and_the_fields_that_are_not_used(source):
     found = inspect_data(str(source), config, None)
     assert json.loads(as_json(found))["columns"] == {"score": [3.0, -1.0], "weight": [2.0]}
     text = shown(found)
-    assert "\nThe field margin is not used: data.train.margin_key=margin uses it.\n" in text
+    assert "\nThe field margin is not used. To use it, set data.train.margin_key=margin.\n" in text
     assert "\nweight 2\n" in text
     assert "preferred to completion 1, score 3\n" in text
     assert "scored, score -1\n" in text

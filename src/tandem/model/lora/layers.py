@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
-from tandem.data.store.pool import Died, Stalled, in_a_process
+from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
@@ -346,10 +346,10 @@ def _ends_with(module: str, name: str) -> bool:
 def _match(pattern: str, modules: list[str]) -> set[str]:
     """Return the full names that a regular expression matches. Runs in a killable process: some expressions never finish."""
     try:
-        return in_a_process(
+        return run_in_process(
             lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
         )
-    except (Stalled, Died, MemoryError):
+    except (WorkerStalled, WorkerDied, MemoryError):
         raise ConfigError(
             f"policy.lora.target_modules: matching the regular expression {pattern} with the names of {len(modules)} layers "
             f"takes more than {PATTERN_SECONDS:g} seconds. Give a simpler one, or a list of names."
