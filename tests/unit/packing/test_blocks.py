@@ -45,7 +45,7 @@ def as_matrix(counts: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def lists_of(pack: Pack, window: int | None = None):
-    return block_lists(pack.tree, pack.branch, pack.position_ids, BLOCK, window)
+    return block_lists(pack.tree, pack.branch, pack.position_ids, block=BLOCK, window=window)
 
 
 def preference(prompt: int, *completions: int) -> TokenizedPreference:

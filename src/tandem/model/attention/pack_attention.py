@@ -127,7 +127,7 @@ def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Te
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
     """Return the mask for FlexAttention."""
-    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, window)
+    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block=block, window=window)
 
     def on_device(array: Any) -> Tensor:
         return to_device(array, device)[:, None]

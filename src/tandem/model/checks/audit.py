@@ -89,7 +89,7 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
 
     `model` is the model's key and name in the configuration.
     """
-    packer = packer.alone()  # every rank audits the same preferences, so all reach the same result
+    packer = packer.for_single_rank()  # every rank audits the same preferences, so all reach the same result
     longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))

@@ -19,7 +19,7 @@ from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.model.load import attention_kind, check_packable
 from tandem.model.lora.layers import LoraPlan
-from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
+from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable, real_path
 from tandem.train.memory import (
@@ -87,7 +87,7 @@ def set_up(
     config: Config,
     device: torch.device,
     bar: ProgressBar = no_bar,
-    share: Share = SINGLE_RANK,
+    share: RankShare = SINGLE_RANK,
     memory: int | None = None,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights. share: which part of each batch this rank gets.
@@ -147,7 +147,9 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     )
 
 
-def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
+def fit_to_machine(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> Setup:
     """Choose row lengths for the device and return the setup; refuse a run that cannot fit.
 
     memory: as in set_up.
@@ -171,7 +173,7 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
+def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
     """Pack the sets into rows as long as the device's memory allows; refuse what cannot fit. memory: as in set_up.
 
     Of the model only its sizes matter here: with other sets and their schedule in `inputs` this gives a plan for the same model.
@@ -196,7 +198,7 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
 
 
 def _packers(
-    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
 ) -> tuple[Packer, dict[str, Packer]]:
     """The packers of the training set and of each validation set. Row lengths are the same, so layers compile once."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
