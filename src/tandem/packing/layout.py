@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.columns import Column, in_use
+from tandem.columns import Column, columns_in_use
 from tandem.data.text.tokens import TokenizedPreference
 
 IntArray = NDArray[np.int64]
@@ -205,7 +205,7 @@ def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement
 
 def _columns(preferences: Sequence[TokenizedPreference]) -> dict[str, NDArray[np.float32]]:
     """Return the columns that any preference gives. Preferences that do not give a column have its default value."""
-    columns = in_use(name for preference in preferences for name in preference.columns)
+    columns = columns_in_use(name for preference in preferences for name in preference.columns)
     return {c.name: np.array([value for p in preferences for value in p.values(c.name)], c.dtype) for c in columns}
 
 
@@ -214,7 +214,7 @@ def _joined_columns(packs: Sequence[Pack]) -> dict[str, NDArray[np.float32]]:
         num = len(pack.completion_lengths) if column.per == "completion" else len(pack.preferences)
         return pack.columns.get(column.name, np.full(num, column.default, column.dtype))
 
-    columns = in_use(name for pack in packs for name in pack.columns)
+    columns = columns_in_use(name for pack in packs for name in pack.columns)
     return {column.name: np.concatenate([values(pack, column) for pack in packs]) for column in columns}
 
 

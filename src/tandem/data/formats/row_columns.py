@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tandem.columns import COLUMNS, NAMED
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.preference import Preference, number_of
 from tandem.data.read.sources import RowError, SourceRow
@@ -31,11 +31,11 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 
 def unread_in(notes: Mapping[str, int]) -> list[str]:
     """The columns that the notes on a set name as unread."""
-    return [column.name for column in NAMED if unread_note(column.name) in notes]
+    return [column.name for column in OPTIONAL_COLUMNS if unread_note(column.name) in notes]
 
 
 def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
-    for column in NAMED:
+    for column in OPTIONAL_COLUMNS:
         given = row.value.get(column.name)
         if column.name not in keys.columns and column.name not in keys.columns.values() and given not in (None, ""):
             yield column.name
