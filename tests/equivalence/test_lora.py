@@ -436,7 +436,7 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")
-    assert str(refused.value) == "reference.model = ./nowhere: no such directory."
+    assert str(refused.value) == "reference.model = ./nowhere: no such directory. Check the path."
 
 
 def test_a_reference_whose_tokens_mean_something_else_is_refused(other, tmp_path):
