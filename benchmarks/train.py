@@ -206,7 +206,7 @@ class Bench:
 
         def seconds() -> float:
             started = time.perf_counter()
-            compute_reference(self.policy, self.packer, self.ranks, None, lambda done: None)
+            compute_reference(self.policy, self.packer, self.ranks, path=None, progress=lambda done: None)
             return time.perf_counter() - started
 
         seconds()  # the first pass without gradients compiles the layers again

@@ -22,8 +22,8 @@ from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer
-from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
-from tandem.packing.savings import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
+from tandem.packing.packs import file_name, open_packs, pack_settings, write_packs
+from tandem.packing.savings import PADDED_BATCH_SIZE, PackingStats, packed_by_batch, packing_stats
 from tandem.paths import check_output
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
@@ -52,7 +52,7 @@ class TrainingRows:
     """How training would pack rows on this machine, or why it would not start."""
 
     length: str  # the row length and the reason for it, in words
-    sets: dict[str, Outlook]  # one epoch of each set; without the training set in policy.packing.mode=dataset
+    sets: dict[str, PackingStats]  # one epoch of each set; without the training set in policy.packing.mode=dataset
     refused: str | None  # why training would not start
 
 
@@ -62,7 +62,7 @@ class Preparation:
 
     sets: list[Preflight]
     folders: dict[str, str]
-    packs: dict[str, list[Outlook]]  # of complete sets; only in mode dataset, or with --pack-sizes or an output folder
+    packs: dict[str, list[PackingStats]]  # of complete sets; only in mode dataset, or with --pack-sizes or an output folder
     training: TrainingRows
     num_steps: int  # training steps
     pairs_per_batch: int
@@ -110,7 +110,9 @@ def prepare_data(
     return Preparation(
         sets=preflights(sets),
         folders=_write_folders(sets, packs, config, output, to_nemo),
-        packs={name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
+        packs={
+            name: [packing_stats(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()
+        },
         training=_training_rows(inputs),
         num_steps=inputs.schedule.num_steps,
         pairs_per_batch=pairs,
@@ -130,13 +132,13 @@ def _training_rows(inputs: Inputs) -> TrainingRows:
     except (MachineError, OutOfMemoryError) as error:
         return TrainingRows(length="", sets={}, refused=str(error))
     size, val_size = setup.config.policy.train_global_batch_size, setup.validation_batch_size
-    rows: dict[str, Outlook] = {}
+    rows: dict[str, PackingStats] = {}
     if setup.plan.batches.packs is None:
         batches = [batch.preferences for batch in setup.plan.batches.epoch(0)]
-        rows["train"] = outlook(setup.plan.train, packed_by_batch(setup.plan.train, batches), size)
+        rows["train"] = packing_stats(setup.plan.train, packed_by_batch(setup.plan.train, batches), size)
     for name, packer in setup.plan.validation.items():
         packed = packed_by_batch(packer, portions(packer, val_size))
-        rows[f"validation-{name}"] = outlook(packer, packed, val_size)
+        rows[f"validation-{name}"] = packing_stats(packer, packed, val_size)
     return TrainingRows(length=setup.plan.rows, sets=rows, refused=None)
 
 
@@ -244,7 +246,7 @@ def _write_folder(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: P
         for packer, bins in packs:
             write_packs(bins, aside / file_name(packer.length))
         facts = {key: value for key, value in read_manifest(store.folder).items() if key != "files"}
-        write_manifest(aside, **facts, packs=[facts_of(packer) for packer, _ in packs])
+        write_manifest(aside, **facts, packs=[pack_settings(packer) for packer, _ in packs])
     return folder
 
 
@@ -305,7 +307,7 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
         reporter.table(PACK_COLUMNS, [_row(name, one) for name, one in training.sets.items()])
     if preparation.packs or training.sets:
         reporter.say(
-            f"  times padding: positions computed if every {PADDED_TOGETHER} sequences were padded to the longest, divided by "
+            f"  times padding: positions computed if every {PADDED_BATCH_SIZE} sequences were padded to the longest, divided by "
             "those computed in packs; fill: of the actual rows, which may be shorter than a pack"
         )
     if training.refused is not None:
@@ -313,7 +315,7 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
     reporter.say(f"  training steps: {preparation.num_steps:,}")
 
 
-def _row(name: str, packs: Outlook) -> list[str]:
+def _row(name: str, packs: PackingStats) -> list[str]:
     return [
         name,
         f"{packs.pack_length:,}",

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tandem.completions import ChosenRejected
 from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
-from tandem.loss.objective import compare
+from tandem.loss.objective import pairs_from_sums
 from tandem.loss.pairs import PairSums
 from tandem.train.start.setup import set_up
 
@@ -175,7 +175,7 @@ def declared_loss(name, batch, dpo):
         for of in (lambda logps, _: logps.sum(), lambda logps, _: len(logps), lambda _, score: score)
     )
     reference = sums if LOSSES[name].needs_reference else sums.map(torch.zeros_like)
-    pairs = compare(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
+    pairs = pairs_from_sums(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
     return LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo)).mean().item()
 
 

@@ -439,7 +439,7 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")
-    assert str(refused.value) == "reference.model = ./nowhere: no such directory."
+    assert str(refused.value) == "reference.model = ./nowhere: no such directory. Check the path."
 
 
 def test_a_reference_with_a_different_tokenizer_is_refused(other, tmp_path):

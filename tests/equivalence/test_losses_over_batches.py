@@ -16,7 +16,7 @@ from tandem.errors import NonFiniteError
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.reference import LiveReference, NoReference
 from tandem.packing.batches import GlobalBatch
-from tandem.packing.packer import Packer, Share
+from tandem.packing.packer import Packer, RankShare
 from tandem.train.step import train_step
 from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationSet, validate
@@ -265,7 +265,7 @@ def test_ranks_add_up_to_the_weighted_batch(weighted_by_hand):
     total = {}
     for rank in range(2):
         model = tiny_model("llama", seed=0)
-        packer = replace(packer_of(store, length=64, together=1), share=Share(rank, 2))
+        packer = replace(packer_of(store, length=64, together=1), share=RankShare(rank, 2))
         packs, recorder = packer.micro_batches(order), Recorder(model)
         batch = GlobalBatch(0, order, NUM_PAIRS)
         train_step(as_policy(model), context_of(Dpo()), packs, batch, recorder, max_grad_norm=None)

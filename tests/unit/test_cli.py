@@ -125,12 +125,16 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", *MODEL], 2, "policy.model_name = ./no: no such directory."),
-        (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory."),
+        (["train", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
+        (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
         (["train", *FOLDER], 2, "policy.model_name = .: {here} holds no config.json, so it is not a model."),
-        (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory."),
-        (["train", "policy.tokenizer.name=./no"], 2, "policy.tokenizer.name = ./no: no such directory."),
-        (["train", *ADAPTER], 2, "policy.lora.adapter = ./no: no such directory."),
+        (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory. Check the path."),
+        (
+            ["train", "policy.tokenizer.name=./no"],
+            2,
+            "policy.tokenizer.name = ./no: no such directory. Check the path.",
+        ),
+        (["train", *ADAPTER], 2, "policy.lora.adapter = ./no: no such directory. Check the path."),
         (["train", *TWO_SETS], 3, f"train: no.jsonl: {NO_FILE}\n\nvalidation-default: no2.jsonl: {NO_FILE}"),
         (["prepare", "data.train=no.jsonl"], 3, f"no.jsonl: {NO_FILE}"),
         (["train", "data.train=[no*.jsonl,embedded]"], 3, "no*.jsonl: no file matches this pattern."),

@@ -386,8 +386,8 @@ def test_packs_too_short_for_nemo_are_refused_before_anything_is_written(prepare
     code, out, err = prepare(*given)
     assert (code, out) == (2, "")
     assert err == (
-        "tandem: error: --to-nemo: a pack of 128 tokens cannot hold the pair at pairs.jsonl:1, which takes 205 there, its "
-        "prompt on both sides. Raise --pack-sizes, or leave out --to-nemo.\n"
+        "tandem: error: --to-nemo: a pack of 128 tokens cannot hold the pair at pairs.jsonl:1, which takes 205 tokens "
+        "with its prompt repeated for both completions. Raise --pack-sizes, or leave out --to-nemo.\n"
     )
     assert not any(Path("out").iterdir())
 

@@ -31,7 +31,7 @@ VALUES_PER_CHECK = 1 << 20
 
 
 class Reference(Protocol):
-    """Returns the reference's token log-probabilities for a pack, padded like the policy's."""
+    """Provides the reference's token log-probabilities for a pack, padded like the policy's."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor: ...
 
@@ -123,7 +123,8 @@ def cached_reference(
         with ExitStack() as stack:
             model = policy()
             aside = ranks.run_or_stop_all(lambda: stack.enter_context(published(place, "reference")), on=missing)
-            compute_reference(model, packer, ranks, aside / "logps.f32" if aside else None, progress, portions)
+            path = aside / "logps.f32" if aside else None
+            compute_reference(model, packer, ranks, path=path, progress=progress, portions=portions)
 
             def complete() -> None:
                 assert aside is not None
@@ -163,11 +164,12 @@ def compute_reference(
     policy: Policy,
     packer: Packer,
     ranks: Ranks,
+    *,
     path: Path | None,
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> None:
-    """Compute the reference of a set. Each rank computes its share and receives all of it; a rank with a `path` writes it."""
+    """Compute the reference of a set. Each rank computes a part and receives all parts. A rank with a `path` writes them."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     if portions is None:

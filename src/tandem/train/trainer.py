@@ -18,7 +18,7 @@ from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFini
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
-from tandem.packing.packer import Share
+from tandem.packing.packer import RankShare
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
@@ -71,7 +71,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
-    share = Share(ranks.data_index, ranks.data_parallel)
+    share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
     given = {"share": share, "memory": memory, "mesh": ranks.shape}

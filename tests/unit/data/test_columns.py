@@ -207,13 +207,13 @@ def test_packs_have_the_columns_that_some_preference_gives_and_defaults_elsewher
     assert all(values.dtype == COLUMNS[name].dtype for name, values in joined.columns.items())
 
 
-def test_nemo_packs_have_no_place_for_them(source):
+def test_nemo_packs_cannot_store_them(source):
     write(source, row(importance=2, gap=1))
     with pytest.raises(ConfigError) as caught:
         check_for_nemo(opened(source), 64)
     assert str(caught.value) == (
-        "--to-nemo: the preferences have a weight and a margin, for which NeMo Aligner's packs have no place. Leave out "
-        "--to-nemo, or the key of the data set that names it."
+        "--to-nemo: the preferences have a weight and a margin, which NeMo Aligner's packs cannot store. Leave out "
+        "--to-nemo, or the data set's weight_key and margin_key."
     )
 
 

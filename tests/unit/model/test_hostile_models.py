@@ -246,7 +246,8 @@ def test_an_adapter_with_invalid_settings_is_refused(adapter, changes):
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     assert refused_adapter(adapter) == (
-        f"policy.lora.adapter = {adapter}: its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter."
+        f"policy.lora.adapter = {adapter}: its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter. "
+        "Save it again with peft."
     )
 
 
@@ -326,7 +327,8 @@ def test_a_config_json_of_a_terabyte_is_not_read(folder):
     with (folder / "config.json").open("r+b") as file:
         file.truncate(10**12)  # takes no space on the disk
     assert refusal(folder) == (
-        f"{folder}/config.json: 1,000,000,000,000 bytes. At most {MAX_JSON_BYTES:,} bytes are read from a JSON file."
+        f"{folder}/config.json: 1,000,000,000,000 bytes, over the limit of {MAX_JSON_BYTES:,} for a JSON file. "
+        "Download it again."
     )
 
 

@@ -46,7 +46,7 @@ def refusal(**policy):
 
 
 def test_a_missing_directory_is_refused_by_name():
-    assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory."
+    assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory. Check the path."
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path):

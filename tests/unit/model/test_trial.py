@@ -195,7 +195,7 @@ def test_a_models_own_mask_is_refused_in_packs():
     with pytest.raises(TandemError) as refused:
         attend(torch.nn.Module(), query, query, query, torch.ones(4, 4), pack=object())  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "this model's attention uses its own mask, which packing does not support and must not ignore. Train it with "
+        "this model's attention uses its own mask, which packing does not support. Train it with "
         "policy.packing.mode=none."
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from tandem.columns import COLUMNS, NAMED
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
 
 MAX_EXPANSION = 100.0
@@ -85,7 +85,7 @@ class DatasetFields(Section):
     @property
     def columns(self) -> dict[str, str]:
         """The optional columns to read, with the field that holds each: {"weight": "importance"}."""
-        named = {column.name: getattr(self, column.key) for column in NAMED if column.key}
+        named = {column.name: getattr(self, column.key) for column in OPTIONAL_COLUMNS if column.key}
         return {name: key for name, key in named.items() if key is not None}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.columns import COLUMNS, NAMED, Column, in_use
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS, Column, columns_in_use
 from tandem.data.store.check import Columns, check_preferences, open_batches
 from tandem.data.text.tokens import TokenizedPreference
 
@@ -34,12 +34,12 @@ SCHEMA = pa.schema(
         "unscored": pa.large_list(pa.int32()),  # positions in `completions` of tokens that are not scored
         "winners": pa.large_list(pa.int32()),
         "losers": pa.large_list(pa.int32()),
-        **{column.stored_as: _type_of(column) for column in in_use(())},
+        **{column.stored_as: _type_of(column) for column in columns_in_use(())},
         "digest": pa.uint64(),  # a hash of the tokens, equal for duplicates
         "place": pa.large_string(),
     }
 )
-OPTIONAL = pa.schema({column.stored_as: _type_of(column) for column in NAMED})
+OPTIONAL = pa.schema({column.stored_as: _type_of(column) for column in OPTIONAL_COLUMNS})
 
 
 def schema_with(columns: Iterable[str]) -> pa.Schema:
@@ -50,7 +50,7 @@ def schema_with(columns: Iterable[str]) -> pa.Schema:
 def as_stream(rows: list[TokenizedPreference], digests: bytes, columns: Iterable[str] = ()) -> bytes:
     """Write preferences as an Arrow stream of one record batch."""
     schema = schema_with(columns)
-    arrays = {**_token_arrays(rows), **_column_arrays(rows, in_use(columns))}
+    arrays = {**_token_arrays(rows), **_column_arrays(rows, columns_in_use(columns))}
     arrays["digest"] = pa.array(np.frombuffer(digests, np.dtype("<u8")))
     arrays["place"] = pa.array([row.place for row in rows], pa.large_string())
     sink = pa.BufferOutputStream()
@@ -108,7 +108,7 @@ class TokensFile:
         self._batches = open_batches(path, SCHEMA, OPTIONAL)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         names = self._batches[0].schema.names if self._batches else SCHEMA.names
-        self.columns = tuple(column.name for column in NAMED if column.stored_as in names)  # optional columns
+        self.columns = tuple(column.name for column in OPTIONAL_COLUMNS if column.stored_as in names)  # optional columns
         self._arrays: list[Columns] = [
             {name: _as_lists(batch.column(name)) for name in names if name not in ("digest", "place")}
             for batch in self._batches
@@ -129,7 +129,7 @@ class TokensFile:
             pairs=tuple(zip(self.row("winners", index).tolist(), self.row("losers", index).tolist(), strict=True)),
             place=self.text("place", index),
             unscored=self._unscored(index, lengths),
-            columns={c.name: tuple(self.row(c.stored_as, index).tolist()) for c in in_use(self.columns)},
+            columns={c.name: tuple(self.row(c.stored_as, index).tolist()) for c in columns_in_use(self.columns)},
         )
 
     def _unscored(self, index: int, lengths: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:

@@ -1,7 +1,7 @@
 """The audit: checks that a model computes the same log-probabilities in packs as in its plain forward pass.
 
-It compares a few preferences. The policy is audited before its reference is computed, and so is a reference that is a different
-model: a model that fails the audit leaves nothing in the cache.
+It compares a few preferences. The policy is audited before its reference is computed. A reference that is a different model is
+audited too. A model that fails the audit leaves nothing in the cache.
 """
 
 import math
@@ -89,7 +89,7 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
 
     `model` is the model's key and name in the configuration.
     """
-    packer = packer.alone()  # every rank audits the same preferences, so all reach the same result
+    packer = packer.for_single_rank()  # every rank audits the same preferences, so all reach the same result
     longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))
@@ -107,7 +107,7 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
     for one in completions:
         _check_plain(one, tolerance, model, packed=policy.packed)
     if policy.packed:
-        _check_last_columns(policy, packer, found, ranks, model)
+        _check_last_columns(policy, packer, found, ranks, model=model)
     return found
 
 
@@ -159,8 +159,8 @@ def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
     return values[: sum(counts)].split(counts)
 
 
-def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, model: str) -> None:
-    """Raise AuditError if a preference gets other log-probabilities at the end of the longest row than near its beginning.
+def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, *, model: str) -> None:
+    """Raise AuditError if a preference gets different log-probabilities at the end of the longest row than near its beginning.
 
     The sample fills only the first columns of a row. A model may compute something from columns instead of position ids, and only
     beyond a certain column: the attention temperature of Llama 4 changes every 8,192 columns.
@@ -188,20 +188,20 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
 
 
 def _move_to_end(pack: Pack) -> Pack:
-    """Move the tokens of a one-row pack to its end, behind the filler: tokens 5 6 7 F F become F F 5 6 7."""
+    """Move the tokens of a one-row pack to its end, after the filler: tokens 5 6 7 F F become F F 5 6 7."""
     by = pack.token_ids.shape[1] - pack.num_tokens
     rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
     return replace(pack, **rows, predicting=pack.predicting + by)
 
 
 def _measure_rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """How much the plain forward of a prompt and a completion changes when it is rounded differently."""
+    """Measure how much the plain forward of a prompt and a completion changes when it is rounded differently."""
     others = policy.plain_logps(*ids, filler=NUM_FILLER_TOKENS), policy.plain_logps(*ids, perturbed=True)
     return max(_mean_difference(plain, one[scored]) for one in others)
 
 
 def _sample(store: Preferences, longest: int) -> np.ndarray:
-    """Choose the first few preferences, and the longest of at most `longest` tokens, which may exceed a sliding window."""
+    """Choose the first few preferences, and the longest one of at most `longest` tokens, to exceed sliding windows."""
     fitting = np.flatnonzero(store.longest <= longest)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
     last = fitting[np.argmax(store.longest[fitting])]
@@ -209,7 +209,7 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
-    """Length of a sequence whose eager forward is certain to fit in free memory, up to MAX_AUDIT_TOKENS."""
+    """Return the length up to which an eager forward certainly fits in free memory, at most MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
@@ -251,7 +251,7 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
 
 
 def _mean_difference(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference. NaN, for which `<=` is false, if any number is not finite."""
+    """Return the mean absolute difference. It is NaN if any number is not finite, and then `<= tolerance` is false."""
     return float((a.double() - b.double()).abs().mean())
 
 

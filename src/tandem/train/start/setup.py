@@ -21,7 +21,7 @@ from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
 from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
-from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
+from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable, real_path
 from tandem.train.memory import (
@@ -89,7 +89,7 @@ def set_up(
     config: Config,
     device: torch.device,
     bar: ProgressBar = no_bar,
-    share: Share = SINGLE_RANK,
+    share: RankShare = SINGLE_RANK,
     memory: int | None = None,
     mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> Setup:
@@ -150,7 +150,9 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     )
 
 
-def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
+def fit_to_machine(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> Setup:
     """Choose row lengths for the device and return the setup; refuse a run that does not fit in memory.
 
     memory: as in set_up.
@@ -174,7 +176,7 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
+def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
     """Choose row lengths for the device and plan the packing; refuse a run that does not fit in memory. memory: as in set_up.
 
     Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
@@ -202,7 +204,7 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
 
 
 def _packers(
-    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
 ) -> tuple[Packer, dict[str, Packer]]:
     """Return the packers of the training set and of each validation set. All use the same row lengths, so layers compile once."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
