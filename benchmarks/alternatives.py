@@ -18,27 +18,27 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.store.pool import Watch
+from tandem.data.store.pool import RowMonitor
 
 # The process pool. Work is passed to a process once, when it starts: pebble and the standard library pickle it otherwise.
 
-_work: Callable[[Any, Watch], Any] | None = None
+_work: Callable[[Any, RowMonitor], Any] | None = None
 
 
-def _start(work: Callable[[Any, Watch], Any]) -> None:
+def _start(work: Callable[[Any, RowMonitor], Any]) -> None:
     global _work
     _work = work
 
 
 def _call(item: Any) -> Any:
     assert _work is not None
-    return _work(item, Watch())
+    return _work(item, RowMonitor())
 
 
 class _WindowedPool:
     """The interface of tandem's Pool over `submit(item) -> future`. Both libraries read a whole iterable in their own `map`."""
 
-    def __init__(self, work: Callable[[Any, Watch], Any], num_workers: int, row_seconds: float):
+    def __init__(self, work: Callable[[Any, RowMonitor], Any], num_workers: int, row_seconds: float):
         self._work, self._num_workers, self._row_seconds = work, num_workers, row_seconds
         self._submit: Callable[[Any], Any] | None = None
 

@@ -44,7 +44,7 @@ class Head(Protocol):
         """Return float32 numbers for the hidden states of `positions`. squares: see `LanguageModelHead`."""
         ...
 
-    def num_values(self, pack: Pack) -> NDArray[np.int64]:
+    def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
         """Return how many numbers each completion of a pack has, in the order of `compute`. Padding comes after all of them."""
         ...
 
@@ -52,7 +52,7 @@ class Head(Protocol):
         """Return the numbers of one completion by the model's own forward pass. `filler`: tokens after the sequence."""
         ...
 
-    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int64]:
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
         """Return the indices of those plain values of a completion that are also computed in packs."""
         ...
 
@@ -89,7 +89,7 @@ class LanguageModelHead:
         settings = {"rule": self.rule, "chunk": self.chunk, "squares": squares}
         return chunked_logps(hidden, layer.weight, bias, inputs.target_ids, **settings)
 
-    def num_values(self, pack: Pack) -> NDArray[np.int64]:
+    def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
         return pack.completion_lengths
 
     def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
@@ -103,7 +103,7 @@ class LanguageModelHead:
             hook.remove()
         return logits.to(_wide(logits)).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
 
-    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int64]:
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
         return preference.scored(number)
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
