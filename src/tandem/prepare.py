@@ -62,7 +62,9 @@ class Preparation:
 
     sets: list[Preflight]
     folders: dict[str, str]
-    packs: dict[str, list[PackingStats]]  # of complete sets; only in mode dataset, or with --pack-sizes or an output folder
+    packs: dict[
+        str, list[PackingStats]
+    ]  # of complete sets; only in mode dataset, or with --pack-sizes or an output folder
     training: TrainingRows
     num_steps: int  # training steps
     pairs_per_batch: int

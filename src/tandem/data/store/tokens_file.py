@@ -108,7 +108,9 @@ class TokensFile:
         self._batches = open_batches(path, SCHEMA, OPTIONAL)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         names = self._batches[0].schema.names if self._batches else SCHEMA.names
-        self.columns = tuple(column.name for column in OPTIONAL_COLUMNS if column.stored_as in names)  # optional columns
+        self.columns = tuple(
+            column.name for column in OPTIONAL_COLUMNS if column.stored_as in names
+        )  # optional columns
         self._arrays: list[Columns] = [
             {name: _as_lists(batch.column(name)) for name in names if name not in ("digest", "place")}
             for batch in self._batches
