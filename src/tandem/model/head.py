@@ -52,7 +52,7 @@ class Head(Protocol):
         """Return the numbers of one completion by the model's own forward pass. `filler`: tokens after the sequence."""
         ...
 
-    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int64]:
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int32]:
         """Return the indices of those plain values of a completion that are also computed in packs."""
         ...
 
@@ -103,7 +103,7 @@ class LanguageModelHead:
             hook.remove()
         return logits.to(_wide(logits)).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
 
-    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int64]:
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.int32]:
         return preference.scored(number)
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
