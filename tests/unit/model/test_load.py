@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from models import random_preference, tiny_config
+from models import as_policy, random_preference, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -307,7 +307,7 @@ def test_an_export_of_plain_weights_is_not_marked_as_quantised(folder, tmp_path)
     # gpt-oss is published in MXFP4, and loads in bfloat16 where MXFP4 kernels are missing.
     source = find_model(Policy(model_name=str(rewrite_config(folder, quantization_config={"quant_method": "mxfp4"}))))
     model = AutoModelForCausalLM.from_config(find_model(Policy(model_name="embedded")).config)
-    _save(model, source.config, model.state_dict(), tmp_path / "export", torch.float32)
+    _save(as_policy(model), source.config, model.state_dict(), tmp_path / "export", torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
 
 
