@@ -18,6 +18,7 @@ from tandem.storage.cache import MANIFEST_FINGERPRINT, fingerprint, sha256_of
 
 # Bytes of memory that a child may use in addition to its parent's.
 MEMORY = 6 * 1024**3
+WAITING_PER_CPU_SECOND = 30  # how long a reader may wait, compared with how long it may compute
 CANARY = "canary-5f1d"
 
 VALUES: list[Any] = [
@@ -177,13 +178,17 @@ class Outcome:
         return self.kind in ("read", "refused")
 
 
-def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
-    """Run a reader in a forked child with limits on time and memory. If it hangs, its own children are killed too."""
+def attempt(read: Callable[[], Any], cpu_seconds: int = 20) -> Outcome:
+    """Run a reader in a forked child with limits on time and memory. If it hangs, its own children are killed too.
+
+    Computing is limited in CPU time, so that a busy machine fails no test. A reader that only waits ends after much longer.
+    """
+    seconds = WAITING_PER_CPU_SECOND * cpu_seconds
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _run_child(read, writing)
+        _run_child(read, writing, cpu_seconds)
     os.close(writing)
     ended, status = False, 0
     end = time.monotonic() + seconds
@@ -201,6 +206,8 @@ def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
     os.close(reading)
     if not ended:
         return Outcome("hung", f"after {seconds} seconds")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return Outcome("hung", f"after {cpu_seconds} seconds of CPU time")
     if os.WIFSIGNALED(status):
         return Outcome("crashed", signal.Signals(os.WTERMSIG(status)).name)
     kind, _, message = bytes(text).decode(errors="replace").partition("\n")
@@ -215,7 +222,7 @@ def _drain(pipe: int, into: bytearray) -> None:
         pass
 
 
-def _run_child(read: Callable[[], Any], writing: int) -> None:
+def _run_child(read: Callable[[], Any], writing: int, cpu_seconds: int) -> None:
     try:
         os.setsid()
         silent = os.open(os.devnull, os.O_RDWR)
@@ -223,6 +230,7 @@ def _run_child(read: Callable[[], Any], writing: int) -> None:
             os.dup2(silent, descriptor)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
         try:
             read()
             kind, message = "read", ""
