@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from models import MODEL
 from rich.console import Console
 
 from tandem.cli import main as cli
@@ -264,3 +265,12 @@ def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
 
 def test_prompts_that_are_as_they_should_be_are_not(file):
     assert inspected(file).warnings == []
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_rows_are_read(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "pairs.jsonl"))
+    with pytest.raises(ConfigError) as refused:
+        inspected(file, None, f"policy.model_name={MODEL}")
+    assert str(refused.value) == (
+        f"the cache directory {file} cannot be written (File exists). Set TANDEM_CACHE to a writable directory."
+    )

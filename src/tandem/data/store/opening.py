@@ -27,7 +27,15 @@ from tandem.data.store.writer import Recipe, format_of, write_store
 from tandem.data.text.template import Template
 from tandem.data.text.tokenizer import state_of
 from tandem.errors import DataError
-from tandem.storage.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
+from tandem.storage.cache import (
+    cache_dir,
+    check_cache_dir,
+    content_of,
+    fingerprint,
+    published,
+    read_manifest,
+    write_manifest,
+)
 
 BYTES_PER_WORKER = 512 * 1024  # with less data per worker, starting another one takes longer than it saves
 NOT_JSON_HINT = (
@@ -143,6 +151,7 @@ def _find_or_make(request: _Request) -> TokenStore:
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
+        check_cache_dir()
         recipe, format_reason = _make_recipe(request, files, wording)
         with published(folder, "tokens") as aside:
             facts = _tokenize_files(request, files, recipe, aside)
