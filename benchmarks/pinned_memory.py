@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("This benchmark needs a GPU.")
+        parser.error("memory is pinned for a GPU, and there is none")
     num_tensors = options.gib * 1024**3 // TENSOR_BYTES
     ways: dict[str, Callable[[int], Any]] = {"tandem": pin_by_tandem, "torch": pin_by_torch}
     results: dict[str, Any] = {

@@ -298,6 +298,7 @@ def test_curve_of_tandem(bench, pairs, tmp_path):
             [],
             "versus_trl.py: error: TRL is timed with Liger's kernels, which need a GPU, and there is none\n",
         ),
+        ("pinned_memory", [], "pinned_memory.py: error: memory is pinned for a GPU, and there is none\n"),
         ("train", ["--profile"], "train.py: error: --profile is of a GPU, and there is none\n"),
     ],
 )
