@@ -53,6 +53,11 @@ class Reference(Section):
 class Export(Section):
     """The model folder written at the end."""
 
+    checkpoint: Literal["latest", "best"] = Field(
+        default="latest",
+        description="latest: export the last step; best: export the checkpoint that checkpointing.metric_name ranks first (a run "
+        "that stops early always does)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="data type of the exported weights; auto: that of the original model"
     )
@@ -63,6 +68,11 @@ class Export(Section):
     merge_lora: bool = Field(
         default=True,
         description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
+    )
+    max_shard_size: str = Field(
+        default="5GB",
+        pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
+        description="largest weight file of the exported model; a larger model is split into several files",
     )
 
 

@@ -16,7 +16,7 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
-from tandem.export import _save
+from tandem.export.weights import _save
 from tandem.model.attention.pack_attention import windows_of
 from tandem.model.distributed.process_group import leave_process_group
 from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
