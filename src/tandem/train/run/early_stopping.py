@@ -48,8 +48,9 @@ def restore_best(t: Training) -> RestoredStep | None:
     assert t.setup.tracked is not None
     t.progress = replace(t.progress, step=step_of(place))
     helped = t.ranks.from_first(lambda: t.ranking.better_start() is None)
-    name = "stopped_early" if stopped_early else "exported_best"
-    return RestoredStep(step_of(place), Verdict(name, t.setup.tracked.split, text), helped)
+    split = t.setup.tracked.split
+    verdict = Verdict("stopped_early", split, text) if stopped_early else Verdict("exported_best", split, text)
+    return RestoredStep(step_of(place), verdict, helped)
 
 
 def _exports_best(t: Training) -> bool:
