@@ -39,9 +39,9 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Largest weight file. Default: export.max_shard_size (5GB).")
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure the export on the run's validation sets.")
-    ] = True,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Do not measure the export on the run's validation sets.")
+    ] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="Also write a GGUF file, with llama.cpp's converter.")] = False,
     llama_cpp: Annotated[
         str | None,
@@ -77,7 +77,7 @@ def export(
         form="adapter" if adapter else "merged" if merged else None,
         out=out,
         max_shard_size=max_shard_size,
-        measured=measure,
+        measured=not no_measure,
         gguf=gguf,
         llama_cpp=llama_cpp,
         push_to_hub=push_to_hub,

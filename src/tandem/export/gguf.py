@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.config.sections.section import expand_home
 from tandem.errors import ConfigError, TandemError, full_disk
-from tandem.isolation import isolated_environment
+from tandem.isolation import SAFE_PATH, isolated_environment
 from tandem.storage.ownership import temporary_path
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -48,19 +48,17 @@ def convert(folder: Path, converter: Path, dtype: str) -> Path:
     if target.is_file():
         return target
     aside = temporary_path(target)
-    command = [
-        sys.executable,
-        "-P",
-        str(converter),
-        str(folder),
-        "--outfile",
-        str(aside),
-        "--outtype",
-        OUTPUT_TYPES[dtype],
-    ]
+    outputs = ["--outfile", str(aside), "--outtype", OUTPUT_TYPES[dtype]]
+    # The converter imports modules of its own folder, which PYTHONSAFEPATH would hide; the working directory is not searched.
+    environment = {name: value for name, value in isolated_environment().items() if name not in SAFE_PATH}
     try:
         done = subprocess.run(
-            command, env=isolated_environment(), capture_output=True, text=True, errors="replace", check=False
+            [sys.executable, str(converter), str(folder), *outputs],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
         if done.returncode or not aside.is_file() or not aside.stat().st_size:
             said = " ".join((done.stderr or done.stdout).split())[-SHOWN_CHARACTERS:]

@@ -7,6 +7,7 @@ from tandem.export.gguf import CONVERTER, convert, find_converter
 
 WRITES = """
 import sys
+import neighbour
 folder, _, outfile, _, outtype = sys.argv[1:]
 open(outfile, "w").write(f"GGUF of {folder} as {outtype}")
 """
@@ -14,6 +15,7 @@ FAILS = "import sys; sys.exit('BPE pre-tokenizer was not recognized')"
 
 
 def stub(folder, code):
+    (folder / "neighbour.py").touch()  # llama.cpp's imports modules of its own folder
     file = folder / CONVERTER
     file.write_text(f"#!/usr/bin/env python3\n{code}")
     file.chmod(0o755)
