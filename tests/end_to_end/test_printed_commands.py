@@ -84,7 +84,7 @@ def test_a_better_checkpoint_is_exported_as_printed(tmp_path, capsys, monkeypatc
     said = capsys.readouterr().out
     assert f"  {run}/model  the aligned model (float32), in the Hugging Face layout: step 4\n" in said
     assert "\nStep 2 is better by validation-default rewards_rejected_mean (-" in said
-    [command] = [line.strip() for line in said.splitlines() if " export " in line and line.startswith("  ")]
+    [command] = [line.strip() for line in said.splitlines() if " --checkpoint " in line]
     words = shlex.split(command)
     assert words[words.index("export") :] == ["export", str(run), "--checkpoint", "step_2"]
     monkeypatch.setattr("sys.argv", ["tandem", *words[words.index("export") :]])

@@ -1,5 +1,6 @@
 """`tandem export`: any checkpoint of a run = what the run exports, bit for bit; and every way in which it is refused."""
 
+import io
 import json
 import shutil
 import sys
@@ -17,7 +18,9 @@ from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, MachineError
 from tandem.export.checkpoint import export
 from tandem.export.request import request_export
+from tandem.report.reporter import Reporter
 from tandem.storage.cache import write_manifest
+from tandem.terminal.console import SafeConsole
 
 SAVING = ["checkpointing.save_period=2", "dpo.val_period=2", "dpo.val_at_end=true", "dpo.val_batches=2"]
 
@@ -183,7 +186,11 @@ def test_weights_of_few_bits_are_exported_bit_for_bit(tmp_path):
         "dpo.val_period=0",
     ]
     run = short_run(tmp_path / "run", *settings(tmp_path), *few)
-    done = export(run, measured=False)
+    console = SafeConsole(file=io.StringIO(), force_terminal=True, width=120)
+    done = export(run, measured=False, reporter=Reporter(console=console))
+    drawn = console.file.getvalue()
+    for stage in ("verifying the checkpoint", "writing", "loading back and measuring"):
+        assert stage in drawn, stage
     assert largest_difference(load_file(done.folder / "model.safetensors"), weights_of(run)) == 0.0
     assert done.not_measured == "--no-measure was given."
 
@@ -207,6 +214,7 @@ def test_a_checkpoint_can_be_trained_from_and_be_the_reference(made, tmp_path):
     from_run = short_run(tmp_path / "b", *data, f"policy.model_name={made}", f"reference.model={made}")
     assert largest_difference(weights_of(from_checkpoint), weights_of(from_run)) == 0.0
     assert f"| base model | {made.name} |" in (from_run / "model/README.md").read_text()
+    assert f"| base model | {made.name}, step_4 |" in (from_checkpoint / "model/README.md").read_text()
 
 
 def test_a_damaged_checkpoint_cannot_be_trained_from(run, tmp_path):

@@ -42,7 +42,9 @@ class Reference(Section):
         "none: no reference (losses that do not use one never load it)",
     )
     model: PathText | None = Field(
-        default=None, description="path or hub name of another reference model; null: the policy before training"
+        default=None,
+        description="path (also of a run or a checkpoint) or hub name of another reference model; null: the policy before "
+        "training",
     )
     cache_dir: PathText | None = Field(
         default=None,

@@ -22,6 +22,7 @@ from tandem.data.read.hub import is_hub_name
 from tandem.data.store.sets import PUBLISHED, Sets
 from tandem.export.licence import Licence, licence_of
 from tandem.model.files.source import ModelSource
+from tandem.storage.cache import is_checkpoint, real_path
 from tandem.terminal.printable import escaped, scrubbed
 from tandem.train.checkpoint.ranking import Record
 from tandem.train.validation import ValidationReport
@@ -118,6 +119,9 @@ def shown_model(name: str) -> str:
         return "tandem's embedded tiny model"
     if name.startswith("${"):
         return "a model named in the environment"
+    if is_checkpoint(Path(name)):
+        place = real_path(name)
+        return f"{place.parent.parent.name}, {place.name}"
     return name if _is_hub_model(name) else Path(name).name
 
 
