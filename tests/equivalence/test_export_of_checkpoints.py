@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.cli import main as cli
 from tandem.errors import CheckpointError, ConfigError, MachineError
+from tandem.export import cached
 from tandem.export.checkpoint import export
 from tandem.export.request import request_export
 from tandem.report.reporter import Reporter
@@ -207,17 +209,39 @@ def test_the_model_is_converted_by_llama_cpp(made, tmp_path, monkeypatch, capsys
 # --- a run and its checkpoints as models ---
 
 
-def test_a_checkpoint_can_be_trained_from_and_be_the_reference(made, tmp_path):
-    data = [few_pairs(tmp_path, 20), "dpo.max_num_steps=1"]
+@pytest.fixture
+def in_this_process(monkeypatch, capsys):
+    """Run the child process that exports a checkpoint in this process, which has imported everything already."""
+
+    def run(command, **_):
+        arguments = command[command.index("export") :]
+        code, out, err = tandem(monkeypatch, capsys, *arguments)
+        return subprocess.CompletedProcess(command, code, out, err)
+
+    monkeypatch.setattr(cached.subprocess, "run", run)
+
+
+def assert_trains_from_a_checkpoint(made, folder):
+    data = [few_pairs(folder, 20), "dpo.max_num_steps=1"]
     place = made / "checkpoints/latest"
-    from_checkpoint = short_run(tmp_path / "a", *data, f"policy.model_name={place}", f"reference.model={place}")
-    from_run = short_run(tmp_path / "b", *data, f"policy.model_name={made}", f"reference.model={made}")
+    from_checkpoint = short_run(folder / "a", *data, f"policy.model_name={place}", f"reference.model={place}")
+    from_run = short_run(folder / "b", *data, f"policy.model_name={made}", f"reference.model={made}")
     assert largest_difference(weights_of(from_checkpoint), weights_of(from_run)) == 0.0
     assert f"| base model | {made.name} |" in (from_run / "model/README.md").read_text()
     assert f"| base model | {made.name}, step_4 |" in (from_checkpoint / "model/README.md").read_text()
 
 
-def test_a_damaged_checkpoint_cannot_be_trained_from(run, tmp_path):
+def test_a_checkpoint_can_be_trained_from_and_be_the_reference(made, tmp_path, in_this_process):
+    assert_trains_from_a_checkpoint(made, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_by_a_separate_process(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    assert_trains_from_a_checkpoint(run, tmp_path)
+
+
+def test_a_damaged_checkpoint_cannot_be_trained_from(run, tmp_path, in_this_process):
     place = run / "checkpoints/step_2"
     file = next((place / "tensors").iterdir())
     file.write_bytes(file.read_bytes()[:-1])
