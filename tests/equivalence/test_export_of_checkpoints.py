@@ -100,7 +100,9 @@ def test_an_export_without_the_data_is_not_measured_and_says_so(tmp_path, monkey
     assert (code, f"warning: the export was loaded back, but not measured: {why}" in " ".join(out.split())) == (0, True)
     folder = run / "exports/step_4"
     card = (folder / "README.md").read_text()
-    assert "The exported weights were not measured: " in card
+    assert "The exported weights were not measured: the run's data could not be read.\n" in card
+    for name in ("README.md", "tandem_export.json"):
+        assert str(tmp_path) not in (folder / name).read_text(), name
     assert "| train | few.jsonl | unknown | " in card
     # Several files, as transformers and vLLM read them: an index and numbered shards.
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -191,8 +193,9 @@ def test_weights_of_few_bits_are_exported_bit_for_bit(tmp_path):
     console = SafeConsole(file=io.StringIO(), force_terminal=True, width=120)
     done = export(run, measured=False, reporter=Reporter(console=console))
     drawn = console.file.getvalue()
-    for stage in ("verifying the checkpoint", "writing", "loading back and measuring"):
+    for stage in ("verifying the checkpoint", "loading the start model", "loading back and measuring"):
         assert stage in drawn, stage
+    assert "warning" not in drawn  # it was asked for
     assert largest_difference(load_file(done.folder / "model.safetensors"), weights_of(run)) == 0.0
     assert done.not_measured == "--no-measure was given."
 

@@ -177,7 +177,7 @@ class _Exporter:
         if read_record(self.request.folder).get("made_of") != self.request.made_of:
             raise ConfigError(f"--out {self.request.folder}: another process wrote there. Choose another --out.")
         self._report(start, form, in_memory, exported)
-        return replace(_read_back(self.request), folder=self.request.folder)
+        return replace(_read_back(self.request), not_measured=start.not_measured)
 
     @contextmanager
     def _stage(self, number: int) -> Iterator[None]:
@@ -253,7 +253,7 @@ class _Exporter:
             data=data,
             records=records,
             exported=exported,
-            not_measured=start.not_measured,
+            not_measured=start.shared_reason,
         )
         return model_card(facts)
 
@@ -267,7 +267,7 @@ class _Exporter:
             dtype=form.dtype_name,
             in_memory={one.split: one.metrics for one in in_memory},
             exported={one.split: one.metrics for one in exported},
-            not_measured=start.not_measured,
+            not_measured=start.shared_reason,
         )
 
     def _report(
@@ -275,7 +275,7 @@ class _Exporter:
     ) -> None:
         times = ("in memory", f"exported ({form.dtype_name})")
         self.reporter.change(f"\nValidation of step {self.request.checkpoint.step}", times, in_memory, exported)
-        if start.not_measured is not None:
+        if start.not_measured is not None and self.request.measured:
             self.reporter.warn(f"the export was loaded back, but not measured: {start.not_measured}")
         if form.is_adapter and is_local(start.source) and self.request.repository is not None:
             self.reporter.warn(

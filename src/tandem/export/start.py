@@ -31,6 +31,12 @@ class Start:
     template: Template
     setup: Setup | None  # None: the export is not measured
     not_measured: str | None  # why not
+    is_data_missing: bool  # whether the reason is a problem with the data
+
+    @property
+    def shared_reason(self) -> str | None:
+        """Why the export is not measured, without paths: for files that may be uploaded."""
+        return "the run's data could not be read." if self.is_data_missing else self.not_measured
 
     @property
     def lora(self) -> LoraPlan | None:
@@ -75,10 +81,10 @@ def find_start(
     tokenizer = load_tokenizer(tokenizer_folder)
     check_export(tokenizer, tokenizer_folder, source.config)
     template = make_template(tokenizer, config.policy.tokenizer)
-    setup = None
-    if not_measured is None:
-        setup, not_measured = _open_data(config, source, machine)
-    return Start(config, source, machine, template, setup, not_measured)
+    setup, problem = (None, None) if not_measured else _open_data(config, source, machine)
+    if not_measured is None and setup is not None and not setup.plan.validation:
+        setup, not_measured = None, "the run has no validation set."
+    return Start(config, source, machine, template, setup, not_measured or problem, is_data_missing=problem is not None)
 
 
 def load_unmeasured(start: Start, source: ModelSource, lora: LoraPlan | None) -> Policy:
@@ -128,7 +134,6 @@ def _refuse_other_model(
 def _open_data(config: Config, source: ModelSource, machine: Machine) -> tuple[Setup | None, str | None]:
     """The setup with the run's data; or why nothing can be measured on it."""
     try:
-        setup = fit_to_machine(open_inputs(config, source), machine)
+        return fit_to_machine(open_inputs(config, source), machine), None
     except TandemError as error:
         return None, str(error).splitlines()[0]
-    return (setup, None) if setup.plan.validation else (None, "the run has no validation set.")
