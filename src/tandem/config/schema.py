@@ -74,7 +74,7 @@ class Export(Section):
     max_shard_size: str = Field(
         default="5GB",
         pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
-        description="largest weight file of the exported model; a larger model is split into several files",
+        description="largest size of a shard of the exported weights; a larger model is split into several shards",
     )
 
 
