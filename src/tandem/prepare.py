@@ -18,6 +18,7 @@ from tandem.data.store.sets import ProgressBar, Sets
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
@@ -97,6 +98,7 @@ def prepare_data(
             f"{config.data.validation_share} of it. Leave out --output-dir, and training uses the packs in the cache; or split "
             "the file in two."
         )
+    export_named_checkpoints(config, say=lambda text: None)
     source = check_model(config)
     inputs = open_inputs(config, source, bar)
     sets, template = inputs.sets, inputs.template

@@ -9,7 +9,7 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
-from tandem.export import round_stochastically
+from tandem.export.weights import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
 from tandem.train.checkpoint import checkpoints as checkpoint

@@ -28,9 +28,10 @@ class CommandGroup(TyperGroup):
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-HELP_ORDER = ("train", "inspect", "prepare", "config", "fail-points")
+HELP_ORDER = ("train", "export", "inspect", "prepare", "config", "fail-points")
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
-INTERRUPT_HINTS = {"prepare": ". No incomplete files were kept; run the same command to start again."}
+NOTHING_KEPT = ". No incomplete files were kept; run the same command to start again."
+INTERRUPT_HINTS = {"prepare": NOTHING_KEPT, "export": NOTHING_KEPT}
 
 app = typer.Typer(
     cls=CommandGroup,

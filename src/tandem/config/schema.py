@@ -42,7 +42,9 @@ class Reference(Section):
         "none: no reference, for losses that do not use one",
     )
     model: PathText | None = Field(
-        default=None, description="path or hub name of another reference model; null: the policy before training"
+        default=None,
+        description="path (also of a run or a checkpoint) or hub name of another reference model; null: the policy before "
+        "training",
     )
     cache_dir: PathText | None = Field(
         default=None,
@@ -53,6 +55,11 @@ class Reference(Section):
 class Export(Section):
     """The model folder written at the end."""
 
+    checkpoint: Literal["latest", "best"] = Field(
+        default="latest",
+        description="latest: export the last step; best: export the checkpoint that checkpointing.metric_name ranks first (a run "
+        "that stops early always does)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="data type of the exported weights; auto: that of the original model"
     )
@@ -63,6 +70,11 @@ class Export(Section):
     merge_lora: bool = Field(
         default=True,
         description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
+    )
+    max_shard_size: str = Field(
+        default="5GB",
+        pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
+        description="largest size of a shard of the exported weights; a larger model is split into several shards",
     )
 
 

@@ -70,6 +70,21 @@ def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool
     raise ConfigError(f"dpo.early_stopping_patience = {patience}: {problem}, or leave out dpo.early_stopping_patience.")
 
 
+def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
+    """Refuse export.checkpoint=best if no metric ranks the checkpoints, or if there are none."""
+    if checkpoint != "best":
+        return
+    if tracked is None:
+        problem = "no validation set is given, so no checkpoint is known to be the best. Set data.validation"
+    elif tracked.split != "train" and not dpo.validates:
+        problem = f"{tracked} is never measured. Set dpo.val_period"
+    elif not saves:
+        problem = "no checkpoints are saved. Set checkpointing.enabled=true"
+    else:
+        return
+    raise ConfigError(f"export.checkpoint = best: {problem}, or export the last step with export.checkpoint=latest.")
+
+
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
     """Parse checkpointing.metric_name; None if checkpoints are ranked by age, because there are no validation sets.
 

@@ -15,6 +15,7 @@ from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
 from tandem.data.store.sets import with_set_keys
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
@@ -70,6 +71,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         if per_pair is None:
             reporter.result(run)
             return run
+    ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
     share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.

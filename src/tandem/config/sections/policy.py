@@ -163,7 +163,8 @@ class Policy(Section):
     """The trained model, and how it is trained."""
 
     model_name: PathText = Field(
-        default=EMBEDDED, description="model folder or hub name; embedded: a tiny random model built locally"
+        default=EMBEDDED,
+        description="model folder, hub name, run or checkpoint of a run; embedded: a tiny random model built locally",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     tokenizer: Tokenizer = Field(default=Tokenizer(), description="tokenizer and chat template")

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.model.files.folder import check_weight_file, read_json
 from tandem.model.files.source import download, refuse_run
-from tandem.storage.cache import content_of
+from tandem.storage.cache import content_of, is_checkpoint
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -60,9 +60,12 @@ def read_adapter(name: str) -> TrainedAdapter:
     refuse_run("policy.lora.adapter", name)
     folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter. Give a folder saved by peft."
+        hint = (
+            f"It is a checkpoint: run tandem export {name} --adapter first."
+            if is_checkpoint(folder)
+            else "Give a folder saved by peft."
         )
+        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter. {hint}")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
             f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."

@@ -73,12 +73,21 @@ class Ranking:
 
         Of several steps ranked by the same validation, the first is best, because it is closest to the validated weights.
         """
-        measured = self._measured
-        until = bisect_right(measured, step, key=lambda one: one[0])
-        value = measured[until - 1][1] if until else math.nan
+        value = self.value_at(step)
         if not math.isfinite(value):
             return True, 0.0, -step
         return False, self._sign * value, step
+
+    def value_at(self, step: int) -> float:
+        """The metric as last measured at or before a step; NaN if it was not measured yet."""
+        measured = self._measured
+        until = bisect_right(measured, step, key=lambda one: one[0])
+        return measured[until - 1][1] if until else math.nan
+
+    def is_better(self, step: int, other: int) -> bool:
+        """Whether the metric is known for both steps and better for the first."""
+        value, than = self._sign * self.value_at(step), self._sign * self.value_at(other)
+        return math.isfinite(than) and value < than
 
 
 def measured_on(record: dict[str, Any]) -> tuple[Any, ...]:

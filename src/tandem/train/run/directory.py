@@ -17,7 +17,7 @@ from tandem.config.schema import Config
 from tandem.config.validation import flatten
 from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
-from tandem.storage.cache import fingerprint, is_export
+from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.commands import override, tandem_command
 
@@ -26,7 +26,7 @@ FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
-FOLDERS = ("checkpoints", "logs", "model", "samples")
+FOLDERS = ("checkpoints", "exports", "logs", "model", "samples")
 # The final names of files that a run first writes under a temporary name, as regular expressions.
 TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
@@ -102,6 +102,14 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
             refuse_other_than_export(run)
             return run
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
+
+
+def checkpoint_dir(config: Config, run: Path) -> Path:
+    """The checkpoint directory: inside the run directory unless both keys are set and name different places."""
+    given = config.checkpointing.checkpoint_dir
+    if given is None or config.run.dir is None or real_path(given) == real_path(run):
+        return run / "checkpoints"
+    return Path(given)
 
 
 def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:

@@ -177,7 +177,7 @@ def build(
         run=run,
         policy=policy,
         context=contexts["train"],
-        validation_sets=_validation_sets(setup, contexts),
+        validation_sets=validation_sets(setup, contexts),
         optimizer=optimizer,
         scheduler=scheduler,
         fingerprints=fingerprints,
@@ -235,7 +235,8 @@ def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
     return found
 
 
-def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
+def validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
+    """The validation sets of a run. contexts: by split."""
     dpo = setup.config.dpo
     return [
         ValidationSet(

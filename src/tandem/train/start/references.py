@@ -61,9 +61,16 @@ def make_references(
     weights: str,
     reporter: Reporter,
     check: Callable[[], None],
+    *,
+    only_validation: bool = False,
 ) -> dict[str, Reference]:
-    """Return the reference for the training set and every validation set, by split. weights: fingerprint of the start model."""
+    """Return the reference for the training set and every validation set, by split. weights: fingerprint of the start model.
+
+    only_validation: leave out the training set, and write nothing to the run.
+    """
     packers = setup.plan.packers()
+    if only_validation:
+        del packers["train"]
     if not setup.uses_reference:
         return dict.fromkeys(packers, NoReference())
     other = setup.reference_source
@@ -83,7 +90,7 @@ def make_references(
         weights = ranks.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
     ranks.run_or_stop_all(lambda: remove_abandoned(folder, ".+", is_held=False), on=ranks.is_first_here)
-    places = _places_of_references(setup, run, folder, weights, ranks, reporter)
+    places = _places_of_references(setup, packers, run, folder, weights, ranks, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
         with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
@@ -102,14 +109,20 @@ def make_references(
                 # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
                 portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
             )
-    ranks.run_or_stop_all(
-        lambda: write_atomically(run / REFERENCES_FILE, json.dumps(places, indent=1), "references"), on=ranks.is_first
-    )
+    text = json.dumps(places, indent=1)
+    is_writer = ranks.is_first and not only_validation
+    ranks.run_or_stop_all(lambda: write_atomically(run / REFERENCES_FILE, text, "references"), on=is_writer)
     return references
 
 
 def _places_of_references(
-    setup: Setup, run: Path, folder: Path, weights: str, ranks: Ranks, reporter: Reporter
+    setup: Setup,
+    packers: dict[str, Packer],
+    run: Path,
+    folder: Path,
+    weights: str,
+    ranks: Ranks,
+    reporter: Reporter,
 ) -> dict[str, str]:
     """Return the cache folder of each set's reference. A resumed run keeps the folders it started with if they still exist.
 
@@ -124,7 +137,6 @@ def _places_of_references(
         "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
-    packers = setup.plan.packers()
     places = {
         name: reference_name(weights, packer.store.tokens_fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()

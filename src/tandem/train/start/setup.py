@@ -8,7 +8,13 @@ import torch
 
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
-from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
+from tandem.config.tracked import (
+    TrackedMetric,
+    check_direction,
+    check_early_stopping,
+    check_exported_best,
+    tracked_metric,
+)
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
@@ -23,7 +29,7 @@ from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
 from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
-from tandem.storage.cache import check_cache_dir, check_writable, real_path
+from tandem.storage.cache import check_cache_dir, check_writable
 from tandem.train.memory import (
     RowLength,
     auto_row_length,
@@ -33,6 +39,7 @@ from tandem.train.memory import (
     refuse_large_masks,
 )
 from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.run.directory import checkpoint_dir
 from tandem.train.start.machine import Machine, check_machine
 from tandem.train.start.plan import Plan, Schedule, plan_steps
 
@@ -59,10 +66,7 @@ class Setup:
 
     def checkpoint_dir(self, run: Path) -> Path:
         """Return the checkpoint directory. It is in the run directory, unless run.dir and checkpoint_dir are set and differ."""
-        given = self.config.checkpointing.checkpoint_dir
-        if given is None or self.config.run.dir is None or real_path(given) == real_path(run):
-            return run / "checkpoints"
-        return Path(given)
+        return checkpoint_dir(self.config, run)
 
     @property
     def validation_batch_size(self) -> int:
@@ -228,6 +232,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
             "metric would never be measured. Set dpo.val_period, dpo.val_at_start or dpo.val_at_end, or track train:loss."
         )
     check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
+    check_exported_best(config.export.checkpoint, config.dpo, tracked, saves=config.checkpointing.enabled)
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "

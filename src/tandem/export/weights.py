@@ -66,15 +66,16 @@ def export_model(
     *,
     dtype: torch.dtype,
     rounding: str,
+    max_shard_size: str,
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` can load, including the chat template.
 
     `config` is the start model's configuration, so that settings which training disabled (dropout) are enabled again. Every rank
-    contributes its shard of the weights; the first rank writes them. All ranks `measure` the written model before it gets its
-    final name, which is the last step of a run. `adapted`: the policy has adapters, which are added to the weights in float32
-    before rounding.
+    contributes its shard of the weights; the first rank writes them, in files of at most `max_shard_size`. All ranks `measure`
+    the written model before it gets its final name, which is the last step of a run. `adapted`: the policy has adapters, which
+    are added to the weights in float32 before rounding.
     """
     full = _full_tensors(policy)
     round_one = _rounding_function(dtype, rounding)
@@ -82,7 +83,7 @@ def export_model(
     def write(aside: Path) -> None:
         tensors = merge_adapters(policy.model, full) if adapted else full
         state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
-        _save(policy, config, state, aside, dtype)
+        _save(policy, config, state, aside, dtype, max_shard_size)
         _save_tokenizer(template, aside)
 
     _publish(folder, write, measure, ranks)
@@ -152,7 +153,9 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def _save(policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _save(
+    policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB"
+) -> None:
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
@@ -160,7 +163,7 @@ def _save(policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, d
     with torch.device("meta"):
         empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
     empty.generation_config = policy.model.generation_config
-    empty.save_pretrained(str(folder), state_dict=state)
+    empty.save_pretrained(str(folder), state_dict=state, max_shard_size=max_shard_size)
 
 
 def _save_tokenizer(template: Template, folder: Path) -> None:
