@@ -228,7 +228,7 @@ def _truncation_note(preference: TokenizedPreference, longer: TokenStore, overlo
 def _preference_at(
     row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """Return the preference at a row. If it is over-long, also return a note on how training handles it, else None."""
+    """Return (preference, note) for a row. The note says how training handles an over-long preference; otherwise it is None."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)

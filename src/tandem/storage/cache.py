@@ -1,6 +1,6 @@
 """Provides the cache directory, manifests, and functions that write files and folders atomically.
 
-Atomic writing means: under a temporary name, then synced to the disk and renamed.
+Files and folders are written under a temporary name, then synced to the disk and renamed.
 """
 
 import hashlib
@@ -81,9 +81,9 @@ def outside_of(folder: Path, file: Path) -> Path | None:
 
 
 def refuse_outside(folder: Path, file: Path) -> None:
-    """Raise a ConfigError if `file` is a link to outside its folder, which may have been downloaded.
+    """Raise a ConfigError if `file` is a link to outside `folder`.
 
-    Otherwise a private file of the user could become part of the exported model.
+    Such a link in a downloaded folder could make a private file of the user part of the exported model.
     """
     if target := outside_of(folder, file):
         raise ConfigError(

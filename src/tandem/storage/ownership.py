@@ -105,7 +105,7 @@ def create_temporary(path: Path) -> tuple[Path, int]:
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `folder`, which contains only the marker file.
+    """Yield a temporary folder next to `folder`. At first, the temporary folder contains only the marker file.
 
     After the block, remove the temporary folder unless it was renamed.
     """

@@ -68,10 +68,7 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a row of NeMo Aligner.
-
-    The keys are `prompt`, `chosen_response` and `rejected_response`; `chosen_reward` and `rejected_reward` are optional.
-    """
+    """Read a row of NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, and optional rewards."""
     return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
@@ -95,18 +92,12 @@ def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
 
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a row in which `chosen_messages` and `rejected_messages` are complete conversations.
-
-    The prompt is the common beginning of the two conversations.
-    """
+    """Read a row of two conversations, `chosen_messages` and `rejected_messages`. The prompt is their common beginning."""
     return _from_conversations(row, "chosen_messages", "rejected_messages")
 
 
 def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Read a row of Anthropic HH: `chosen` and `rejected` are dialogues, each written as one text.
-
-    The last assistant turn of a dialogue is the completion.
-    """
+    """Read a row of Anthropic HH: two dialogues as texts, `chosen` and `rejected`. The last assistant turn is the completion."""
     (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
     if chosen != rejected:
         raise _prompts_differ(row)
@@ -155,10 +146,7 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
-    """Return `instruction` and `input` joined into one text.
-
-    If the row has a `history` of earlier turns, return messages instead.
-    """
+    """Return `instruction` and `input` as one text, or as messages if the row has a `history` of earlier turns."""
     instruction = prompt_of(row, "instruction")
     extra = "" if row.value.get("input") is None else row.value["input"]
     if not isinstance(instruction, str) or not isinstance(extra, str):
@@ -302,10 +290,7 @@ def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
 
 
 def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
-    """If a key is missing because the row and earlier rows differ in format, return an error that says so.
-
-    Otherwise return `error` unchanged.
-    """
+    """If a key is missing because the row and earlier rows differ in format, return an error that says so, else `error`."""
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)

@@ -190,7 +190,7 @@ def _load_packs(file: Path) -> tuple[list[Any], int]:
 
 
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
-    """Raise a DataError if a file has more numbers than bytes. This is possible if it refers to the same list many times."""
+    """Raise a DataError if a file has more numbers than bytes, which is possible if the file refers to a list many times."""
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     num_numbers = sum(len(items) for value in values if (items := _items(value)) is not None)
     if num_numbers > num_bytes:

@@ -42,7 +42,7 @@ _KNOWN_NAMES = {
 class _Dtype:
     """The type of the items of an array: a code such as `i8` for numbers, or `O8` for objects.
 
-    The byte order is changed later, when the pickle gives it.
+    `order`: the byte order, which a later instruction of the pickle sets.
     """
 
     code: str

@@ -64,7 +64,10 @@ class Preference:
 
 
 def checked(preference: Preference) -> Preference:
-    """Return `preference`. Raise a RowError if a completion is empty, or if all completions or all ranks are equal."""
+    """Return `preference` if it can be learned from, else raise a RowError.
+
+    It cannot if all completions or all ranks are equal, or if one of only two completions is empty.
+    """
     answers = [completion.answer for completion in preference.completions]
     if len(answers) == 2 and any(map(is_empty, answers)):  # among more than two, the empty one may not be in any pair
         raise empty_completion(preference.place)
@@ -85,7 +88,7 @@ def empty_completion(place: str) -> RowError:
 
 
 def is_empty(answer: TextOrMessages) -> bool:
-    """Whether an answer is empty: a text of white space, or messages with an assistant turn without content and tool calls."""
+    """Whether an answer is empty: a blank text, or messages with an assistant turn that has neither content nor tool calls."""
     if isinstance(answer, str):
         return not answer.strip()
     return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
@@ -146,7 +149,7 @@ def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt. Raise a RowError if the last turn is empty, or is a system or assistant turn."""
+    """Return the messages of a prompt. Raise a RowError if the last one is an empty user turn, or a system or assistant turn."""
     if messages[-1].role == "user" and not messages[-1].content.strip():
         raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":

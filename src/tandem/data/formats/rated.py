@@ -98,7 +98,7 @@ def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
 
 
 def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
-    """Return the list `scores`, or None if the row has no such list. Raise a RowError if it has not one score per completion."""
+    """Return the list `scores`, or None if the row has no such list. Raise a RowError unless it has one score per completion."""
     given = row.value.get("scores")
     if given is None:
         return None

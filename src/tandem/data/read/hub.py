@@ -227,7 +227,7 @@ class _Subset(BaseModel):
 def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
     """Return the data files of a split, in the order in which they are read.
 
-    If the subset or split does not exist, or none was given and several exist, a DataError lists the available names.
+    If the subset or split does not exist or is ambiguous, raise a DataError that lists the available names.
     """
     files = [file for file in listing if _is_data(file)]
     if not files:
@@ -296,7 +296,8 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
     """Return the name of the subset or split to use: `given`, or `usual` if `given` is None. `key`: "subset" or "split".
 
-    If neither exists, a single subset is chosen automatically. A single split is not, because it may be a test set.
+    If `given` is None and `usual` does not exist, a single subset is chosen. A single split is not chosen, because it may
+    be a test set. In all other cases, raise a DataError.
     """
     known = list(known)
     wanted = usual if given is None else given

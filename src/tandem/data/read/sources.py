@@ -50,10 +50,7 @@ CSV_NUMBERS = (*chain.from_iterable(PAIR_SCORE_KEYS), "overall_preference")
 
 
 class RowError(Exception):
-    """Raised if a row cannot be used.
-
-    `kind`: "bad" if the row is malformed, "filtered" if it is well-formed but contains no preference to learn.
-    """
+    """Raised if a row cannot be used. `kind`: "bad" if it is malformed, "filtered" if it has no preference to learn."""
 
     def __init__(self, place: str, reason: str, message: str, kind: Literal["bad", "filtered"] = "bad"):
         super().__init__(f"{place}: {message}")
@@ -335,10 +332,7 @@ def _parse_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> Iterator[str]:
-    """Yield the lines of a csv file as text. Raise a DataError if the header is not UTF-8.
-
-    Any other line that is not UTF-8 is recorded in `damaged`: line number -> description of the error.
-    """
+    """Yield the lines of a csv file as text. A line that is not UTF-8 is added to `damaged`; in the header it is an error."""
     for number, line in _numbered_lines(file, path):
         try:
             text = line.decode("utf-8")

@@ -198,7 +198,7 @@ def stream_values(stream: bytes) -> list[dict[str, Any]]:
 def _without_nulls(value: Any, depth: int = 0) -> Any:
     """Drop keys with null values from nested objects.
 
-    In a table, all objects of a column have the same keys, and a null means that the key was missing in the row.
+    In a table, all objects of a column have the same keys. A key that is missing in an object is stored as null.
     """
     if isinstance(value, dict):
         return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}

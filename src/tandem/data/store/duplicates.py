@@ -79,7 +79,7 @@ def _refuse(stores: list[TokenStore], found: list[dict[int, str]]) -> None:
 def _without_rows(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
     """Write a copy of the store without `rows` to the cache, and open the copy.
 
-    It lists the removed rows in its rejects.jsonl.
+    The rejects.jsonl of the copy lists the removed rows.
     """
     if len(rows) == len(store):
         raise DataError(

@@ -26,7 +26,7 @@ ENDS_WITH_ASSISTANT = re.compile(r"(?:\A|\s)(?:#+ ?)?(?:Assistant|ASSISTANT):\s*
 
 
 def notes_on(preference: Preference, rendered: Rendered, template: Template, pairing: str) -> Iterator[str]:
-    """Yield a note for each problem in a row that is used anyway."""
+    """Yield a note for each thing that looks wrong in a row. The row is used anyway."""
     yield from preference.notes
     completions = rendered.completions
     text = rendered.prompt + "".join([part.text for parts in completions for part in parts])

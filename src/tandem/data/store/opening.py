@@ -339,7 +339,7 @@ def check_usable_shares(store: TokenStore, source: str, data: Data) -> None:
 
 
 def _share_for(count: int, rows: int) -> float:
-    """Return `count` as a fraction of `rows`, rounded up to whole percent: 8 of 113 rows is returned as 0.08."""
+    """Return `count` as a fraction of `rows`, rounded up to whole percent. For 8 of 113 rows, return 0.08."""
     return math.ceil(100 * count / rows) / 100
 
 

@@ -35,7 +35,7 @@ class Processes:
         self._pool.stop()
 
     def probe(self) -> str:
-        """Render a fixed conversation in a worker, and return the text. It shows whether the template depends on the date."""
+        """Render a fixed conversation in a worker, and return the text. If the template depends on the date, so does the text."""
         if self.template.source is None:
             return ""
         try:

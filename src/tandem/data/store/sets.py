@@ -114,7 +114,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
 
 
 def _combined(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
-    """Return one error that lists the problems of all sets. It has the class of the first problem."""
+    """Return one error that lists the problems of all sets. The error has the class of the first problem."""
     (first, *others) = problems.values()
     messages = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
     return type(first)("\n".join(["\n\n".join(messages), *hints]))
@@ -131,7 +131,7 @@ def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], con
 
 
 def _settings_for_all(shares: list[dict[str, float]], data: Data) -> str:
-    """Return the settings with which all sets would be accepted, or "" unless at least two sets exceed the same limit."""
+    """Return the settings with which all sets would be accepted. Return "" if no limit was exceeded in two or more sets."""
     least = {
         key: max(values)
         for key, current in (

@@ -110,7 +110,7 @@ class Recipe:
         monitor: RowMonitor,
         number: int,
     ) -> list[TokenizedPreference | RowError]:
-        """Encode rendered rows. The limits on time and memory grow with the length of the texts, because a tokenizer may hang."""
+        """Encode rendered rows, with limits on time and memory in case the tokenizer hangs. The limits grow with the texts."""
         characters = sum(item[1].num_characters for item in rendered if not isinstance(item, RowError))
         monitor.start_row(number, extra_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
         with bounded_memory(ENCODE_BYTES + characters * BYTES_PER_CHARACTER):
@@ -121,7 +121,7 @@ class Recipe:
     def _render_some(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], monitor: RowMonitor
     ) -> list[tuple[Preference, Rendered] | RowError]:
-        """Render the next rows of the chunk. Stop after the row with which their texts exceed CHARACTERS_AT_ONCE."""
+        """Render the next rows of the chunk. Stop once the rendered texts exceed CHARACTERS_AT_ONCE in total."""
         rendered, characters = [], 0
         with bounded_memory():
             for number, row in rows:
@@ -365,6 +365,6 @@ def digest_of(row: TokenizedPreference) -> bytes:
 
 
 def pair_bytes(row: TokenizedPreference) -> list[tuple[bytes, bytes]]:
-    """Return a sorted list of pairs: the tokens of the winner and of the loser, as bytes."""
+    """Return (tokens of the winner, tokens of the loser) for each pair, as bytes, in sorted order."""
     completions = [completion.tobytes() for completion in row.completions]
     return sorted((completions[winner], completions[loser]) for winner, loser in row.pairs)

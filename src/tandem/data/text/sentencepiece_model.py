@@ -90,8 +90,8 @@ class SentencePiece:
     ) -> tuple[list[int], list[list[list[int]]]]:
         """Return the ids of a prompt, and the ids of every part of each completion.
 
-        The first part of a completion is encoded as a continuation of the prompt, every other part as one of the part
-        before it.
+        Each part is encoded as a continuation of the text before it: the prompt, or the previous part of the same
+        completion.
         """
         ids, before_all = self._encode(prompt, "")
         encoded = []

@@ -36,8 +36,8 @@ PROBES = (PLAIN_TEXT, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<ex
 def load_tokenizer(name: Path) -> Any:
     """Load a tokenizer from a folder or from a SentencePiece model (a file ending in .model). It must have an EOS token.
 
-    Malicious files can make the libraries hang or take all memory. So files that were not loaded before are first loaded
-    in a separate process, which can be killed.
+    Malicious files can make the libraries hang or take all memory. So a tokenizer that has not been loaded before is
+    first loaded in a separate process, which can be killed.
     """
     files = [name] if name.is_file() else _files_of(name)
     for file in files:
@@ -196,10 +196,11 @@ def fast_backend(tokenizer: Any) -> Any | None:
 
 
 def without_dummy_prefix(backend: Any) -> Any:
-    """Return a copy of a backend, such as that of Llama 2 or Mistral, that does not add a space before every text.
+    """Return a backend that does not add a space before every text.
 
-    A backend that adds no space is returned itself. The copy encodes completions, which continue a prompt: "Yes" after
-    "[/INST] " gives Yes, without a second space.
+    The backends of Llama 2 and Mistral add such a space; for them, return a changed copy. Return any other backend
+    itself. The result encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second
+    space.
     """
     # Only the components are compared: JSON of the full backend, with its vocabulary, takes half a second.
     steps = {name: component_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}

@@ -37,7 +37,7 @@ class TokenizedPreference:
     def values(self, column: str) -> tuple[float, ...]:
         """Return the values of a column: one per completion, or one for the preference.
 
-        Missing values are the column's default.
+        If the data has no values, return the column's default for each.
         """
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
@@ -61,7 +61,7 @@ class TokenizedPreference:
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
     """Return pairs of completions as (index of the better one, index of the worse one). Equal ranks form no pair.
 
-    Pairs by value of `pairing`:
+    Examples, with the pairs for each value of `pairing`:
 
     ranks (0, 2, 1): best_worst (0,1); adjacent (0,2), (2,1); all (0,2), (0,1), (2,1)
     ranks (0, 0, 1): best_worst (0,2); adjacent (0,2), (1,2); all (0,2), (1,2)
@@ -229,9 +229,10 @@ def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]
 
 
 def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
-    """Return a preference of at most `max_length` tokens. Shorter preferences are returned unchanged.
+    """Return a preference of at most `max_length` tokens. A preference that is short enough is returned unchanged.
 
-    An over-long preference is truncated if `overlong` says so. If it cannot be truncated, return a RowError.
+    An over-long preference is truncated if `overlong` is truncate_prompt or truncate_completion. For other values of
+    `overlong`, or if truncation is not possible, return a RowError.
     """
     if row.longest <= max_length:
         return row
