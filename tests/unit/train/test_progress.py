@@ -82,4 +82,4 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     place = checkpoint(tmp_path, "")
     (place / "state.json").unlink()
     os.mkfifo(place / "state.json")
-    assert refusal(place) == "it is not a file"
+    assert refusal(place) == "the path is not a file"
