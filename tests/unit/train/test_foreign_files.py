@@ -247,7 +247,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
 def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
     assert refusal(locked(tmp_path).__enter__) == (
-        f"{tmp_path}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
+        f"{tmp_path}/lock: not written by tandem, which stores its process id in a file of that name. Move the file elsewhere."
     )
     assert (tmp_path / "lock").read_bytes() == text
 
