@@ -92,7 +92,7 @@ class Loss:
     published: tuple[Published, ...] = ()  # empty if no source is known
 
     def supports_column(self, name: str) -> bool:
-        """Return whether the data column `name` affects this loss. `weight` affects every loss except those of scope batch."""
+        """Return whether the data column `name` affects this loss. `weight` affects every loss that is computed pair by pair."""
         return self.scope == "pair" if name == "weight" else name in self.columns
 
     def arguments(self, settings: object) -> dict[str, float]:

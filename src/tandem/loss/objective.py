@@ -90,7 +90,7 @@ def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = None) -> PairLoss:
     """Compute the losses and rewards of every pair of a micro-batch.
 
-    `batch_losses`: the losses of these pairs, if a loss of scope batch has computed them over the global batch.
+    `batch_losses`: the losses of these pairs, if they were already computed over the global batch (scope batch).
     """
     pairing, num_tokens = completions.pairing, completions.num_tokens
     sums = pair_sums(completions, dpo.ld_alpha)

@@ -43,8 +43,8 @@ class Batches:
         """Return the preferences of an epoch, one training set after another.
 
         A set with weight 2 is in every epoch twice. A set of five preferences with weight 0.4 has two preferences in each epoch:
-        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, the set is first put in a random order, which is
-        the same for all epochs.
+        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, they are taken from a random order of the set,
+        which is the same for all epochs.
         """
         if not self.spans:
             return np.arange(len(self.num_pairs))

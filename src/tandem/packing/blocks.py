@@ -65,7 +65,7 @@ def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
 def _run_ends(*arrays: IntArray) -> IntArray:
     """Return, for each column, the end of the run that contains the column: [rows, length].
 
-    All arrays are constant within a run.
+    A run is a range of columns in which every array is constant.
     """
     rows, length = arrays[0].shape
     changes = np.zeros((rows, length - 1), bool)
@@ -152,7 +152,7 @@ def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segm
 
 
 def _expand_ranges(first: IntArray, num: IntArray) -> tuple[IntArray, IntArray]:
-    """Concatenate ranges. Range i holds `num[i]` numbers from `first[i]` on.
+    """Concatenate ranges of numbers. Range i has `num[i]` consecutive numbers, starting at `first[i]`.
 
     Return the range index of each number, and the numbers.
     Example: first [5, 0] and num [2, 3] are returned as [0, 0, 1, 1, 1], [5, 6, 0, 1, 2].

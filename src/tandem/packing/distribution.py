@@ -87,7 +87,7 @@ def assign_to_ranks(
 def _make_round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> Round:
     """Make a round from packs.
 
-    Spread their preferences over all ranks if a rank would have no pack, or if that makes rows shorter.
+    If there are fewer packs than ranks, or if it makes rows shorter, spread the preferences of the packs over all ranks.
     Examples for two ranks: one pack with preferences of 4 and 3 tokens becomes 4 | 3. Two packs, of 5 + 3 and of 2 tokens, become
     5 | 3 + 2 if 5 is one of the `lengths`.
     """

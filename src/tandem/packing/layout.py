@@ -107,7 +107,7 @@ def lay_out(
 
 
 def join(packs: Sequence[Pack]) -> Pack:
-    """Join packs with the same row length into one pack that has the rows of all: a micro-batch."""
+    """Join packs with the same row length into one pack, a micro-batch. It has the rows of all packs."""
     if len(packs) == 1:
         return packs[0]
     positions = np.cumsum([0, *(pack.token_ids.size for pack in packs)])

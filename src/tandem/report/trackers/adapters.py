@@ -183,7 +183,7 @@ class Mlflow:
     def _has(self, name: str, step: int) -> bool:
         """Return whether MLflow already has this metric at this step.
 
-        A resumed run skips such metrics; MLflow would show both values.
+        A resumed run skips such metrics, because MLflow would show both values.
         """
         if self._reached is None:
             return False
@@ -220,7 +220,7 @@ TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard,
 class TrackerRuns:
     """The file trackers.json in a run directory.
 
-    For each tracker, it stores the ID of the tracker's run and a hash of its address.
+    For each tracker, the file stores the ID of the run in the tracker, and a hash of the tracker's address.
     """
 
     def __init__(self, run: str):
