@@ -278,7 +278,7 @@ class Forecast:
 def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
     """Forecast the memory of a step. `peak`: the peak memory of a forward and backward pass with gradients already allocated.
 
-    Optimizer states are not part of the peak and are added here. `state_bytes`: their bytes per trained parameter.
+    Optimizer states are not part of the peak and are added here. `state_bytes`: bytes of optimizer state per trained parameter.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())

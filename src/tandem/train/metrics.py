@@ -120,7 +120,7 @@ class PairLedger:
     def read(self, ranks: Ranks) -> tuple[PairTable, list[float]]:
         """Wait for the copy. Return the pairs of all ranks, and the scalars that this rank passed to `send`."""
         if self._sent is None:
-            raise RuntimeError("call send before read")
+            raise RuntimeError("PairLedger.read was called before PairLedger.send")
         numbers, sft, also = self._sent.parts()
         places = [np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True)]
         preference, winner, loser = places
@@ -216,7 +216,7 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
 
 
 def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
-    """Return 1 where the difference is above the band, 0 where it is below, and one half where it is within the band around 0."""
+    """Return 1 where the difference is above the band around 0, 0 where it is below the band, and one half where it is inside."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
 
@@ -240,7 +240,10 @@ def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray
 
 
 def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
-    """Return the distance between policy and reference, and the share of chosen completions that the policy finds less likely."""
+    """Return the distance between policy and reference.
+
+    Also return the share of chosen completions that are less likely under the policy than under the reference.
+    """
     drift, tokens = table["drift_chosen"] + table["drift_rejected"], table["tokens_chosen"] + table["tokens_rejected"]
     return {
         "kl_per_token": drift.sum() / tokens.sum(),

@@ -155,7 +155,7 @@ def train_step(
 def pack_outcomes(
     policy: Policy, context: StepContext, packs: Iterable[Pack], batch: GlobalBatch | None = None
 ) -> Iterator[PackOutcome]:
-    """Yield the losses of every pack, in order. A loss of scope batch is computed over all packs together.
+    """Yield the losses of every pack, in order. A loss that depends on the whole batch is computed over all packs together.
 
     `batch`: if given, the backward pass of each pack runs too, and `packs` must be the packs of this batch.
     """
@@ -173,10 +173,11 @@ def pack_outcomes(
 def _batch_scope_outcomes(
     policy: Policy, context: StepContext, packs: list[Pack], batch: GlobalBatch | None
 ) -> Iterator[PackOutcome]:
-    """Compute a loss of scope batch: run all packs without gradients, then compute the loss over all of them.
+    """Yield the losses of every pack, for a loss that depends on the whole batch.
 
-    If `batch` is given, compute the derivative of the loss with respect to each log-probability. Then run every pack again, and
-    start its backward pass from these derivatives.
+    All packs run without gradients, and the loss is computed over all of them. If `batch` is given, the derivative of the loss
+    with respect to each log-probability is computed. Then every pack runs again, and its backward pass starts from these
+    derivatives.
     """
     dpo, counts = context.dpo, [pack.num_pairs for pack in packs]
     with torch.no_grad():

@@ -65,7 +65,7 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
 
 
 def pack_outcome(policy: Policy, context: StepContext, pack: Pack) -> PackOutcome:
-    """Compute the losses of a micro-batch. For losses of scope pair: the loss of a pair does not depend on other pairs."""
+    """Compute the losses of a micro-batch, for a loss in which pairs are independent of each other."""
     completions = pack_completions(policy, context, pack)
     return PackOutcome(pack, completions, pair_loss(completions, context.dpo))
 
@@ -80,7 +80,7 @@ class JoinedPairs:
 
 
 def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
-    """Concatenate the pairs of several micro-batches of all ranks, as the input of a loss of scope batch."""
+    """Concatenate the pairs of several micro-batches of all ranks, as the input of a loss that depends on the whole batch."""
     views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:

@@ -299,7 +299,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """Return the results of the validation before the first step, read from metrics.jsonl. For a resumed run."""
+    """For a resumed run, return the results of the validation before the first step, read from metrics.jsonl."""
     return [
         ValidationReport(
             split=record["split"],

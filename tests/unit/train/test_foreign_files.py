@@ -171,7 +171,7 @@ def test_best_and_latest_are_links_to_a_step_beside_them_or_refused(tmp_path, li
     place, path = checkpoint(tmp_path, 1), tmp_path / link
     for target in ("../elsewhere", "/etc", "step_1/tensors", "step_007", "step_²"):
         path.symlink_to(target)
-        message = f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link."
+        message = f"{path}: a link to {target}, not to a checkpoint (step_N) in the same folder. Remove the link."
         assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
         path.unlink()
     path.mkdir()

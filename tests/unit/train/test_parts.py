@@ -116,4 +116,6 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
     assert refusal(tmp_path, torch.zeros(5, 3)).startswith(f"{file}: Error while deserializing header")
     file.unlink()
     os.mkfifo(file)  # reading it would wait for somebody to write
-    assert refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: not a file, so no run can resume from this checkpoint"
+    assert (
+        refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: it is not a file, so no run can resume from this checkpoint"
+    )

@@ -156,8 +156,8 @@ def load_checkpoint(
 ) -> Progress:
     """Load a verified checkpoint into the policy, the optimizer, the scheduler and the random number generators.
 
-    Return its progress.
-    The state of the scheduler is not saved, because it depends only on the step: the new scheduler is stepped to the saved step.
+    Return the progress of the run. The state of the scheduler is not saved, because it depends only on the step: the new
+    scheduler is stepped to the saved step.
     """
     version = intact_manifest(place).get("format_version")
     if version != FORMAT_VERSION:
@@ -169,8 +169,8 @@ def load_checkpoint(
     for name, then in saved.fingerprints.items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
-                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume exactly. "
-                "Restore it, or start again with --fresh."
+                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume from it. "
+                "Undo the change, or start again with --fresh."
             )
     tensors = state_tensors(policy, optimizer, ranks.number)
     kept = names_in(place / "tensors")
@@ -179,8 +179,8 @@ def load_checkpoint(
     missing = tensors.keys() - kept
     if missing and all(name.startswith("optimizer.") for name in missing):
         raise CheckpointError(
-            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it "
-            "exactly. Start again with --fresh."
+            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it. "
+            "Start again with --fresh."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
     _set_random_states(tensors, ranks.number, place)
@@ -225,7 +225,10 @@ def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files all match their SHA-256, and a description of the damage of each newer checkpoint."""
+    """Return the newest checkpoint whose files all match their SHA-256.
+
+    Newer checkpoints are damaged; also return a description of each.
+    """
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
         try:
@@ -331,7 +334,8 @@ def _is_saved(place: Path) -> bool:
             read_manifest(place)
         except ValueError as error:
             raise CheckpointError(
-                f"{error}. {place} is a link to it, but this run saves a checkpoint under that name. Remove the link."
+                f"{error}. {place} is a link to this damaged checkpoint, but this run saves a checkpoint under that "
+                "name. Remove the link."
             ) from None
     return True
 
@@ -361,7 +365,9 @@ def _refuse_other_than_pointer(path: Path) -> None:
         )
     target = str(path.readlink())
     if step_in(target) is None:
-        raise CheckpointError(f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link.")
+        raise CheckpointError(
+            f"{path}: a link to {target}, not to a checkpoint (step_N) in the same folder. Remove the link."
+        )
 
 
 def point(link: Path, target: Path) -> None:

@@ -42,7 +42,7 @@ class Part:
     def fill(self, stored: Any, first: int) -> None:
         """Copy rows from a stored part, which starts at row `first` of the tensor, into this part.
 
-        Only rows that both hold are copied.
+        Only rows that are in both parts are copied.
         """
         low = max(self.first, first)
         high = min(self.first + len(self.tensor), first + stored.get_shape()[0])
@@ -115,7 +115,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             if not file.is_file():
-                raise SafetensorError("not a file")
+                raise SafetensorError("it is not a file")
             with safe_open(file, framework="pt") as stored:
                 yield file, stored
         except SafetensorError as error:

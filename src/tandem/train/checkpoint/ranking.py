@@ -52,9 +52,9 @@ class Ranking:
         return math.nan if best is None else self._measured[best][1]
 
     def better_start(self) -> float | None:
-        """Return the metric of the model before the first step if it is better than after any step; otherwise None.
+        """Return the metric of the model before the first step, if it was better than after every step; otherwise None.
 
-        Also return None if it was measured on other pairs.
+        Also return None if the metric before the first step was measured on other pairs.
         """
         pairs, value = self._start
         is_better = pairs == self._pairs and self._sign * value < self._sign * self.best_value()

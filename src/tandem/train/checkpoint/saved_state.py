@@ -1,4 +1,4 @@
-"""Reads state.json, the part of a checkpoint that is not tensors.
+"""Reads state.json, the file of a checkpoint that holds the progress of the run and the fingerprints of its data and models.
 
 Every value is checked, because the file may come from someone else.
 """

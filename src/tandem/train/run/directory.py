@@ -77,8 +77,8 @@ MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_promp
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     """Return the directory of the run.
 
-    This is run.dir, or else checkpointing.checkpoint_dir if either is set. Otherwise it is the newest unfinished run of the same
-    configuration, or a new directory with the next free number. With `fresh`, it is always a new directory.
+    If run.dir is set, this is run.dir; otherwise, checkpointing.checkpoint_dir. If neither is set, it is the newest unfinished
+    run of the same configuration, or else a new directory with the next free number. With `fresh`, it is always a new directory.
     """
     config = loaded.config
     key = "run.dir" if config.run.dir is not None else "checkpointing.checkpoint_dir"

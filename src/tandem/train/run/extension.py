@@ -31,10 +31,9 @@ def last_step(run: Path) -> int:
 
 
 def check_extension(run: Path, setup: Setup) -> int | None:
-    """Return the last step of a finished run, from which it is extended.
+    """Return the last step of a finished run, from which the run is extended.
 
-    Return None if it already has the requested number of steps.
-    Raise CheckpointError if the run cannot be extended.
+    Return None if the run already has the requested number of steps. Raise CheckpointError if the run cannot be extended.
     """
     trained, asked = last_step(run), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
@@ -52,7 +51,7 @@ def check_extension(run: Path, setup: Setup) -> int | None:
     if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
-            f"from {trained} to {asked} steps exactly. {OTHER_RUN_HINT}"
+            f"from {trained} to {asked} steps. {OTHER_RUN_HINT}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
@@ -148,6 +147,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the undamaged records in the first `num_bytes` bytes of metrics.jsonl; None: in the whole file."""
+    """Return the undamaged records in the first `num_bytes` bytes of metrics.jsonl. `num_bytes` None: in the whole file."""
     content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
     return [record for record in records_in(content) if record is not None]

@@ -268,7 +268,7 @@ def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporte
 def _tracking(
     setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
 ) -> Tracking:
-    """Open the trackers, but not on ranks other than the first, which record no metrics, and not for a finished run."""
+    """Open the trackers. Only the first rank opens trackers, and a finished run opens none."""
     if isinstance(metrics, NoMetricsFile) or is_finished(run):
         return Tracking()
     return start_tracking(

@@ -110,8 +110,8 @@ def _pairs_per_step(batches: Batches, config: Config) -> list[int]:
 def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
     """Suggest the largest power of two as batch size that gives enough steps.
 
-    If even batch size 1 does not, suggest more epochs too.
-    Examples for 1 epoch: with 45 pairs, batches of 2 and 22 steps. With 8 pairs, batches of 1, 3 epochs and 24 steps.
+    If even batch size 1 gives too few steps, also suggest more epochs. Examples for a run of 1 epoch: for 45 pairs, suggest
+    batches of 2, which give 22 steps. For 8 pairs, suggest batches of 1 and 3 epochs, which give 24 steps.
     """
     # Batches of whole packs are large, so packing by batch is suggested too.
     mode = "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
