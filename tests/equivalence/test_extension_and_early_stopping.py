@@ -175,7 +175,7 @@ def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
         f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
-        "be extended from 4 to 8 steps exactly. Choose another run.dir, or --fresh without --resume."
+        "be extended from 4 to 8 steps. Choose another run.dir, or --fresh without --resume."
     )
 
 

@@ -48,9 +48,9 @@ from tandem.train.validation import ValidationReport
 
 
 def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
-    """Train a new run, or resume an unfinished one, to its end; return its directory.
+    """Train a new run to its end, or resume an unfinished one. Return the run's directory.
 
-    per_pair: a file to which the metrics of every pair are written after training.
+    `per_pair`: a file to which the metrics of every pair are written after training.
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
@@ -119,7 +119,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None) -> None:
-    """Print the data, the settings, and warnings about them. earlier: a hint about an earlier run, and a command."""
+    """Print the data, the settings, and warnings about both. `earlier`: a hint about an earlier run, and a command."""
     reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
     reporter.choices(describe_choices(setup))
     reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
@@ -136,7 +136,7 @@ def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[st
 
 
 def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
-    """Return the run's directory, whether it is finished, and whether this configuration may extend it."""
+    """Return the run's directory, whether the run is finished, and whether this configuration may extend it."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
@@ -145,7 +145,7 @@ def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> 
 
 
 def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Lock the run directory and, if it is separate, the checkpoint directory; write config.yaml and rejects.jsonl."""
+    """Lock the run directory, and the checkpoint directory if it is separate. Write config.yaml and rejects.jsonl."""
     stack.enter_context(locked(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
@@ -170,7 +170,7 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Values that each rank read from its own disk, and that must be the same on every rank."""
+    """Return values that each rank read from its own disk. They must be the same on every rank."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
@@ -226,7 +226,7 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
-    """Warn about a raised limit that does not extend a finished run, because the other limit ends it."""
+    """Warn that raising one limit does not extend a finished run, because the other limit ends the run."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
@@ -241,7 +241,7 @@ def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Warn about settings far from those in the paper of a loss, and about sequences too long for the model."""
+    """Warn about loss settings that are far from those in the paper, and about sequences that are too long for the model."""
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
@@ -250,7 +250,7 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
 
 
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Report which checkpoint an interrupted run can resume from; warn if there is none."""
+    """Print which checkpoint an interrupted run can resume from. Warn if there is none."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
@@ -263,7 +263,7 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
 
 
 def _loop(t: Training) -> list[ValidationReport]:
-    """Train to the last step; return the reports of the validation before the first step."""
+    """Train to the last step. Return the results of the validation before the first step."""
     dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
     before = _recorded_start(t)
     if dpo.val_at_start and t.progress.step == 0:
@@ -301,7 +301,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """Read the validation before the first step from metrics.jsonl, for a resumed run."""
+    """For a resumed run, return the results of the validation before the first step, read from metrics.jsonl."""
     return [
         ValidationReport(
             split=record["split"],
@@ -315,7 +315,7 @@ def _recorded_start(t: Training) -> list[ValidationReport]:
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:
-    """Validate and save if due. If asked to stop, save the current state and raise StoppedError."""
+    """Validate and save if due. If the run should stop, save the current state and raise StoppedError."""
     try:
         t.stopping.check()
         if t.progress.owes_validation:
@@ -353,7 +353,7 @@ def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
 
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
-    """Whether a step is done on every rank. Ranks must read its metrics together."""
+    """Return whether a step is done on every rank. All ranks must read the metrics of a step together."""
     return not t.ranks.highest(not pending.is_done())
 
 
@@ -367,7 +367,7 @@ def _is_save_due(t: Training, step: int) -> bool:
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
-    """Read the metrics of a step, record and print them."""
+    """Wait for the metrics of a step, then record and print them."""
     try:
         report = pending.read(t.setup.plan.train.store)
     except (DefectError, NonFiniteError) as error:
@@ -392,7 +392,7 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
 
 
 def _write_rejects(setup: Setup, run: Path) -> None:
-    """Write every row that was left out of a set to rejects.jsonl, with its place and the reason."""
+    """Write every row that was left out of a set to rejects.jsonl, with its place in the data and the reason."""
     with replacing(run / "rejects.jsonl") as out:
         for split, store in setup.plan.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:

@@ -1,7 +1,7 @@
-"""Decides whether a run stops before its last step, and which step it exports: the last, or the best, which is restored.
+"""Decides whether a run stops before its last step, and whether it exports its last step or its best one.
 
 Decisions depend only on the lines of metrics.jsonl, so a resumed run decides like an uninterrupted one. Only the first rank
-reads these lines, so it decides for all ranks.
+reads these lines, so the first rank decides for all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from tandem.train.start.build import Training
 
 @dataclass(frozen=True, slots=True)
 class RestoredStep:
-    """The step that is exported instead of the last one, and why."""
+    """The step that a run exports instead of its last step, and the reason."""
 
     exported_step: int
     verdict: Verdict
@@ -25,19 +25,19 @@ class RestoredStep:
 
 
 def is_exhausted(t: Training) -> bool:
-    """Whether the last `dpo.early_stopping_patience` validations did not improve the tracked metric."""
+    """Return whether the last `dpo.early_stopping_patience` validations did not improve the tracked metric."""
     patience = t.setup.config.dpo.early_stopping_patience
     return patience is not None and t.ranks.from_first(lambda: t.ranking.num_since_best() >= patience)
 
 
 def must_be_kept(t: Training) -> bool:
-    """Whether the current step is the best so far and must be saved, because its weights may be exported."""
+    """Return whether the current step is the best so far. Such a step must be saved, because its weights may be exported."""
     may_be_exported = t.setup.config.dpo.early_stopping_patience is not None or _exports_best(t)
     return may_be_exported and t.ranks.from_first(lambda: t.ranking.best_step() == t.progress.step)
 
 
 def restore_best(t: Training) -> RestoredStep | None:
-    """Load the best checkpoint if the run stopped early or exports the best; return None if that is the last step."""
+    """Load the best checkpoint if the run stopped early or exports its best step. Return None if the last step is exported."""
     stopped_early = is_exhausted(t)
     if not stopped_early and not _exports_best(t):
         return None
@@ -58,9 +58,9 @@ def _exports_best(t: Training) -> bool:
 
 
 def restore_exported(t: Training, per_pair: Path) -> None:
-    """Load the weights that a finished run exported, even if another step is the best one now.
+    """Load the weights that a finished run exported, even if another step is the best step now.
 
-    per_pair: the file that is being written, for messages.
+    `per_pair`: the file of --per-pair, which error messages name.
     """
     place = t.ranks.from_first(lambda: _exported(t, per_pair))
     if step_of(place) != t.progress.step:
@@ -69,7 +69,7 @@ def restore_exported(t: Training, per_pair: Path) -> None:
 
 
 def _exported(t: Training, per_pair: Path) -> Path:
-    """Return the checkpoint of the exported step. It is verified, unless it is already loaded."""
+    """Return the checkpoint of the exported step. The checkpoint is verified, unless its weights are already loaded."""
     place = t.saver.folder / f"step_{exported_step(t.run, t.setup.plan.num_steps)}"
     try:
         if step_of(place) != t.progress.step:
@@ -89,7 +89,7 @@ def _exported(t: Training, per_pair: Path) -> Path:
 
 
 def _best(t: Training, *, stopped_early: bool) -> tuple[Path, str]:
-    """Verify the best checkpoint; return it and the reason why it is exported."""
+    """Verify the best checkpoint. Return the checkpoint, and a text that explains why it is exported."""
     place = min(checkpoints(t.saver.folder), key=lambda place: t.ranking.rank(step_of(place)), default=None)
     try:
         if place is None:

@@ -67,7 +67,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
 
 
 def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
-    """The verdicts on the exported step, which is not the last; includes that the run diverged later."""
+    """Return verdicts on the exported step, which is before the last step. If the run diverged later, include that verdict."""
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
     return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
@@ -155,7 +155,7 @@ def _suggest_better_checkpoint(t: Training, loaded: LoadedConfig) -> None:
 
 
 def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
-    """Print a next command: after a run of the embedded model, the same with a real one; otherwise how to use the model."""
+    """Print a command to try next: for the embedded model, the same run with a real model; otherwise, how to use the model."""
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
         t.reporter.command(using(model, t.setup.template))
@@ -243,7 +243,7 @@ def write_per_pair(t: Training, path: Path) -> None:
 def _measure_export(
     t: Training, model: Path, form: ExportForm, after: list[ValidationReport]
 ) -> list[ValidationReport]:
-    """Validate the exported folder and compare it with the model in memory: rounding must not undo the training."""
+    """Validate the exported model, and print its metrics next to those of the model in memory, to show the effect of rounding."""
     if not after:
         return []
     exported = reload(t.setup, form, model, t.ranks)

@@ -32,7 +32,10 @@ def this_device() -> torch.device:
 def check_machine(
     config: Config, source: ModelSource, device: torch.device, mesh: MeshShape = SINGLE_RANK_MESH
 ) -> Machine:
-    """Choose precision, adapters and compilation for this device; refuse settings that it does not support."""
+    """Choose precision, adapters and compilation for this device.
+
+    Raise an error for settings that the device does not support.
+    """
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"

@@ -1,4 +1,7 @@
-"""Audits the policy and makes the reference of every set. Audits come first, so that results of a wrong model are not cached."""
+"""Audits the policy and makes the reference of every set.
+
+The audit comes first, so that values of a wrong model are not cached.
+"""
 
 import json
 from collections.abc import Callable
@@ -39,7 +42,7 @@ REFERENCES_FILE = "references.json"
 
 
 def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
-    """Load a model; apply activation checkpointing, sharding and compilation to its layers as configured."""
+    """Load a model, and apply activation checkpointing, sharding and compilation to its layers as configured."""
     policy = (
         load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
         if lora is None
@@ -64,9 +67,10 @@ def make_references(
     *,
     only_validation: bool = False,
 ) -> dict[str, Reference]:
-    """Return the reference for the training set and every validation set, by split. weights: fingerprint of the start model.
+    """Return the references of the training set and of every validation set, as a dict from split to reference.
 
-    only_validation: leave out the training set, and write nothing to the run.
+    `weights`: the fingerprint of the start model. `check`: called during long computations; it may raise to stop the run. `only_validation`:
+    leave out the training set, and write nothing to the run.
     """
     packers = setup.plan.packers()
     if only_validation:
@@ -78,7 +82,7 @@ def make_references(
 
     @cache
     def load() -> Policy:
-        """Load the reference as a separate model, and audit it if it is not the start model."""
+        """Load the reference as a separate model. Audit the reference if it is not the start model."""
         loaded = freeze(load_sharded(setup, source, ranks, lora))
         if other is not None:
             audit_model(setup, loaded, other, ranks, reporter=reporter)
@@ -124,10 +128,11 @@ def _places_of_references(
     ranks: Ranks,
     reporter: Reporter,
 ) -> dict[str, str]:
-    """Return the cache folder of each set's reference. A resumed run keeps the folders it started with if they still exist.
+    """Return the name of the cache folder for the reference of each set.
 
-    A folder's name depends on everything that affects the values, if only by rounding. Some of that may change when a run is
-    resumed: the version of transformers, attention, shared prompts.
+    The name depends on everything that affects the cached values, even if only by rounding. Some of this may change when a run is
+    resumed: the version of transformers, the attention implementation, shared prompts. A resumed run therefore keeps the folders
+    that it started with, if they still exist.
     """
     policy = setup.config.policy
     rounded = setup.reference_source is None and rounds_frozen_weights(setup.source, setup.lora)
@@ -162,7 +167,10 @@ def _places_of_references(
 
 
 def _started_with(run: Path) -> dict[str, str]:
-    """Return the cache folders of the references that a run started with, by set; empty if the file is missing or damaged."""
+    """Return the cache folders of the references that a run started with, as a dict from split to folder name.
+
+    The dict is empty if the file is missing or damaged.
+    """
     try:
         found = read_json(run / REFERENCES_FILE)
     except ValueError:
@@ -172,7 +180,7 @@ def _started_with(run: Path) -> dict[str, str]:
 
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
-    """Check that packed and plain forward passes of a model agree: of the policy, or of a separate reference model."""
+    """Check that packed and plain forward passes of a model agree. The model is the policy or a separate reference model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
         found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
@@ -196,7 +204,7 @@ def audit_start(
     ranks: Ranks,
     reporter: Reporter,
 ) -> None:
-    """Check that policy and reference agree if the reference is the start model; report the start model's loss on the data."""
+    """Check that policy and reference agree, if the reference is the start model. Print the start model's loss on the data."""
     is_start_model = setup.uses_reference and setup.reference_source is None
     if is_start_model:
         with policy.computing():
@@ -222,7 +230,7 @@ def _why_not_compared(setup: Setup) -> str:
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
-    """Mean loss per token of the best completions under the start model, over at most 10,000 preferences."""
+    """Return the mean loss per token of the best completions under the start model, over at most 10,000 preferences."""
     total = tokens = 0.0
     for index in range(min(len(packer.store), 10_000)):
         preference = packer.store[index]

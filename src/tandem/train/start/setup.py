@@ -1,4 +1,4 @@
-"""Checks a configuration against its model, data and machine, and returns the Setup of a run. No weights are loaded."""
+"""Checks a configuration against the model, the data and the machine, and returns the Setup of a run. No weights are loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ from tandem.train.start.plan import Plan, Schedule, plan_steps
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that is known before any weights load: the model, how it is computed, and the plan for the data."""
+    """Everything that is known before weights load: the model, how the model is computed, and the plan for the data."""
 
     config: Config
     device: torch.device
@@ -60,17 +60,20 @@ class Setup:
 
     @property
     def tracked(self) -> TrackedMetric | None:
-        """The metric that ranks checkpoints; None if the newest ones are kept."""
+        """The metric that ranks checkpoints; None if the newest checkpoints are kept instead of the best ones."""
         named = self.config.checkpointing.metric_name
         return tracked_metric(named, list(self.plan.validation)) if named or self.config.dpo.validates else None
 
     def checkpoint_dir(self, run: Path) -> Path:
-        """Return the checkpoint directory. It is in the run directory, unless run.dir and checkpoint_dir are set and differ."""
+        """Return the checkpoint directory.
+
+        This is `checkpoints` in the run directory, unless run.dir and checkpointing.checkpoint_dir are both set and differ.
+        """
         return checkpoint_dir(self.config, run)
 
     @property
     def validation_batch_size(self) -> int:
-        """Number of validation pairs that are packed together."""
+        """The number of validation pairs that are packed together."""
         return self.config.dpo.val_global_batch_size or self.config.policy.train_global_batch_size
 
     @property
@@ -99,9 +102,9 @@ def set_up(
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
-    share: the part of each batch that this rank gets. memory: the smallest device memory of all ranks, in bytes, so that every
-    rank chooses the same row length; None: the memory of this device.
-    Ranks run this at different times, so nothing in it may wait for another rank.
+    `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
+    every rank chooses the same row length; None: the memory of this device.
+    Ranks call this function at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
     given = config.reference.cache_dir
@@ -115,7 +118,7 @@ def set_up(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The model, the data and the schedule of a run, which are the same on every machine."""
+    """The model, the data and the schedule of a run. They are the same on every machine."""
 
     config: Config
     source: ModelSource
@@ -135,7 +138,7 @@ def check_model(config: Config) -> ModelSource:
 
 
 def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
-    """Tokenise and check the sets, and plan the steps over them."""
+    """Tokenise and check the sets, and plan the steps of the run."""
     folder = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(folder)
     check_export(tokenizer, folder, source.config)
@@ -157,9 +160,9 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
 def fit_to_machine(
     inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
 ) -> Setup:
-    """Choose row lengths for the device and return the setup; refuse a run that does not fit in memory.
+    """Choose row lengths for the device and return the Setup. Raise an error if the run does not fit in memory.
 
-    memory: as in set_up.
+    `memory`: as in `set_up`.
     """
     config, source = inputs.config, inputs.source
     plan = fit_plan(inputs, machine, share, memory)
@@ -181,9 +184,10 @@ def fit_to_machine(
 
 
 def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
-    """Choose row lengths for the device and plan the packing; refuse a run that does not fit in memory. memory: as in set_up.
+    """Choose row lengths for the device and plan the packing. Raise an error if the run does not fit in memory.
 
-    Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
+    `memory`: as in `set_up`. Only the size of the model is used, so `inputs` may contain other sets, to plan the training of the
+    same model on these sets.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
     sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
@@ -210,7 +214,10 @@ def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, m
 def _packers(
     sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
 ) -> tuple[Packer, dict[str, Packer]]:
-    """Return the packers of the training set and of each validation set. All use the same row lengths, so layers compile once."""
+    """Return the packer of the training set, and a dict from name to packer for the validation sets.
+
+    All packers use the same row lengths where possible, so that layers are compiled only once.
+    """
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
     shared = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
     rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
@@ -223,7 +230,7 @@ def _packers(
 
 
 def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
-    """Check settings that refer to the sets: the tracked metric, validation samples, and the vocabulary."""
+    """Check the settings that refer to sets (the tracked metric and the validation samples), and the token ids in the sets."""
     tracked = tracked_metric(config.checkpointing.metric_name, list(sets.validation))
     check_direction(tracked, higher_is_better=config.checkpointing.higher_is_better)
     if config.checkpointing.metric_name and tracked and tracked.split != "train" and not config.dpo.validates:
@@ -243,7 +250,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
 
 
 def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
-    """Return the source of reference.model; refuse a model that does not have the policy's vocabulary."""
+    """Return the source of reference.model. Raise ConfigError if its vocabulary differs from the policy's."""
     name = config.reference.model
     if name is None:
         return None
