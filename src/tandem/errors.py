@@ -25,7 +25,7 @@ class ConfigError(TandemError):
 
 
 class MachineError(ConfigError):
-    """This machine cannot do what the configuration asks for. Another machine may."""
+    """This machine cannot do what the configuration asks for. Another machine may be able to."""
 
 
 class DataError(TandemError):
@@ -59,7 +59,7 @@ def one_line(error: BaseException) -> str:
 def full_disk(error: BaseException | None) -> OSError | None:
     """Return the "disk full" error of the operating system that caused `error`, or None if `error` has another cause.
 
-    torch raises a different error while it handles the system's error. safetensors raises an error that only quotes its text.
+    torch raises a different error while it handles the system's error. safetensors raises an error that quotes the system's text.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -24,7 +24,7 @@ def isolated_environment() -> dict[str, str]:
 def isolated() -> Iterator[None]:
     """Set the variables of NO_TELEMETRY and SAFE_PATH inside this context.
 
-    Enter it before packages that send telemetry are imported.
+    Enter the context before packages that send telemetry are imported.
     """
     before = dict(os.environ)
     os.environ.update(isolated_environment())

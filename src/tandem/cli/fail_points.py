@@ -1,4 +1,7 @@
-"""`tandem fail-points`: lists the points at which tests can kill the process. Hidden from --help: for developers of tandem."""
+"""`tandem fail-points`: lists the points at which tests can kill the process.
+
+The command is for developers of tandem, so --help does not show it.
+"""
 
 from tandem.cli.app import app
 

@@ -12,7 +12,7 @@ from tandem.terminal.streams import print_error, print_traceback, watched_stream
 
 
 def main() -> None:
-    """Run the command that the arguments name. Errors of the user end in one message and an exit code, without a traceback."""
+    """Run the command that the arguments name. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
     with isolated(), watched_streams():
         _run_command()

@@ -67,8 +67,8 @@ def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpo
 def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
     """Return a dict from path to unresolved value, for the values that must not be shown resolved.
 
-    A resolver such as oc.env may return a secret, and any interpolation may refer to its result. So if an interpolation calls a
-    resolver, the dict has all values that contain interpolations. Otherwise it is empty.
+    A resolver such as oc.env may return a secret, and any interpolation may refer to that secret. So if an interpolation calls a
+    resolver, the dict has all values that contain interpolations. Otherwise the dict is empty.
     """
     values = {place: value for place, value in _values(tree) if any("${" in text for _, text in _texts(value))}
     uses_resolver = any(":" in text.partition("${")[2] for value in values.values() for _, text in _texts(value))

@@ -306,7 +306,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _given_part(given: dict[Any, Any], resolved: dict[Any, Any]) -> dict[Any, Any]:
-    """Return `resolved` without the keys that are not in `given`: the values that the user set, without defaults."""
+    """Return the part of `resolved` that the user set: only the keys in `given`, without defaults."""
     return {
         key: _given_part(value, resolved[key]) if isinstance(value, dict) else resolved[key]
         for key, value in given.items()

@@ -120,7 +120,7 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
 
 
 def why_not_losses(chosen: Any) -> str | None:
-    """Return why a value of dpo.preference_loss is invalid. None for a loss, or a map of losses to weights."""
+    """Return why a value of dpo.preference_loss is invalid. Return None for a loss, or for a map of losses to weights."""
     if not isinstance(chosen, str | dict):
         return (
             f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights. "

@@ -21,7 +21,7 @@ UNION_BRANCH = re.compile(
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys: {'a': {'b': 1}} is returned as {'a.b': 1}. An empty dict is a value."""
+    """Return nested dicts as one dict with dotted keys: {'a': {'b': 1}} is returned as {'a.b': 1}. Empty dicts stay as values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -47,9 +47,9 @@ def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, An
 
 
 def _split_unknown_section(error: Any) -> list[Any]:
-    """Turn the error about an unknown section into an error for each key in it that has a suggestion.
+    """Turn the error about an unknown section into one error for each key of the section that has a suggestion.
 
-    Return any other error, or a section without suggestions, unchanged.
+    Any other error, or one about a section without suggestions, is returned unchanged.
     """
     given = error["input"]
     if (
@@ -76,7 +76,7 @@ def _without_repeats(errors: list[Any]) -> list[Any]:
 def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
     """Join errors into a text with one line per invalid value, and at most SHOWN_ERRORS lines.
 
-    If a value fits no type of a union, there is an error for each type. Their reasons are joined on one line.
+    If a value fits no type of a union, there is an error for each type, and the reasons are joined on one line.
     """
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:

@@ -80,7 +80,10 @@ class Secrets:
             }
 
     def scrub(self, text: str) -> str:
-        """Return `text` with every hidden value, and every long fragment of one, replaced by $NAME: its environment variable."""
+        """Return `text` with every hidden value, and every long fragment of one, replaced by $NAME.
+
+        NAME is the environment variable that has the value.
+        """
         if not self._values:
             return text
         marks: list[str | None] = [None] * len(text)

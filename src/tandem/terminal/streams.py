@@ -22,7 +22,7 @@ class ReaderGone(BaseException):
 class WatchedStream:
     """A text stream that may be closed by its reader.
 
-    Later writes are then discarded if `continues`, or else raise ReaderGone.
+    If `continues`, writes after that are discarded. Otherwise they raise ReaderGone.
     """
 
     def __init__(self, stream: TextIO, *, continues: bool):

@@ -66,7 +66,7 @@ def suggestion(key: str) -> str | None:
 
 
 def similar_key(key: str) -> str | None:
-    """Return the key of the same section whose spelling is closest to `key`, or None if none is close."""
+    """Return the key of the same section whose spelling is closest to `key`, or None if no spelling is close."""
     section, _, leaf = key.rpartition(".")
     of_one = re.sub(r"\.\d+$", "", section)  # data.train.0 is one of several training sets
     here = [name.rpartition(".")[2] for name in key_names() if name.rpartition(".")[0] == of_one]
