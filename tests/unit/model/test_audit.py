@@ -243,7 +243,7 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
         class store:
             longest = np.array([10, 20, 500])
 
-        def alone(self):
+        def for_single_rank(self):
             return self
 
         def micro_batches(self, _):
