@@ -236,7 +236,7 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
     )
     monkeypatch.setattr(audit, "_compare", lambda *_: [one])
     monkeypatch.setattr(audit, "_check_calls", lambda *_: None)
-    monkeypatch.setattr(audit, "_check_last_columns", lambda *_: None)
+    monkeypatch.setattr(audit, "_check_last_columns", lambda *_, **__: None)
     monkeypatch.setattr(audit, "_longest_that_fits", lambda *_: 100)
 
     class OnePack:
