@@ -144,7 +144,8 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
 def _repeat_notes(sets: Sets) -> dict[str, dict[str, int]]:
     """Count the preferences of each training set that are also in an earlier training set.
 
-    Return a dict from set name to counts by note. Preferences with chosen and rejected swapped are counted separately.
+    Return, for each set, a dict from a note for the user ("... also in an earlier set") to the number of such preferences.
+    Preferences with chosen and rejected swapped are counted separately.
     """
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}

@@ -107,7 +107,7 @@ class LanguageModelHead:
         return pack.completion_lengths
 
     def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
-        """Return the log-probability of every token of a completion, from full logits. The logits are float32, as in packs."""
+        """Return the log-probability of every token of a completion, computed without packing from full float32 logits."""
         ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
         end = len(prompt) + len(completion) - 1
         hook = model.get_output_embeddings().register_forward_hook(_float32_logits)

@@ -111,7 +111,10 @@ class Packer:
         return max(self.row_length(bin) for bin in bins)
 
     def num_rows(self, bin: IntArray) -> int:
-        """Return how many rows a bin takes: 1, except for a preference longer than a row, and with arrangement separate."""
+        """Return how many rows a bin takes.
+
+        This is 1, unless the bin holds a preference that is longer than a row, or every sequence gets its own row ("separate").
+        """
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
             return 1
         return self.row(bin.tolist(), self.length).token_ids.shape[0]

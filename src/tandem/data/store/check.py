@@ -82,7 +82,7 @@ def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder}/manifest.json: {where}: {first['msg']}") from None
     counts = manifest["counts"]
     if counts["rows"] != counts["accepted"] + sum(counts["bad"].values()) + sum(counts["filtered"].values()):
-        raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered do not add up to rows")
+        raise ValueError(f"{folder}/manifest.json: accepted, bad and filtered rows do not add up to the number of rows")
 
 
 def check_rejects(file: Path) -> None:

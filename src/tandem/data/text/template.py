@@ -218,7 +218,7 @@ class Template:
         return tuple(parts)
 
     def _assistant_text(self, rest: str, message: dict[str, Any], *, is_last: bool) -> str:
-        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the text that the template renders.
+        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the rendered text from this turn on.
 
         Some templates open the next turn after the answer, so the first end-of-turn token after the content is used. In a
         turn with tool calls, special tokens may be part of a call, so only a token that is followed by nothing but white

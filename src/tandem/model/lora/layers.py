@@ -1,4 +1,4 @@
-"""LoRA: decides which layers get adapters before weights load, and adds peft's adapters to the loaded model."""
+"""LoRA: decides which layers get adapters (before the weights are loaded), and adds peft's adapters to the loaded model."""
 
 import importlib.util
 import re
