@@ -74,7 +74,7 @@ def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool
 
 
 def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
-    """Raise ValueError for export.checkpoint=best if the run saves no checkpoints, or if no metric ranks them."""
+    """Raise ConfigError for export.checkpoint=best if the run saves no checkpoints, or if no metric ranks them."""
     if checkpoint != "best":
         return
     if tracked is None:

@@ -208,7 +208,7 @@ def _accuracy_reversed(history: History) -> str | None:
 
 
 def _label_hint(history: History, guess: float) -> str:
-    """Return whether swapped labels may be the cause of a low accuracy, as the first words of a piece of advice."""
+    """Return the start of an advice on low accuracy: whether swapped labels may be the cause."""
     if history.split == "train":
         return "These are the training pairs, so swapped labels are not the cause: "
     trained = _quarter_means(history.training)[-1]["accuracy"] if history.training else None
