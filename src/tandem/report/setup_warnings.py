@@ -67,7 +67,10 @@ def unusual_settings(setup: Setup) -> Iterator[str]:
 
 
 def unreached_limit(setup: Setup) -> Iterator[str]:
-    """Yield a warning that raising one limit does not extend a finished run, because the other limit ends the run."""
+    """For a finished run without steps left, yield a warning that says which limit to raise to extend the run.
+
+    The limits are dpo.max_num_steps and dpo.max_num_epochs.
+    """
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         yield (

@@ -117,7 +117,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None) -> None:
-    """Print the data, the settings, and warnings about both. `earlier`: a hint about an earlier run, and a command."""
+    """Print the data, the settings and warnings. `earlier`: a hint that an earlier run can be resumed, and the command for it."""
     reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
     reporter.choices(describe_choices(setup))
     reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
@@ -164,7 +164,7 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Return values that each rank read from its own disk. They must be the same on every rank."""
+    """Return the fingerprints and the step that this rank read from its disk. All ranks must have read the same values."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
@@ -181,7 +181,7 @@ def _warn_of_changed_sets(t: Training) -> None:
 
 
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Print which checkpoint an interrupted run can resume from. Warn if there is none."""
+    """Print which checkpoint an interrupted run can resume from. Warn if the run cannot be resumed."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
