@@ -160,7 +160,7 @@ class Pool(Generic[T, R]):
 
 
 class _Task:
-    """An item to process. Once it is done, also its result or the error that it raised."""
+    """An item to process. When it is done, the task also holds the result, or the error that was raised."""
 
     def __init__(self, item: Any):
         self.item = item
@@ -244,7 +244,7 @@ def _serve(pipe: Connection, work: Callable[..., Any], monitor: RowMonitor, inhe
 
 
 def _die_with_parent() -> None:
-    """Make Linux kill this process when its parent exits. A worker that hangs in a row would not notice the closed pipe."""
+    """Make Linux kill this process when its parent exits. A worker that hangs would not notice that the pipe is closed."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

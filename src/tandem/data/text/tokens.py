@@ -37,7 +37,7 @@ class TokenizedPreference:
     def values(self, column: str) -> tuple[float, ...]:
         """Return the values of a column: one per completion, or one for the preference.
 
-        If the data has no values, return the column's default for each.
+        If the data does not have the column, every value is the default of the column.
         """
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
@@ -97,7 +97,7 @@ def tokenize(
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """Return a preference, without completions that are in no pair, and its rendered texts. Return a RowError if this fails."""
+    """Return a preference and its rendered texts, or a RowError. Completions that are in no pair are removed."""
     if isinstance(item, RowError):
         return item
     try:
