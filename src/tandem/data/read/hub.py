@@ -329,7 +329,7 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
     """Group files into splits by their names. Return a dict from split to files.
 
     If there are shards such as data/train-00000-of-00002.parquet, only shards are used. Otherwise the names of splits are
-    searched in folder names, and then in file names. If none is found, all files belong to train.
+    searched in folder names, and then in file names. If no split is found, all files belong to train.
     """
     shards: dict[str, list[str]] = {}
     for file in files:

@@ -124,7 +124,7 @@ class Pool(Generic[T, R]):
             worker.assign(tasks.popleft())
 
     def _idle(self) -> "_Worker | None":
-        """Return an idle worker. If all are busy, start a new one, or return None if the maximum number is reached."""
+        """Return an idle worker. If all workers are busy, start a new worker. At the maximum number of workers, return None."""
         idle = next((worker for worker in self._workers if worker.task is None), None)
         if idle is None and len(self._workers) < self._num_workers:
             # A forked worker inherits the parent's ends of earlier workers' pipes. It closes them: otherwise they would

@@ -163,8 +163,8 @@ class Template:
     def _render_probe_conversation(self) -> tuple[Conversation | None, str]:
         """Return a conversation that the template accepts, and its rendered text.
 
-        The conversation is tried first without a system turn, then with one. If the template rejects both, return (None,
-        "").
+        The conversation is tried first without a system turn, then with one. If the template rejects the
+        conversation in both forms, or if there is no template, return (None, "").
         """
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:

@@ -44,7 +44,7 @@ class TokenizedPreference:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The score of each completion, or NaN where the data has none."""
+        """The score of each completion; NaN for a completion without a score."""
         return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
