@@ -194,7 +194,7 @@ def _are_indices(values: NDArray[np.int32], counts: NDArray[np.int64]) -> bool:
 
 
 def _increases_in_rows(column: tuple[NDArray[np.int64], NDArray[np.int32]]) -> bool:
-    """Whether the values increase within every row. Example: rows [1, 4] and [2, 3] do, although 2 follows 4."""
+    """Whether the values increase within every row. For rows [1, 4] and [2, 3], return True, although 2 follows 4."""
     offsets, values = column
     increases = np.diff(values) > 0
     starts = offsets[1:-1]
