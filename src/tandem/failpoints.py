@@ -80,7 +80,10 @@ def read_fail_point() -> None:
 
 
 def fail_point(point: str) -> None:
-    """Kill the process or raise a "disk full" error if TANDEM_FAIL_AT names this point."""
+    """Kill the process or raise a "disk full" error if TANDEM_FAIL_AT names this point.
+
+    With TANDEM_FAIL_AT=POINT:COUNT, this happens in the COUNT-th call for the point.
+    """
     assert point in POINTS, point
     if _requested is None or _requested.point != point:
         return

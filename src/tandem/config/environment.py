@@ -52,9 +52,9 @@ class Interpolated:
 
 
 def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpolated]:
-    """Return the values in `tree` that contain interpolations.
+    """Return the values of the nested dict `tree` that contain interpolations.
 
-    `everything`: `tree` merged over the default configuration. Interpolations may refer to any of its values.
+    `everything`: `tree` merged over the default configuration. An interpolation may refer to any value of `everything`.
     """
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
     return [
@@ -130,7 +130,10 @@ def _sent_places(config: Config) -> Iterator[Place]:
 
 
 def _is_in_name(path: str) -> bool:
-    """Whether the last component of `path` may contain an interpolation. False for ${oc.env:SCRATCH}/runs/a"""
+    """Whether the last component of `path` may contain an interpolation.
+
+    True for runs/${oc.env:NAME}; False for ${oc.env:SCRATCH}/runs/a.
+    """
     name = path.rpartition("/")[2]
     return name in ("", ".", "..") or "${" in name or "}" in name
 

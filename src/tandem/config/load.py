@@ -110,7 +110,10 @@ def require_training_set(config: Config) -> None:
 
 
 def _setting_that_needs_training_set(config: Config) -> str | None:
-    """If no training set is given, return the user's own model or validation set as "key = value". Otherwise None."""
+    """Return a setting that needs a training set, such as the user's own model or validation set, as "key = value".
+
+    Return None if there is no such setting, or if a training set is given.
+    """
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
@@ -134,12 +137,12 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]
     """Read a YAML file and merge it over the files that its `defaults:` lists.
 
     Paths in `defaults:` are relative to the file, and later files override earlier ones. `above`: the chain of files whose
-    `defaults:` led to this file, to detect cycles. `known`: results by path, so that each file is read once.
+    `defaults:` led to this file, to detect cycles. `known`: the results of files that were already read.
     """
     path = resolve_config_path(path, above[-1] if above else None)
     if path in above:
         chain = " -> ".join(str(p) for p in (*above, path))
-        raise ConfigError(f"{path}: circular `defaults:`: {chain}. Remove one of them.")
+        raise ConfigError(f"{path}: circular `defaults:`: {chain}. Remove one of these files from `defaults:`.")
     if len(above) > MAX_DEFAULTS:
         raise ConfigError(f"{above[0]}: `defaults:` form a chain of more than {MAX_DEFAULTS} files. Shorten it.")
     if path in known:

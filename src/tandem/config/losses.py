@@ -78,9 +78,9 @@ def scope_of(chosen: ChosenLosses) -> Scope:
 
 
 def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | None:
-    """Return why a chosen loss does not support `column` of the data, and the losses that do.
+    """Return two texts: why a chosen loss does not support `column` of the data, and which losses support the column.
 
-    None if all chosen losses support it.
+    Return None if all chosen losses support the column.
     """
     unsupported_by = [name for name in weights_of(chosen) if not LOSSES[name].supports_column(column)]
     if not unsupported_by:
@@ -120,7 +120,7 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
 
 
 def why_not_losses(chosen: Any) -> str | None:
-    """Return why a value of dpo.preference_loss is invalid. Return None for a loss, or for a map of losses to weights."""
+    """Return why a value of dpo.preference_loss is invalid, or None if it is valid: a loss, or a map of losses to weights."""
     if not isinstance(chosen, str | dict):
         return (
             f"dpo.preference_loss = {json.dumps(chosen, default=str)} is neither a loss nor a map of losses to weights. "

@@ -91,8 +91,8 @@ def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None
 def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
     """Parse checkpointing.metric_name, such as val_loss, validation-default_loss, val:validation-default_loss or train:accuracy.
 
-    If `name` is None, return the loss on the first validation set. Return None if there are no validation sets either:
-    checkpoints are then ranked by age. `validation`: names of the validation sets.
+    `validation`: names of the validation sets. If `name` is None, return the loss on the first validation set, or None if there
+    is no validation set. With None, checkpoints are ranked by age.
     """
     if name is None:
         return TrackedMetric(f"validation-{validation[0]}", "loss") if validation else None

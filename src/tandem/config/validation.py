@@ -34,7 +34,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, Any]) -> Config:
     """Return the Config that a nested dict of values describes. Raise one ConfigError that reports all errors.
 
-    `origins`: the file that each key came from. `hidden`: text to show instead of values that may be secret, by key.
+    `origins`: a dict from key to the file that sets the key. `hidden`: a dict from key to what messages show instead of the
+    key's value, which may be secret.
     """
     try:
         return Config.model_validate(tree)
@@ -47,9 +48,10 @@ def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, An
 
 
 def _split_unknown_section(error: Any) -> list[Any]:
-    """Turn the error about an unknown section into one error for each key of the section that has a suggestion.
+    """Split the error about an unknown section into a list of errors about the keys of the section.
 
-    Any other error, or one about a section without suggestions, is returned unchanged.
+    Only keys with a suggestion are included. The list holds just `error` itself if no key has a suggestion, if the section's own
+    name is similar to a known key, or if `error` is not about an unknown section.
     """
     given = error["input"]
     if (
@@ -76,7 +78,8 @@ def _without_repeats(errors: list[Any]) -> list[Any]:
 def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
     """Join errors into a text with one line per invalid value, and at most SHOWN_ERRORS lines.
 
-    If a value fits no type of a union, there is an error for each type, and the reasons are joined on one line.
+    `explained`: a message and a reason for each error (see `_explain`). Reasons with the same message are joined on one line,
+    because pydantic reports an error for each type of a union.
     """
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:

@@ -63,7 +63,7 @@ class Architecture:
     def plain_attention(self) -> str:
         """The attention implementation of transformers for unpacked training.
 
-        SDPA in transformers silently ignores a soft-cap of scores.
+        If scores are soft-capped, this is eager attention, because SDPA in transformers silently ignores the soft-cap.
         """
         return "eager" if self.caps_scores or not self.model_class._supports_sdpa else "sdpa"
 
@@ -76,9 +76,10 @@ def auto_class(config: Any) -> Any:
 
 
 def architecture_of(config: Any, model_class: Any = None) -> Architecture:
-    """Describe a model from its configuration. `model_class`: the model's class; None: the causal language model of this type.
+    """Return the Architecture of the model that a configuration describes.
 
-    Raise KeyError if `model_class` is None and transformers has no causal language model of this type.
+    `model_class`: the model's class. If it is None, transformers' causal language model for this type of configuration is
+    used; raise KeyError if transformers has none.
     """
     text = config.get_text_config()
     auto = auto_class(config)
@@ -106,7 +107,7 @@ def architecture_of(config: Any, model_class: Any = None) -> Architecture:
 
 
 def check_architecture(source: ModelSource) -> Architecture:
-    """Describe a model. Raise ConfigError if transformers has no causal language model of its type."""
+    """Return the Architecture of a model. Raise ConfigError if transformers has no causal language model of the model's type."""
     try:
         text = source.config.get_text_config()
         if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
@@ -120,7 +121,10 @@ def check_architecture(source: ModelSource) -> Architecture:
 
 
 def _mixing(kind: str) -> Mixing:
-    """Return how a layer mixes tokens, from its kind in the configuration. Falcon-H1's `hybrid` layers are partly recurrent."""
+    """Return how a layer mixes tokens. `kind`: an item of `layer_types` in config.json, such as sliding_attention.
+
+    A layer that is only partly recurrent, such as the `hybrid` layers of Falcon-H1, counts as recurrent.
+    """
     if "attention" not in kind or "linear" in kind:
         return "recurrent"
     return "window" if "sliding" in kind else "full"
@@ -212,9 +216,9 @@ def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
 
 
 def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -> None:
-    """Raise ConfigError if RoPE scaling depends on the longest sequence in a batch, packed or not.
+    """Raise ConfigError if the model's RoPE scaling depends on the longest sequence that is computed at the same time.
 
-    One sequence would then change the results of another.
+    One sequence would then change the results of another, with and without packing.
     """
     config = source.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -67,7 +67,7 @@ class Head(Protocol):
         ...
 
     def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
-        """Return the indices of the numbers in `plain_values` that `compute` also returns."""
+        """Return the indices, in the result of `plain_values`, of the numbers that `compute` also returns."""
         ...
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
@@ -121,7 +121,7 @@ class LanguageModelHead:
         return preference.scored(number)
 
     def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
-        """Return the bytes of the logits in the model's dtype, of the logits in float32, and of their softmax."""
+        """Return the bytes per token of three tensors together: logits in the model's dtype, logits in float32, their softmax."""
         return vocabulary * (element_size + 8)
 
 

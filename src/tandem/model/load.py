@@ -113,7 +113,11 @@ def empty_model(source: ModelSource) -> Any:
 
 
 def attention_kind(policy: PolicyConfig, device: torch.device) -> AttentionKind:
-    """Return how attention inside packs is computed. Raise MachineError if the device does not support policy.attention."""
+    """Return how attention inside packs is computed: flex, varlen, sdpa (with a dense mask) or trees.
+
+    `trees` computes each prompt with its completions separately. Raise MachineError if the device does not support
+    policy.attention.
+    """
     if policy.attention == "flex" and device.type != "cuda":
         raise MachineError(
             "policy.attention = flex: FlexAttention has no backward pass on the CPU. Use policy.attention=auto or sdpa."
@@ -138,7 +142,7 @@ def describe_attention(policy: PolicyConfig, device: torch.device) -> str:
 
 
 def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, device: torch.device) -> None:
-    """Raise an error if policy.attention=varlen does not support the model or another setting."""
+    """Raise an error if policy.attention=varlen is set but does not support the model, the device or another setting."""
     if policy.attention != "varlen":
         return
     if device.type != "cuda" and policy.compile is True:

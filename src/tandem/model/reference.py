@@ -31,7 +31,7 @@ VALUES_PER_CHECK = 1 << 20
 
 
 class Reference(Protocol):
-    """Provides the reference's log-probability of each scored token of a pack, with the same padding as the policy's."""
+    """Provides the reference's log-probability of each scored token of a pack, padded like the policy's log-probabilities."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor: ...
 
@@ -78,9 +78,10 @@ class CachedReference:
 
 
 def reference_name(weights: str, tokens: str, **computed: str) -> str:
-    """Return the name of a reference's folder in the cache: a hash of its weights, its tokens and how it is computed.
+    """Return the name of a reference's folder in the cache: a hash of the model, the set's tokens and some settings.
 
-    The row length is not part of the name, because it differs between GPUs and changes only rounding.
+    `weights`: fingerprint of the model. `tokens`: fingerprint of the set's tokens. `computed`: settings that change the result.
+    Do not include the row length: it differs between GPUs and changes only rounding.
     """
     return f"{tokens_prefix(tokens)}{fingerprint(LOGPS_VERSION, weights, tokens, computed)[:16]}"
 
@@ -94,7 +95,7 @@ def is_reference_name(name: str) -> bool:
 
 
 def tokens_prefix(tokens: str) -> str:
-    """Return the prefix that the names of all references of a set share. `tokens`: the fingerprint of the set's tokens."""
+    """Return the common start of the `reference_name` of all references of a set. `tokens`: fingerprint of the set's tokens."""
     return f"{tokens[:16]}-"
 
 
@@ -111,9 +112,8 @@ def cached_reference(
 
     `place` must be named by `reference_name`. `policy` loads the model, and is called only if log-probabilities must be computed.
 
-    `portions`: parts of the set (indices, in order) that are packed separately. If the policy has the same weights and the same
-    packs, its log-probabilities are bit for bit equal to those computed now, and equal up to rounding to those read from the
-    cache.
+    `portions`: parts of the set (indices, in order) that are packed separately. Newly computed log-probabilities are bit for bit
+    equal to those of a policy with the same weights and the same packs. Log-probabilities from the cache may differ by rounding.
 
     `progress` is called after every pack with the number of preferences completed since the last call. The number is 0 except at
     the end of a portion. `progress` may raise an error to stop the computation.
@@ -140,7 +140,10 @@ def cached_reference(
 
 
 def is_intact(place: Path, num_values: int) -> bool:
-    """Whether a cached reference exists and is intact. One that is damaged or has the wrong size is renamed to NAME.damaged."""
+    """Whether the folder `place` holds an intact cached reference of `num_values` values.
+
+    A folder that is damaged or has another number of values is renamed to NAME.damaged.
+    """
     if not place.is_dir():
         return False
     try:

@@ -47,7 +47,7 @@ class EscapedProxy(FileProxy):
 def printing_above(console: Console) -> Iterator[None]:
     """Make text that is printed inside this context appear above the progress bar of `console`.
 
-    Standard output or error that is not a terminal is left unchanged.
+    If standard output or standard error is not a terminal, text is written to it as usual.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (

@@ -22,7 +22,7 @@ class ReaderGone(BaseException):
 class WatchedStream:
     """A text stream that may be closed by its reader.
 
-    If `continues`, writes after that are discarded. Otherwise they raise ReaderGone.
+    After the reader has closed the stream, written text is discarded if `continues`. Otherwise, writing raises ReaderGone.
     """
 
     def __init__(self, stream: TextIO, *, continues: bool):
@@ -77,7 +77,7 @@ class EscapedStream:
 
 
 def continue_without_reader(notice: str) -> None:
-    """If standard output is closed, keep the command running and print `notice` to standard error."""
+    """From now on, keep the command running when standard output is closed. `notice` is then printed to standard error."""
     if isinstance(sys.stdout, EscapedStream):
         sys.stdout.unescaped.continues, sys.stdout.unescaped.notice = True, notice
 

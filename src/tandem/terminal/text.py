@@ -24,7 +24,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     """Return the lines of a table, each with a flag that is True for headings. `width`: maximum line width, or None for no limit.
 
     If the table is too wide, headings are wrapped. If it is still too wide, it is split into several tables below each other.
-    Each has the first column and some of the other columns.
+    Each of them has the first column and some of the other columns.
     """
     columns, rows = list(map(escaped, columns)), [list(map(escaped, row)) for row in rows]
     wide = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]

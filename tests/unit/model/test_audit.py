@@ -212,8 +212,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, precision):
         short_run(tmp_path / "run", f"policy.model_name={folder}", f"policy.precision={precision}", few_pairs(tmp_path))
     assert str(caught.value) == (
         f"audit: policy.model_name = {folder}: {tmp_path}/few.jsonl:5 (completion 0): its log-probabilities are not finite, so "
-        "no loss can be computed. Nothing was trained. Either the model's weights are damaged: download it again; or it "
-        "overflows: try policy.precision=float32."
+        "no loss can be computed. Nothing was trained. Try policy.precision=float32, in case the model overflows; or "
+        "download it again, in case it is damaged."
     )
     assert_nothing_was_trained(tmp_path / "run")
 

@@ -232,7 +232,8 @@ class Data(Section):
     def validation_sets(self) -> dict[str, DatasetFields]:
         """All validation sets, as a dict from name to dataset. data.validation is named default.
 
-        If none is given and the training set is the bundled one, the bundled validation set is used.
+        If no validation set is given and the training set is the bundled one, the bundled validation set is used. It is not used
+        if data.validation_share holds out a validation set.
         """
         given = {"default": self.validation, **self.val_data_paths} if self.validation else dict(self.val_data_paths)
         bundled = [dataset.data_path for dataset in self.training_sets] == [EMBEDDED]

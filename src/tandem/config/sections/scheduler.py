@@ -1,4 +1,7 @@
-"""The key `policy.scheduler`: a named schedule, set in shares of the run, or schedulers of torch, set in steps."""
+"""The key `policy.scheduler`: a named schedule, or torch's schedulers.
+
+A named schedule gives lengths as fractions of the run. torch's schedulers give lengths as numbers of steps.
+"""
 
 from typing import Annotated, Any, Literal, get_args
 

@@ -38,9 +38,10 @@ def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
 
 
 def bounds_of(tree: IntArray) -> IntArray:
-    """Return the bounds of the runs in concatenated rows. A run is a part of one row that has the same number in `tree`.
+    """Return the bounds of the runs in concatenated rows. `tree`: for each token, the number of its run; -1 for filler.
 
-    [[0, 0, 1], [1, 1, -1]] is returned as 0, 2, 3, 5, 6. Filler (-1) is cut into runs of at most FILLER_RUN tokens.
+    A run never continues in the next row: for the rows [0, 0, 1] and [1, 1, -1], the bounds are 0, 2, 3, 5, 6. Filler is cut
+    into runs of at most FILLER_RUN tokens.
     """
     flat, length = tree.ravel(), tree.shape[1]
     starts = np.flatnonzero((flat[1:] != flat[:-1]) | (np.arange(1, flat.size) % length == 0)) + 1

@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def plain_difference(self) -> float:
-        """The largest mean difference per token of any completion."""
+        """The largest mean difference per token between a pack and the plain forward pass, over all audited completions."""
         return max(one.plain_difference for one in self.completions)
 
     @property
@@ -75,9 +75,10 @@ class Audit:
         return -float(best.double().mean())
 
     def tolerance(self, differences: list[float], ranks: Ranks) -> float:
-        """Return the largest mean difference that rounding explains.
+        """Return the largest mean difference per token that rounding explains.
 
-        Rounding is measured only if one of `differences` exceeds the minimum tolerance, because it takes extra forward passes.
+        `differences`: the mean differences that will be compared with the result. Rounding is measured only if one of them
+        exceeds the minimum tolerance, because measuring takes extra forward passes.
         """
         minimum = MIN_TOLERANCE[self.precision]
         # All ranks run the extra forward passes or none does, even if only one rank finds a difference above the minimum.
@@ -160,7 +161,7 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
 
 
 def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
-    """Split the head's numbers for a pack into one tensor per completion, and remove the padding."""
+    """Split `values`, the output of the head for a pack, into one tensor per completion. Padding is removed."""
     counts = policy.head.num_values(pack).tolist()
     return values[: sum(counts)].split(counts)
 
@@ -201,7 +202,10 @@ def _move_to_end(pack: Pack) -> Pack:
 
 
 def _measure_rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """Return the mean change per token of the plain forward pass when the same completion is computed with different rounding."""
+    """Return how much rounding changes the log-probabilities of a completion in the plain forward pass, as a mean per token.
+
+    The completion is computed twice more, with different rounding. The larger change is returned.
+    """
     others = policy.plain_logps(*ids, filler=NUM_FILLER_TOKENS), policy.plain_logps(*ids, perturbed=True)
     return max(_mean_difference(plain, one[scored]) for one in others)
 
@@ -218,7 +222,7 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
-    """Return the longest sequence whose eager forward pass certainly fits in free memory, but at most MAX_AUDIT_TOKENS."""
+    """Return the number of tokens whose eager forward pass certainly fits in free memory, but at most MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
@@ -244,7 +248,7 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
     if not torch.isfinite(one.packed).all():
         raise AuditError(
             f"audit: {model}: {one.place}: its log-probabilities are not finite, so no loss can be computed. Nothing was "
-            "trained. Either the model's weights are damaged: download it again; or it overflows: try policy.precision=float32."
+            "trained. Try policy.precision=float32, in case the model overflows; or download it again, in case it is damaged."
         )
     if not one.plain_difference <= tolerance:
         rows, advice = (
@@ -260,7 +264,7 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
 
 
 def _mean_difference(a: Tensor, b: Tensor) -> float:
-    """Return the mean absolute difference. If any number is not finite, the result is NaN, and `<= tolerance` is false."""
+    """Return the mean absolute difference. If any number is not finite, the result is never <= a tolerance."""
     return float((a.double() - b.double()).abs().mean())
 
 
@@ -286,7 +290,10 @@ def _ids(ids: np.ndarray, device: torch.device) -> Tensor:
 
 
 def start_loss_verdict(nats: float, vocabulary: int) -> str:
-    """Return a description of the start model's mean loss per token on chosen completions, and whether it is plausible."""
+    """Return a text with the model's loss before training, and a remark if the loss is implausibly high.
+
+    `nats`: the mean loss per token on chosen completions.
+    """
     guessing = math.log(vocabulary)
     if nats > 0.95 * guessing:
         return f"{nats:.2f} nats a token, as much as guessing ({guessing:.2f}): these weights are untrained"

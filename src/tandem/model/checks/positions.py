@@ -13,11 +13,10 @@ from tandem.model.load import empty_model
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the longest sequence that a model was trained for, in tokens, or None if its configuration does not say.
+    """Return the length in tokens of the longest sequence that a model was trained for; None if its configuration does not say.
 
-    Usually this is `max_position_embeddings`. YaRN extends `original_max_position_embeddings` by a factor, and some
-    configurations with YaRN store the length before the extension in `max_position_embeddings`. The longer of the two lengths is
-    returned.
+    Usually this is `max_position_embeddings`. With YaRN, factor * `original_max_position_embeddings` is returned if it is larger:
+    some configurations store the length before the extension in `max_position_embeddings`.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
@@ -52,7 +51,7 @@ def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]
 
 
 def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
-    """Yield a model, its limit and the start of a message, for each model and each set with sequences beyond the limit."""
+    """Yield (model, its position limit, start of a message) for each model and each set with sequences longer than the limit."""
     for source in models:
         if source is None or (limit := position_limit(source.config)) is None:
             continue

@@ -82,7 +82,8 @@ def _as_config_error(policy: Policy, source: ModelSource) -> Iterator[None]:
 def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None], longest: int) -> None:
     """Raise ConfigError if a model applies its sliding window only through transformers' mask, which packs replace.
 
-    In a pack such a window would have no effect. Sequences shorter than the window do not reveal this.
+    In a pack such a window would have no effect. `longest`: maximum length of a sequence. If it does not
+    exceed the window, nothing is checked.
     """
     window, layers = policy.architecture.window, policy.architecture.layers
     if window is None or window >= longest:
@@ -113,7 +114,7 @@ def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> 
 
 
 def _tiny_pack(policy: Policy) -> Pack:
-    """Return a pack of two preferences: in one row, or for an unpacked policy with one sequence per row."""
+    """Return a pack of two preferences. If the policy is trained unpacked, every sequence has its own row."""
 
     def preference(start: int) -> TokenizedPreference:
         # prompt of 3, completions of 2 and 3

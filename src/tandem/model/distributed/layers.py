@@ -76,9 +76,10 @@ def freeze(policy: Policy) -> Policy:
 
 
 def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> bool:
-    """Whether `decoder_layers` finds the layers of a model. If not, raise ConfigError for settings that need the layers.
+    """Return whether `decoder_layers` finds the layers of a model.
 
-    Called before any weights load.
+    If it does not, raise ConfigError for settings that need the layers, such as policy.compile=true. Called before any weights
+    load.
     """
     if has_layer_list(empty_model(source)):
         return True
@@ -126,8 +127,8 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
     """Make every layer recompute its activations in the backward pass.
 
     "selective" keeps the outputs of attention and of every second matrix product of a layer. "full" keeps only the layer's input.
-    The wrapper is put around the layer's forward, which is compiled later: around a compiled layer, "selective" would have no
-    effect.
+    The layer's `forward` is wrapped, so that the wrapper is compiled with the layer. Around a compiled layer, "selective" would
+    have no effect.
     """
     ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
     contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
@@ -157,8 +158,8 @@ def _every_second_product(rank: int) -> Callable[..., CheckpointPolicy]:
     """Return a checkpointing policy that keeps the outputs of attention and of every second matrix product.
 
     Products are counted separately in the forward pass and in the recomputation, which run the same operations in the same order.
-    Products with the matrices of adapters, which have this `rank`, are not counted. The output of lora_A is small, so it is kept.
-    The output of lora_B is cheap, so it is recomputed.
+    `rank`: the rank of LoRA adapters; 0 without adapters. Products with lora_A and lora_B are not counted: the output of lora_A
+    is always kept, because it is small, and the output of lora_B is always recomputed, because that is cheap.
     """
     counts = {False: 0, True: 0}
 

@@ -44,9 +44,9 @@ class MeshShape:
         return self.replicate * self.shard
 
     def dimensions(self) -> dict[str, int]:
-        """Return the dimensions of the device mesh, as a dict from name to size: `shard`, and any other larger than 1.
+        """Return the dimensions of the device mesh, as a dict from name to size.
 
-        Each dimension costs a process group.
+        `replicate` and `context` are left out if their size is 1, because torch creates a process group for every dimension.
         """
         sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
         return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -123,7 +123,7 @@ class Ranks:
     def all_true(self, flag: Tensor) -> Tensor:
         """Return whether `flag` is true on every rank, as a tensor on the device. Every rank must call this.
 
-        The host does not wait.
+        The host does not wait for the result.
         """
         if self.count == 1:
             return flag
@@ -187,7 +187,10 @@ class Ranks:
         return early if self.is_first_here else late  # type: ignore[return-value]
 
     def with_separate_channel(self) -> "Ranks":
-        """Return the same ranks with a separate host channel, for a thread that communicates while the main thread does."""
+        """Return the same ranks with a separate host channel.
+
+        A thread that communicates at the same time as the main thread needs its own channel.
+        """
         if self.count == 1:
             return self
         return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))

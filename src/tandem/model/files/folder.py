@@ -121,9 +121,9 @@ def read_weight_headers(place: str, files: list[Path]) -> StoredWeights:
 
 
 def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], stored: StoredWeights) -> None:
-    """Raise ConfigError if config.json has more layers, experts or heads than any real model.
+    """Raise ConfigError if config.json asks for more layers, experts or heads than any real model has.
 
-    Building such a model would exhaust memory.
+    Building a model with so many parts would exhaust memory.
     """
     limit = max(MAX_COUNT, stored.num_tensors)
     for key, value in _numbers(described):
@@ -135,7 +135,10 @@ def refuse_large_counts(place: str, folder: Path, described: dict[str, Any], sto
 
 
 def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> None:
-    """Raise ConfigError for settings that make transformers replace layers of a model, other than a valid quantisation."""
+    """Raise ConfigError if config.json has a fusion_config, which makes transformers replace layers of the model.
+
+    Also raise ConfigError if config.json has an invalid quantization_config.
+    """
     if described.get("fusion_config"):
         raise ConfigError(
             f"{place}: {folder / 'config.json'} has a fusion_config, which makes transformers replace layers of every model in "

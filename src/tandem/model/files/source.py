@@ -144,9 +144,9 @@ def check_path(key: str, name: str) -> None:
 
 
 def refuse_run(key: str, name: str) -> None:
-    """Raise ConfigError if `name` is a run directory that cannot be used for `key`. The message names the model inside it.
+    """Raise ConfigError if `name` is a run directory that cannot be used for `key`. The message says what to use instead.
 
-    A key that names a model accepts a finished run, and means the model that the run exported.
+    policy.model_name and reference.model accept the directory of a finished run, and use the model that the run exported.
     """
     if not is_run(Path(name)):
         return
@@ -235,7 +235,7 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
 
 
 def checkpoint_export(key: str, name: str) -> Path:
-    """The folder in the cache for the model of a checkpoint, named after the content of the checkpoint."""
+    """Return the cache folder for the model exported from a checkpoint. Its name is a hash of the checkpoint's manifest."""
     manifest = Path(name) / "manifest.json"
     if not manifest.is_file():
         raise ConfigError(
@@ -265,9 +265,9 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Raise ConfigError if `name` looks like a local path.
+    """Raise ConfigError if `name` looks like a local path. Call this only if no local folder has this name.
 
-    Call this if no such folder exists; any other name may be on the hub.
+    A name that does not look like a path is accepted, because it may be the name of a hub repository.
     """
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"{key} = {name}: no such directory. Check the path.")

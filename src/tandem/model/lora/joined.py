@@ -2,7 +2,9 @@
 
 peft computes the adapter's output in a second product, as wide as the layer's output, writes it to memory, reads it again and
 adds it. Here, the adapter's low-rank activations are concatenated to the input, and the adapter's second matrix (lora_B) to the
-weight. This is done unless the input is wider than the output. The gradient of the input is computed in the same way, unless the
+weight. The gradient of the input is computed in the same way.
+
+The forward pass still uses two products if the input is wider than the output. The backward pass still uses two products if the
 output is wider than the input.
 """
 
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 
 
 def join_adapters(model: nn.Module) -> None:
-    """Make every plain linear layer with an adapter compute its output in one product.
+    """Make every nn.Linear with an adapter compute its output by `joined_linear`.
 
-    Requires a single adapter without dropout.
+    Each layer must have a single adapter without dropout.
     """
     for module in model.modules():
         if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:

@@ -34,7 +34,7 @@ PATTERN_SECONDS, PATTERN_BYTES = 10.0, 2**30  # limits of matching a regular exp
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """Which layers get adapters, and with which settings. Decided before weights load."""
+    """Which layers get adapters, and with which settings. `plan_lora` makes the plan before any weights load."""
 
     dim: int
     alpha: float
@@ -93,7 +93,7 @@ class TrainingDropout(nn.Module):
 
 
 def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: str) -> LoraPlan | None:
-    """Return which layers get adapters, or None if LoRA is disabled. Raise an error for settings that do not work.
+    """Return the LoraPlan of a configuration, or None if LoRA is disabled. Raise an error for settings that do not work.
 
     Called before any weights load.
     """
@@ -132,7 +132,10 @@ def plan_lora(source: ModelSource, lora: Lora, device: torch.device, precision: 
 
 
 def load_adapted(source: ModelSource, policy: PolicyConfig, device: torch.device, plan: LoraPlan) -> Policy:
-    """Load the frozen model and add adapters: those of policy.lora.adapter, or new ones, which do not change the output yet."""
+    """Load the frozen model and add adapters to it, either from policy.lora.adapter or new ones.
+
+    New adapters do not change the model's output before they are trained.
+    """
     loaded = load_policy(source, policy, device, dtype=plan.dtype, quantization=plan.quantization_config())
     _inject(loaded.model, plan, source)
     if plan.dropout == 0 and plan.quantization is None:
@@ -164,10 +167,10 @@ def start_fingerprint(source: ModelSource, plan: LoraPlan | None) -> str:
 
 
 def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
-    """Whether loading rounds the frozen weights: config.json names bfloat16, but the files hold a more precise dtype.
+    """Whether the frozen weights are rounded to bfloat16 when they load, although the files store them more precisely.
 
-    Without adapters, the weights are trained and load in float32. So such a model computes different numbers with adapters than
-    without.
+    This can happen with adapters, if config.json names bfloat16. Without adapters, the weights are trained and load in float32.
+    So the model computes different numbers with adapters than without.
     """
     from safetensors import safe_open
 
@@ -266,7 +269,7 @@ def _check_quantization(lora: Lora, device: torch.device) -> None:
 
 
 def _linear_layers(model: Any) -> tuple[dict[str, nn.Linear], str | None]:
-    """Return a dict from name to linear layer, without the head, and the name of the head."""
+    """Return two values: a dict from name to linear layer, which leaves out the head, and the name of the head."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head_name = next((name for name, module in model.named_modules() if module is head), None)
@@ -380,9 +383,10 @@ def _match(pattern: str, modules: list[str]) -> set[str]:
 
 
 def _short_names(targets: Iterable[str], modules: list[str]) -> tuple[str, ...]:
-    """Return the last part of each name, if no other module has the same last part. Otherwise, return the full names.
+    """Return the last parts of the target names, each once, if they select the targets and no other module.
 
-    layers.0.mlp.up_proj and layers.1.mlp.up_proj are returned as up_proj.
+    The targets layers.0.mlp.up_proj and layers.1.mlp.up_proj are returned as up_proj. If layers.2.mlp.up_proj is a module but
+    not a target, the full target names are returned.
     """
     targets = list(targets)
     short = sorted({target.rsplit(".", 1)[-1] for target in targets})

@@ -18,9 +18,11 @@ EXPONENT = 0x7F800000  # all exponent bits set: infinite or NaN
 
 
 def to_bfloat16(value: Tensor, bits16: Tensor) -> Tensor:
-    """Round float32 to a neighbouring bfloat16, away from 0 if the 16 dropped bits plus 16 random bits (`bits16`) overflow.
+    """Round each float32 number to one of the two neighbouring bfloat16 numbers, chosen by 16 random bits (`bits16`).
 
-    Infinity and NaN are only truncated. A GPU's NaN has all bits set, and rounding it up would give 0.
+    bfloat16 drops the lowest 16 bits of float32. If their sum with the random bits exceeds 0xFFFF, the number is rounded away
+    from 0, otherwise towards 0. Infinity and NaN are only truncated: a GPU's NaN has all bits set, and rounding it up would
+    give 0.
     """
     bits = value.view(torch.int32)
     below = bits & -0x10000
@@ -42,7 +44,10 @@ def random_bits(count: int, start: int) -> Tensor:
 
 
 def hash_start(first: int, salt: int) -> int:
-    """Return the hash input of the element at index `first` of a tensor with this salt. Each later element adds 1."""
+    """Return the hash input of the element at index `first` of a tensor with this salt.
+
+    The hash input of each following element is 1 larger.
+    """
     return _int32(first + int(hash_int32(torch.tensor(_int32(salt), dtype=torch.int32))))
 
 
@@ -51,14 +56,17 @@ def _int32(number: int) -> int:
 
 
 def salt_of(name: str) -> int:
-    """Return the salt of the tensor with this name. It is the same in every run, so that runs can share a cached reference."""
+    """Return the salt of a tensor: a number computed from its name, so that tensors have different random bits.
+
+    The salt is the same in every run, so that runs can share a cached reference.
+    """
     return zlib.crc32(name.encode())
 
 
 def salt_in_policy(name: str) -> int:
-    """Return the salt of a policy's parameter, which is the salt of its name in the model.
+    """Return the salt of a policy's parameter. It is computed from the parameter's name in the transformers model.
 
-    model.lm_head.weight of a policy has the salt of lm_head.weight.
+    The policy's parameter model.lm_head.weight is named lm_head.weight in the model, so it has the salt of lm_head.weight.
     """
     return salt_of(name.removeprefix("model.").replace(".base_layer.", "."))
 
