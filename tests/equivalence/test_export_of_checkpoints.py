@@ -326,7 +326,7 @@ def test_a_folder_of_someone_else_is_never_written_to(made, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    instead = "nothing is overwritten. Choose another --out, or remove it."
+    instead = "tandem does not overwrite it. Choose another folder, or delete this one."
     assert refused(made, out=mine) == f"--out {mine}: not empty, and {instead}"
     assert contents(mine) == {"thesis.txt": b"years of work"}
     assert (

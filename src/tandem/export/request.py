@@ -221,7 +221,9 @@ def _is_written(folder: Path, made_of: dict[str, str]) -> bool:
         if "step" in record
         else "not empty"
     )
-    raise ConfigError(f"--out {folder}: {what}, and nothing is overwritten. Choose another --out, or remove it.")
+    raise ConfigError(
+        f"--out {folder}: {what}, and tandem does not overwrite it. Choose another folder, or delete this one."
+    )
 
 
 def record_text(request: ExportRequest, step: int, **facts: Any) -> str:

@@ -23,7 +23,7 @@ from tandem.train.start.setup import Setup, check_model, fit_to_machine, open_in
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start model of a checkpoint, and everything that is known before its weights load."""
+    """The model that the run of a checkpoint started from, and what is needed to load it and to measure the export."""
 
     config: Config
     source: ModelSource
@@ -62,9 +62,9 @@ def verified_state(place: Path) -> SavedState:
 def find_start(
     given: Config, place: Path, run: Path | None, saved: SavedState, device: torch.device, *, measured: bool
 ) -> Start:
-    """Find the start model and the run's data. Raise CheckpointError if the model changed since the checkpoint was saved.
+    """Find the model that the run started from, and the run's data. Raise CheckpointError if that model has changed since.
 
-    If the data cannot be read, the export is not measured, and `Start.not_measured` says why.
+    If the data cannot be read, the exported model is not evaluated on it, and `Start.not_measured` says why.
     """
     config, not_measured = _computed_here(given, device), None if measured else "--no-measure was given."
     lora = config.policy.lora

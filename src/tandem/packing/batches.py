@@ -91,12 +91,11 @@ class Batches:
         return np.add.reduceat(self.num_pairs[self.packs.order], self.packs.bounds[:-1])
 
     def _min_last_batch(self, others: list[GlobalBatch]) -> int:
-        """Return the smallest number of pairs with which `drop_last` keeps the last batch.
+        """Return how many pairs the last batch must have, so that `drop_last` does not drop it.
 
-        `others`: the batches before the last. The last batch is kept if it has `batch_size` pairs, or at least as many pairs as
-        the smallest of the `others`.
-        Example: with 3 pairs in every preference and batch size 4, every batch has 3 pairs, and a last batch of 3 pairs is kept.
-        If batches consist of packs, the result is the smallest number of pairs that a batch before the last can have.
+        This is the size of the smallest earlier batch (`others`). A batch may be smaller than `batch_size`, because a preference
+        is never split: with 3 pairs per preference and batch size 4, every batch has 3 pairs, and a last batch of 3 is kept.
+        For batches of packs, this is the smallest size that an earlier batch can have.
         """
         if self.packs is None:
             return min([self.batch_size, *(batch.num_pairs for batch in others)])

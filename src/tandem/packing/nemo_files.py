@@ -21,7 +21,7 @@ from tandem.storage.cache import content_of, fingerprint, published, read_manife
 def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenStore:
     """Convert NeMo Aligner's file `packed_*.npy` to a prepared folder.
 
-    The file holds tokens but no text, so the prepared folder can be used with any tokenizer.
+    The file holds token ids but no text, so tandem cannot check that they belong to the tokenizer of the model.
     """
     rows = [_usable(row) for pack in read_nemo(file) for row in pack]
     made_of = {

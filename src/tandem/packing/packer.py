@@ -121,7 +121,7 @@ class Packer:
         return self.row(bin.tolist(), self.length).token_ids.shape[0]
 
     def row(self, chosen: list[int], length: int) -> Pack:
-        """Lay out preferences as a pack with rows of `length` tokens. `chosen`: the indices of the preferences in the set."""
+        """Lay out some preferences of the set in rows of `length` tokens. `chosen`: their indices in the set."""
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
 
 

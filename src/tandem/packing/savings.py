@@ -1,4 +1,4 @@
-"""Computes how well a set packs: how full its rows are, and how many times more positions padded batches would compute."""
+"""Computes how well a set packs: how full its rows are, and how many times as many positions padding takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -303,7 +303,7 @@ def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
 
 
 def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int) -> TokenizedPreference:
-    """Make a preference from two sequences whose labels are at the positions of their tokens.
+    """Make a preference from two sequences with labels that are not shifted: label i is the id of token i, or -100.
 
     The prompt consists of the tokens before the first label that is not -100.
     """

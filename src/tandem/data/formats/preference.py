@@ -150,7 +150,7 @@ def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
-    """Return `messages`. Raise a RowError if the last message is an empty user turn, a system turn or an assistant turn."""
+    """Return `messages`. Raise a RowError if they end with a system turn, an assistant turn, or a user turn without text."""
     if messages[-1].role == "user" and not messages[-1].content.strip():
         raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":

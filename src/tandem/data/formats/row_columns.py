@@ -33,7 +33,7 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 def unread_in(notes: Mapping[str, int]) -> list[str]:
     """Return the optional columns that are in the data, but are not read because no setting names them.
 
-    `notes`: texts about problems in a set -> number of rows.
+    `notes`: a dict from the text of a note about the set to the number of rows. Unread columns are found by their notes.
     """
     return [column.name for column in OPTIONAL_COLUMNS if unread_note(column.name) in notes]
 

@@ -131,9 +131,9 @@ def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], con
 
 
 def _settings_for_all(shares: list[dict[str, float]], data: Data) -> str:
-    """Return the settings with which all sets would be accepted, such as "data.max_bad_share=0.1".
+    """Return settings that raise each limit exceeded by two or more sets, such as "data.max_bad_share=0.1".
 
-    Only limits that affect two or more sets are included. If there are no such limits, return "".
+    Return "" if no limit is exceeded by two or more sets.
     """
     least = {
         key: max(values)

@@ -155,7 +155,7 @@ def refuse_rebuilding(place: str, folder: Path, described: dict[str, Any]) -> No
 
 
 def refuse_wrong_types(place: str, folder: Path, text: Any) -> None:
-    """Raise ConfigError if a setting that tandem computes with has the wrong type.
+    """Raise ConfigError if a value in the model's config.json that tandem uses has the wrong type.
 
     `text`: the parsed configuration of the language model.
     """

@@ -44,8 +44,9 @@ def _cast(source, target, count, start, BLOCK: tl.constexpr):
 def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
     """Cast every tensor to its bfloat16 copy. Each program casts one block of a tensor.
 
-    tables: for each tensor, its address, the address of its copy, its number of elements, and the hash input of its first
-    element. owners: for each block, the index of its tensor. firsts: for each block, the index of its first element within the
+    tables: for each tensor, its address, the address of its copy, its number of elements, and the number whose hash gives
+    the random bits of its first element. owners: for each block, the index of its tensor.
+    firsts: for each block, the index of its first element within the
     tensor.
     """
     block = tl.program_id(0)
@@ -132,9 +133,9 @@ class Blocks:
 
 
 class Casts:
-    """Casts source tensors to target tensors, with one kernel launch per call.
+    """Casts source tensors to target tensors with stochastic rounding, in one kernel launch per call.
 
-    `given`: (source, target, start) for each tensor, where `start` is the hash input of its first element.
+    `given`: (source, target, start) for each tensor. The random bits of element i are a hash of `start + i`.
     """
 
     def __init__(self, given: Sequence[tuple[Tensor, Tensor, int]]):

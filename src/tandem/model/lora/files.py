@@ -126,5 +126,7 @@ def _read_shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
     if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
-        raise ConfigError(f"{key}: holds only one of the two weights of {half}. Is it complete?")
+        raise ConfigError(
+            f"{key}: has only one of the two weights (lora_A, lora_B) of {half}, so it is incomplete. Download it again."
+        )
     return shapes

@@ -108,7 +108,8 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
 def checkpoint_dir(config: Config, run: Path) -> Path:
     """Return the checkpoint directory.
 
-    This is `checkpoints` in the run directory, unless run.dir and checkpointing.checkpoint_dir are both set and differ.
+    If run.dir and checkpointing.checkpoint_dir are both set and differ, this is checkpoint_dir. Otherwise it is `checkpoints`
+    in the run directory.
     """
     given = config.checkpointing.checkpoint_dir
     if given is None or config.run.dir is None or real_path(given) == real_path(run):

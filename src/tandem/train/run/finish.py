@@ -36,7 +36,10 @@ BATCH_SIZE_KEY = "policy.train_global_batch_size"
 
 
 def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, per_pair: Path | None) -> None:
-    """Validate and save the policy, export it, and print verdicts. The export is measured before it gets its final name."""
+    """Validate, save and export the policy, and print the verdicts on the run.
+
+    The export is written and validated under a temporary name, and then renamed.
+    """
     _report_memory(t)
     after = _validate_and_save_last(t)
     verdicts = judge(t.metrics.records(), t.setup.config)
@@ -180,7 +183,7 @@ def using(model: Path, template: Template) -> str:
 
 
 def with_real_model(loaded: LoadedConfig, run: Path) -> str:
-    """Return the command that repeats a run of the embedded model with a real model, in another run directory."""
+    """Return the command that repeats a run with a real model instead of the tiny embedded one, in another run directory."""
     config, own = loaded.config, _has_own_pairs(loaded)
     is_resumed = loaded.file is not None and Path(loaded.file).resolve() == (run / "config.yaml").resolve()
     # A run's config.yaml contains the embedded default configuration, which is for the embedded model only.

@@ -67,7 +67,8 @@ class Setup:
     def checkpoint_dir(self, run: Path) -> Path:
         """Return the checkpoint directory.
 
-        This is `checkpoints` in the run directory, unless run.dir and checkpointing.checkpoint_dir are both set and differ.
+        If run.dir and checkpointing.checkpoint_dir are both set and differ, this is checkpoint_dir. Otherwise it is `checkpoints`
+        in the run directory.
         """
         return checkpoint_dir(self.config, run)
 
