@@ -75,7 +75,7 @@ def similar_key(key: str) -> str | None:
 
 
 def _with_leaf(leaf: str) -> str | None:
-    """Return the key whose last part is `leaf`, or None unless exactly one key matches. Keys of data.default are ignored."""
+    """Return the only key whose last part is `leaf`; None if there are several or none. Keys of data.default are ignored."""
     found = [name for name in key_names() if name.rpartition(".")[2] == leaf and not name.startswith("data.default.")]
     return found[0] if len(found) == 1 else None
 

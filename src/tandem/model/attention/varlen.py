@@ -53,7 +53,8 @@ def bounds_of(tree: IntArray) -> IntArray:
 def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, *, scaling: float | None) -> Tensor:
     """Compute attention within runs, which are the tokens of one sequence in a row.
 
-    The arguments and the result are [rows, heads, length, dim]. A token attends to itself and to the earlier tokens of its run that are within the window.
+    The arguments and the result are [rows, heads, length, dim].
+    A token attends to itself and to the earlier tokens of its run that are within the window.
     """
     rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]

@@ -46,8 +46,7 @@ def _cast_all(tables, owners, firsts, BLOCK: tl.constexpr):
 
     tables: for each tensor, its address, the address of its copy, its number of elements, and the number whose hash gives
     the random bits of its first element. owners: for each block, the index of its tensor.
-    firsts: for each block, the index of its first element within the
-    tensor.
+    firsts: for each block, the index of its first element within the tensor.
     """
     block = tl.program_id(0)
     table = tables + 4 * tl.load(owners + block)

@@ -125,7 +125,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _first_rows(file: Path, stored: Any) -> dict[str, int]:
-    """Return a dict from the name of each tensor in a file to the first row of the tensor that the file holds."""
+    """Return, for each tensor in a file, the number of the first of its rows that the file holds."""
     try:
         found = json.loads((stored.metadata() or {})[FIRST_ROWS])
     except (ValueError, KeyError, RecursionError):
