@@ -1,7 +1,7 @@
 """Data columns: numbers that a row of the data may give in addition to its texts. COLUMNS declares every column once.
 
 The values of a column pass through these records until a loss reads them by the column's name:
-TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions.
+TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions -> Pairs.
 """
 
 import math

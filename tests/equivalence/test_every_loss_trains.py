@@ -175,7 +175,9 @@ def declared_loss(name, batch, dpo):
         for of in (lambda logps, _: logps.sum(), lambda logps, _: len(logps), lambda _, score: score)
     )
     reference = sums if LOSSES[name].needs_reference else sums.map(torch.zeros_like)
-    pairs = pairs_from_sums(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
+    pairs = pairs_from_sums(
+        PairSums(policy=sums, reference=reference, num_tokens=lengths, columns={"score": scores}), dpo
+    )
     return LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo)).mean().item()
 
 

@@ -91,7 +91,8 @@ def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | N
             f"{reason}, which is computed over a batch, not per pair",
             "a loss that is computed per pair",
         )
-    return reason, join_names((name for name, loss in LOSSES.items() if loss.supports_column(column)), "or")
+    supporting = [name for name, loss in LOSSES.items() if loss.supports_column(column)]
+    return reason, join_names(supporting, "or") if supporting else "a loss that reads this column, once there is one"
 
 
 def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[str]:

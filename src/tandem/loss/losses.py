@@ -207,7 +207,7 @@ def _log_sigmoid(logits: Tensor) -> Tensor:
 
 def _minus_margin(logits: Tensor, pair: Pairs) -> Tensor:
     """Return the logits minus the margins given in the data. Without margins, return the logits."""
-    return logits if pair.required_margin is None else logits - pair.required_margin
+    return logits - pair.columns["margin"].chosen
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:

@@ -9,7 +9,7 @@ from tandem.completions import ChosenRejected, Completions
 from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.pairs import Pairs, PairSums, apply_divergence, divergence_slope, pair_sums, wpo_weights
+from tandem.loss.pairs import Pairs, PairSums, apply_divergence, divergence_slope, pair_sums, with_defaults, wpo_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,13 @@ def pairs_from_sums(sums: PairSums, dpo: Dpo) -> Pairs:
     if dpo.preference_average_log_probs:
         policy, reference, ratios = policy / num_tokens, reference / num_tokens, ratios / num_tokens
     ratios = ratios.map(lambda ratio: apply_divergence(ratio, dpo.f_divergence, dpo.f_alpha))
-    # Without scores in the data, a loss that reads them becomes NaN, which stops the run.
-    scores = sums.scores or policy.map(lambda logps: torch.full_like(logps, torch.nan))
     return Pairs(
         policy=policy,
         reference=reference,
         ratios=ratios,
         num_tokens=num_tokens,
-        scores=scores,
-        required_margin=sums.required_margin,
+        # Without scores in the data, a loss that reads them becomes NaN, which stops the run.
+        columns=with_defaults(sums.columns, policy),
     )
 
 

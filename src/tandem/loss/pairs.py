@@ -4,12 +4,14 @@ Values per token are stored completion by completion and may be padded at the en
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.columns import COLUMNS
 from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 
 # Beyond this exponent, exp continues as its tangent: it still increases, and its square is still finite in float32.
@@ -23,8 +25,7 @@ class PairSums:
     policy: ChosenRejected  # log pi
     reference: ChosenRejected  # log ref; zeros without a reference
     num_tokens: ChosenRejected  # completion lengths
-    scores: ChosenRejected | None = None  # given in the data
-    required_margin: Tensor | None = None  # [pairs], given in the data
+    columns: Mapping[str, ChosenRejected] = field(default_factory=dict)  # data columns that the data has, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,14 @@ class Pairs:
     reference: ChosenRejected  # log ref; zeros without a reference
     ratios: ChosenRejected  # r = log pi - log ref, transformed by the f-divergence
     num_tokens: ChosenRejected  # completion lengths
-    scores: ChosenRejected  # given in the data; NaN if not given
-    required_margin: Tensor | None = None  # [pairs], given in the data; None: no margin
+    columns: Mapping[
+        str, ChosenRejected
+    ]  # every data column, by name; a value of the preference is given for both completions
+
+    @property
+    def scores(self) -> ChosenRejected:
+        """Return the scores that the data gives; NaN if it gives none."""
+        return self.columns["score"]
 
 
 def pair_sums(completions: Completions, ld_alpha: float | None) -> PairSums:
@@ -44,14 +51,30 @@ def pair_sums(completions: Completions, ld_alpha: float | None) -> PairSums:
 
     `ld_alpha`: the token weight of LD-DPO, which needs the prefix sums in `completions`; None: LD-DPO is not used.
     """
-    scores, margin = completions.columns.get("score"), completions.columns.get("margin")
     return PairSums(
         policy=_ld(completions.both(completions.policy), completions.policy_prefix, ld_alpha),
         reference=_ld(completions.both(completions.reference), completions.reference_prefix, ld_alpha),
         num_tokens=completions.both(completions.num_tokens),
-        scores=None if scores is None else completions.both(scores),
-        required_margin=None if margin is None else completions.per_pair(margin),
+        columns={name: _both(completions, name, values) for name, values in completions.columns.items()},
     )
+
+
+def _both(completions: Completions, name: str, values: Tensor) -> ChosenRejected:
+    """Return the values of a data column for both completions of each pair."""
+    if COLUMNS[name].per == "completion":
+        return completions.both(values)
+    per_pair = completions.per_pair(values)
+    return ChosenRejected(per_pair, per_pair)
+
+
+def with_defaults(columns: Mapping[str, ChosenRejected], like: ChosenRejected) -> dict[str, ChosenRejected]:
+    """Return every declared column. A column that is not in `columns` has its default. `like`: any values of the same pairs."""
+    return {
+        name: columns[name]
+        if name in columns
+        else like.map(lambda values, default=column.default: torch.full_like(values, default))
+        for name, column in COLUMNS.items()
+    }
 
 
 def _ld(total: ChosenRejected, prefix: ChosenRejected | None, ld_alpha: float | None) -> ChosenRejected:

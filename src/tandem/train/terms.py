@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.columns import COLUMNS
 from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.objective import PairLoss, pair_loss, pairs_from_sums
-from tandem.loss.pairs import Pairs, PairSums, pair_sums, prefix_sums, wpo_log_weights
+from tandem.loss.pairs import Pairs, PairSums, pair_sums, prefix_sums, with_defaults, wpo_log_weights
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
@@ -85,12 +86,11 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:
         """Return each field of `view` as a tensor [pairs, 2]: column 0 for the chosen, column 1 for the rejected completion."""
-        assert view.scores is not None
         both = {
             "policy": view.policy,
             "reference": view.reference,
             "num_tokens": view.num_tokens,
-            "scores": view.scores,
+            **{f"column {name}": values for name, values in with_defaults(view.columns, view.policy).items()},
         }
         return {name: torch.stack([one.chosen, one.rejected], dim=1).detach().double() for name, one in both.items()}
 
@@ -101,5 +101,6 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
         name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
     }
     policy = both["policy"].map(lambda values: values.requires_grad_())
-    sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], scores=both["scores"])
+    data = {name: both[f"column {name}"] for name in COLUMNS}
+    sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], columns=data)
     return JoinedPairs(pairs_from_sums(sums, dpo), policy, own)

@@ -12,6 +12,7 @@ from tandem.config.losses import (
     needs_reference,
     needs_scores,
     scope_of,
+    unsupported_column,
     weights_of,
 )
 from tandem.config.schema import Config
@@ -338,3 +339,10 @@ def test_averaged_log_probabilities_are_compared_with_the_beta_of_a_per_token_lo
 
 def test_losses_read_every_setting_they_declare_published_values_or_bounds_for():
     assert all(one.key in loss.keys for loss in LOSSES.values() for one in (*loss.published, *loss.bounds))
+
+
+def test_a_column_that_no_loss_reads_yet_is_refused_in_a_sentence():
+    assert unsupported_column("dpo", "difficulty") == (
+        "is not supported by dpo.preference_loss dpo",
+        "a loss that reads this column, once there is one",
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from declared import needed_settings
 
-from tandem.completions import Completions, Pairing
+from tandem.completions import ChosenRejected, Completions, Pairing
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
 from tandem.loss.objective import (
@@ -40,10 +40,10 @@ def loss_of(dpo: Dpo, policy=POLICY, reference=REFERENCE, lengths=LENGTHS, pairi
     return pair_loss(record, dpo)
 
 
-def sums_of(policy, reference=REFERENCE, lengths=LENGTHS, scores=None) -> PairSums:
+def sums_of(policy, reference=REFERENCE, lengths=LENGTHS, **columns: ChosenRejected) -> PairSums:
     """Of the one pair."""
     both = ONE_PAIR.both
-    return PairSums(policy=both(policy), reference=both(reference), num_tokens=both(lengths), scores=scores)
+    return PairSums(policy=both(policy), reference=both(reference), num_tokens=both(lengths), columns=columns)
 
 
 def test_equal_policy_and_reference_give_log_two():
@@ -154,7 +154,7 @@ def test_rewards_of_length_normalised_dpo_are_per_token():
 
 def test_scores_reach_the_losses_and_their_absence_is_no_number():
     dpo = Dpo(preference_loss="rpo_sq")
-    scored = pairs_from_sums(sums_of(POLICY, scores=ONE_PAIR.both(torch.tensor([1.0, 0.0]))), dpo)
+    scored = pairs_from_sums(sums_of(POLICY, score=ONE_PAIR.both(torch.tensor([1.0, 0.0]))), dpo)
     assert combined_losses(scored, dpo).item() == pytest.approx(0.64)
     assert math.isnan(combined_losses(pairs_from_sums(sums_of(POLICY), dpo), dpo).item())
 

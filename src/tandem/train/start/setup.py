@@ -259,7 +259,8 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mode
     if other.vocabulary != source.vocabulary:
         raise ConfigError(
             f"reference.model = {name}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
-            f"{source.vocabulary}, but policy and reference must read the same tokens. Choose a reference with the same vocabulary."
+            f"{source.vocabulary}, but policy and reference must read the same tokens. Choose a reference with the same "
+            "vocabulary."
         )
     if (other.folder / "tokenizer.json").is_file() and hasattr(tokenizer, "get_vocab"):
         theirs = {number: token for token, number in load_tokenizer(other.folder).get_vocab().items()}
