@@ -1,0 +1,164 @@
+"""`tandem generate`: completions of prompts, by one model or two."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
+from tandem.errors import ConfigError
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN",
+        callback=expand_home_callback,
+        help="A model folder, a hub name, embedded, or a run directory (its exported model). With http: a name on the server.",
+    ),
+]
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE", callback=expand_home_callback, help="Also ask this model, and show both side by side."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="Sample with this temperature. Default: greedy.")]
+TopP = Annotated[float | None, typer.Option(metavar="P", help="Sample from the most probable tokens up to this share.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest completion, in tokens.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of sampling. Default: 0.")]
+EngineOption = Annotated[str, typer.Option(metavar="NAME", help="transformers, vllm or http.")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", callback=expand_home_callback, help="A .jinja file, or none for plain text."),
+]
+BaseUrl = Annotated[str | None, typer.Option(metavar="URL", help="http: the server, such as http://localhost:8000/v1.")]
+ApiKeyEnv = Annotated[str | None, typer.Option(metavar="NAME", help="http: environment variable that holds the key.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="http: longest wait for an answer.")]
+
+
+@app.command("generate")
+def generate_completions(
+    model: Model,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=expand_home_callback,
+            help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt with a prompt per line, or embedded.",
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="A single prompt.")] = None,
+    compare: Compare = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", metavar="K", help="Completions per prompt.")] = 1,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = None,
+    engine: EngineOption = "transformers",
+    batch_size: Annotated[str, typer.Option(metavar="N", help="Sequences at a time, or auto.")] = "auto",
+    batching: Annotated[str, typer.Option(metavar="HOW", help="auto, padded or continuous.")] = "auto",
+    chat_template: ChatTemplate = None,
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=expand_home_callback, help="vllm: the Python interpreter that has vLLM."),
+    ] = None,
+    base_url: BaseUrl = None,
+    endpoint: Annotated[str, typer.Option(metavar="NAME", help="http: chat or completions.")] = "chat",
+    api_key_env: ApiKeyEnv = None,
+    timeout: Timeout = 300.0,
+    concurrency: Annotated[int, typer.Option(metavar="N", help="http: requests at a time.")] = 8,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="http: ask for token ids (vLLM servers).")] = False,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=expand_home_callback,
+            help="Write JSON lines to FILE, or continue an incomplete one.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only completions, warnings and errors.")] = False,
+) -> None:
+    """Generate completions of prompts, greedily or sampled."""
+    from tandem.generate.generate import generate_prompts, name_models
+    from tandem.generate.prompts import one_prompt, prompts_from
+    from tandem.generate.records import EngineSettings, make_sampling
+
+    if (prompts is None) == (prompt is None):
+        raise ConfigError("Give either --prompts FILE or --prompt TEXT.")
+    sampling = make_sampling(
+        num_samples=samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
+    )
+    settings = EngineSettings(
+        name=engine,  # type: ignore[arg-type]
+        batch_size=parse_batch_size(batch_size),
+        batching=batching,  # type: ignore[arg-type]
+        chat_template=chat_template,
+        vllm_python=vllm_python,
+        base_url=base_url,
+        endpoint=endpoint,  # type: ignore[arg-type]
+        api_key_env=api_key_env,
+        timeout_seconds=timeout,
+        concurrency=concurrency,
+        token_ids=token_ids,
+    )
+    models = name_models(model, compare, settings)
+    found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
+
+    from tandem.report.reporter import Reporter
+
+    # Messages and the progress bar go to standard error, so that standard output holds only completions.
+    reporter = Reporter("quiet" if quiet else "normal", as_json=True)
+    if num_skipped:
+        reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
+    if engine != "http":
+        reporter.say(LOADING_MESSAGE)
+    streams = prompt is not None and compare is None and samples == 1 and out is None and not as_json
+    generation = generate_prompts(
+        models,
+        found,
+        sampling,
+        settings,
+        out=out,
+        progress=reporter.progress,
+        write=_write if streams else None,
+        num_skipped=num_skipped,
+    )
+    _show(generation, found, samples, as_json=as_json, quiet=quiet, streamed=streams)
+
+
+def _show(generation: Any, prompts: Any, samples: int, *, as_json: bool, quiet: bool, streamed: bool) -> None:
+    from tandem.generate import show
+    from tandem.generate.output import as_line
+    from tandem.terminal.console import SafeConsole
+
+    if as_json and generation.out is not None:
+        print(json.dumps(show.as_json(generation)))
+    elif as_json:
+        for record in generation.records:
+            print(as_line(record))
+    elif streamed:
+        is_cut = generation.records[0]["completions"][0]["finish"] == "length"
+        _write(" [cut at the limit]\n" if is_cut and not quiet else "\n")
+    elif generation.out is not None:
+        if not quiet:
+            print(show.summary(generation, samples))
+    else:
+        show.show_records(generation, prompts, SafeConsole())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def parse_batch_size(given: str) -> int | None:
+    if given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"--batch-size {given}: give auto or a number of sequences from 1.") from None
