@@ -45,7 +45,7 @@ def generate_completions(
         typer.Option(
             metavar="FILE",
             callback=expand_home_callback,
-            help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt with a prompt per line, or embedded.",
+            help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt of prompts, or embedded.",
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="A single prompt.")] = None,
