@@ -14,8 +14,9 @@ from tandem.generate.records import Answer, Batching, EngineSettings, Request, S
 from tandem.generate.sampling import SeededSampling, random_numbers
 from tandem.generate.target import FoundModel
 from tandem.generate.text import TextStream, completion_text, stop_ids
+from tandem.model.architecture import architecture_of, check_architecture
 from tandem.model.checks.trial import is_out_of_memory
-from tandem.model.load import check_packable, load_policy
+from tandem.model.load import load_policy
 
 CPU_BATCH = 16  # sequences: larger batches are hardly faster on a CPU, and pad more
 MAX_BATCH = 512
@@ -26,7 +27,7 @@ CONTINUOUS_BLOCK = 1024  # requests handed to continuous batching at a time; a k
 def load_model(found: FoundModel, device: torch.device) -> Any:
     """Load the weights for generation: float32 on a CPU, the published dtype on a GPU. Adapters stay separate."""
     policy = PolicyConfig.model_validate({"model_name": EMBEDDED, "packing": {"mode": "none"}})
-    check_packable(found.source, policy)
+    check_architecture(found.source)
     dtype = found.source.dtype if device.type == "cuda" else torch.float32
     try:
         model = load_policy(found.source, policy, device, dtype=dtype).model
@@ -212,9 +213,7 @@ def choose_batching(asked: Batching, sampling: Sampling, device: torch.device, e
 
 def needs_equal_lengths(model: Any) -> bool:
     """Whether layers carry state along a row, so that padding before a prompt could change it."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
-    is_recurrent = any("attention" not in kind or "linear" in kind for kind in kinds)
-    return is_recurrent or bool(getattr(model, "_is_stateful", False))
+    return bool(architecture_of(model.config, type(model)).recurrent)
 
 
 def auto_batch_size(model: Any, num_tokens: int) -> int:
