@@ -136,8 +136,8 @@ def test_messages_without_a_template_are_refused_and_plain_text_is_continued(fol
     with pytest.raises(DataError) as error:
         generate(str(folder), [[{"role": "user", "content": "Hi"}]], engine=engine)
     assert str(error.value) == (
-        "prompts:1: the prompt is a list of messages, but there is no chat template to render it. Set --chat-template FILE.jinja, "
-        "or use prompts of plain text."
+        "prompts:1: the prompt is a list of messages, but there is no chat template to render it. Set --chat-template "
+        "FILE.jinja, or use prompts of plain text."
     )
     [record] = generate(str(folder), ["Hi"], engine=engine, sampling=make_sampling(max_new_tokens=3)).records
     assert record["completions"][0]["completion_ids"] != ids(folder, ["Hi"], max_new_tokens=3)["Hi"][0]

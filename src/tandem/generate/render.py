@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.data.formats.preference import Completion, Message, Preference
 from tandem.data.read.sources import RowError
-from tandem.data.store.pool import Died, Pool, Stalled, Watch, bounded_memory
+from tandem.data.store.pool import Pool, RowMonitor, WorkerDied, WorkerStalled, bounded_memory
 from tandem.data.store.processes import ROW_SECONDS
 from tandem.data.text.template import PROBE, Template
 from tandem.data.text.tokens import encode_prompt, tokenize
@@ -46,13 +46,13 @@ class Renderer:
         first = prompts[0].place if prompts else "the chat template"
         try:
             return list(self._pool.map(items))
-        except Stalled as stalled:
+        except WorkerStalled as stalled:
             place = next((prompt.place for prompt in prompts if prompt.index == stalled.row), first)
             raise DataError(
                 f"{place}: the chat template does not come to an end: {ROW_SECONDS:g} seconds passed. Give another with "
                 "--chat-template FILE.jinja."
             ) from None
-        except Died:
+        except WorkerDied:
             raise DataError(
                 f"{first}: the process that ran the chat template was killed. Out of memory? Give another template with "
                 "--chat-template FILE.jinja."
@@ -78,15 +78,15 @@ def check_lengths(found: FoundModel, prompts: Sequence[Prompt], ids: Sequence[tu
             )
 
 
-def _work(template: Template, prompts: Sequence[Prompt] | None, watch: Watch) -> Rendered | int | None:
+def _work(template: Template, prompts: Sequence[Prompt] | None, monitor: RowMonitor) -> Rendered | int | None:
     """In the separate process: the ids of prompts, or the end of turn."""
     if prompts is None:
-        watch.at(0)
+        monitor.start_row(0)
         with bounded_memory():
             return _end_of_turn(template)
     rendered: Rendered = []
     for prompt in prompts:
-        watch.at(prompt.index)
+        monitor.start_row(prompt.index)
         try:
             with bounded_memory():
                 text = template.render_prompt(prompt.prompt, prompt.tools, prompt.place)

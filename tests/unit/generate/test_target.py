@@ -62,8 +62,8 @@ def test_a_run_without_a_model_is_refused_with_the_commands_that_make_one(run):
 
 def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path):
     assert message(tmp_path) == (
-        f"MODEL {tmp_path}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, a hub "
-        "name, or a run directory."
+        f"MODEL {tmp_path}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, "
+        "a hub name, or a run directory."
     )
 
 

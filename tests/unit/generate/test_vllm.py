@@ -35,7 +35,7 @@ def test_answers_come_back_in_tokens_with_the_reason_they_ended(tmp_path):
     answers = list(one.answers(requests((10, 11), (12, 13, 14), (10, 11, 12, 13, 14, 15, 16))))
     one.close()
     assert one.version == "vLLM 0.stub"
-    # (the tokenizer of letters writes spaces) "ab" reversed and ended; three letters fill the limit; a prompt of 7 leaves one position of 8
+    # The tokenizer of letters puts spaces between tokens. Three letters fill the limit; a prompt of 7 leaves one of 8 positions.
     assert [(a.ids, a.text, a.finish) for a in answers] == [
         ((11, 10, END), "b a", "stop"),
         ((14, 13, 12), "e d c", "length"),
@@ -54,8 +54,8 @@ def test_an_environment_without_vllm_is_reported(tmp_path):
     with pytest.raises(ConfigError) as error:
         engine(tmp_path, None)
     assert str(error.value) == (
-        f"--engine vllm: the process of {tmp_path}/environment/python failed: ModuleNotFoundError: No module named 'vllm'. Install "
-        "vLLM there."
+        f"--engine vllm: the process of {tmp_path}/environment/python failed: ModuleNotFoundError: No module named 'vllm'. "
+        "Install vLLM there."
     )
 
 
