@@ -14,6 +14,7 @@ from tandem.terminal.printable import SECRETS
 T = TypeVar("T")
 RETRIES = 4  # of a request that failed for a reason that may pass
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 60.0
+FIRST_RETRIES = 1  # to connect to a server that has not answered yet
 PASSING = (408, 429, 500, 502, 503, 504)
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -55,6 +56,7 @@ class HttpEngine:
 
         self._url = check_server(settings) + PATHS[settings.endpoint]
         self._model, self._sampling, self._settings = model, sampling, settings
+        self._has_answered = False
         self.version = f"server {check_server(settings)}"
         key = _api_key(settings)
         timeout = httpx.Timeout(settings.timeout_seconds, connect=min(10.0, settings.timeout_seconds))
@@ -143,8 +145,11 @@ class HttpEngine:
 
         payload = self._payload(request, streams=streams)
         for attempt in range(RETRIES + 1):
+            # A server that never answered is probably not running; one that answered before may be restarting.
+            is_last = attempt == (RETRIES if self._has_answered else FIRST_RETRIES)
             try:
                 with self._client.stream("POST", self._url, json=payload) as response:
+                    self._has_answered = True
                     if response.status_code == 200:
                         return read(response)
                     if response.status_code not in PASSING or attempt == RETRIES:
@@ -152,7 +157,7 @@ class HttpEngine:
                     pause = _pause(attempt, response.headers.get("retry-after"))
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 passing = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
-                if not passing or attempt == RETRIES:
+                if not passing or is_last:
                     raise self._unreachable(error) from None
                 pause = _pause(attempt, None)
             time.sleep(pause)

@@ -17,8 +17,8 @@ from tandem.data.formats.preference import (
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording, read_text_file, why_unreadable
-from tandem.data.read.files import find_files
-from tandem.data.read.sources import RowError, SourceRow, read_rows
+from tandem.data.read.files import SourceFile, find_files
+from tandem.data.read.sources import RowError, SourceRow, read_chunks, rows_of
 from tandem.embedded.files import VALIDATION
 from tandem.errors import ConfigError, DataError
 from tandem.generate.records import Prompt
@@ -53,20 +53,25 @@ def one_prompt(text: str) -> list[Prompt]:
 
 
 def _read_files(path: str) -> tuple[list[Prompt], int]:
-    files = [VALIDATION] if path == EMBEDDED else [one.path for one in find_files(path, DatasetFields(data_path=path))]
-    rows = (row for file in files for row in (_lines(file) if file.suffix in TEXT_SUFFIXES else read_rows(file)))
+    embedded = [SourceFile(VALIDATION, EMBEDDED)]
+    files = embedded if path == EMBEDDED else find_files(path, DatasetFields(data_path=path))
+    rows = (row for file in files for row in (_lines(file) if file.path.suffix in TEXT_SUFFIXES else _rows(file)))
     return _collect(rows, path)
 
 
-def _lines(file: Path) -> Iterable[SourceRow]:
+def _rows(file: SourceFile) -> Iterable[SourceRow | RowError]:
+    return (row for chunk in read_chunks(file.path, file.name) for row in rows_of(chunk))
+
+
+def _lines(file: SourceFile) -> Iterable[SourceRow]:
     """A prompt per line; blank lines are skipped."""
     try:
-        text = read_text_file(file)
+        text = read_text_file(file.path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({why_unreadable(error)}). Save it as UTF-8 text.") from None
+        raise DataError(f"{file.name}: cannot be read ({why_unreadable(error)}). Save it as UTF-8 text.") from None
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
-            yield SourceRow({"prompt": line.rstrip("\r")}, str(file), number)
+            yield SourceRow({"prompt": line.rstrip("\r")}, file.name, number)
 
 
 def _collect(rows: Iterable[SourceRow | RowError], source: str) -> tuple[list[Prompt], int]:

@@ -91,7 +91,7 @@ def _ending(reason: str) -> str:
 
 def _completion(one: Mapping[str, Any]) -> str:
     text = one["completion"]
-    shown = text if text.strip() else "(empty)"
+    shown = text if text.strip() else "(white space)" if text else "(empty)"
     return f"{shown} [cut at the limit]" if one["finish"] == "length" else shown
 
 
