@@ -19,6 +19,8 @@ class StubServer(ThreadingHTTPServer):
         self.failures: list[int] = []
         self.key: str | None = None
         self.body: bytes | None = None  # sent instead of an answer
+        self.said = "busy"  # the message of a failure
+        self.location: str | None = None  # where a failure redirects to
         self.most_at_once = 0
         self._now = 0
         self._lock = threading.Lock()
@@ -40,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
             self._send(401, {"error": {"message": f"bad key {self.headers['Authorization']}"}})
         elif self.server.failures:
-            self._send(self.server.failures.pop(0), {"error": {"message": "busy"}})
+            self._send(self.server.failures.pop(0), {"error": {"message": self.server.said}})
         elif self.server.body is not None:
             self._send(200, self.server.body)
         elif asked.get("stream"):
@@ -68,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if status >= 300 and self.server.location:
+            self.send_header("Location", self.server.location)
         self.end_headers()
         self.wfile.write(body)
 

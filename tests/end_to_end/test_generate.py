@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import pty
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -193,3 +197,57 @@ def test_a_model_without_a_template_cannot_chat(tandem):
         f"tandem: error: MODEL {MODEL}: no chat template, so it cannot hold a conversation. Give one with --chat-template "
         "FILE.jinja, or continue a text with tandem generate --prompt TEXT.\n",
     )
+
+
+NO_HEAVY_MODULES = """
+import sys
+from tandem.cli.main import main
+try:
+    main()
+finally:
+    assert not {"torch", "transformers"} & {name for name, module in sys.modules.items() if module}
+"""
+
+
+def test_mistakes_and_servers_need_no_heavy_modules(tmp_path):
+    command = [sys.executable, "-c", NO_HEAVY_MODULES, "generate"]
+    ended = subprocess.run([*command, "./no", "--prompt", "Hi"], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "tandem: error: MODEL ./no: no such directory. Give a model folder, a hub name, or a run directory.\n",
+    )
+    with chat_server() as server:
+        options = ["any", "--prompt", "Hi", "--engine", "http", "--base-url", server.url, "--quiet"]
+        ended = subprocess.run([*command, *options], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "HI\n", "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_chat():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-P", "-m", "tandem", "chat", str(MODEL), "--max-new-tokens", "450", "--quiet"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+
+    def read_until(wanted: str) -> str:
+        shown = ""
+        while wanted not in shown:
+            shown += os.read(ours, 1000).decode("utf-8", "replace")
+        return shown
+
+    try:
+        read_until("> ")
+        os.write(ours, b"Hi\n")
+        read_until("Hi\r\n")
+        os.read(ours, 1000)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        assert "[stopped]" in read_until("> ")
+        process.send_signal(signal.SIGINT)
+        read_until("(Ctrl-D or /exit ends the chat)")
+        os.write(ours, b"/undo\n")
+        read_until("Took back the last question.")
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(ours)

@@ -73,6 +73,8 @@ class Chat:
                 self._ask(line.strip())
         except TandemError as error:
             self._say(f"error: {error}")
+        except KeyboardInterrupt:  # before or after an answer, for instance while the conversation is rendered
+            self._say("[stopped]")
         return True
 
     def _command(self, name: str, argument: str) -> bool:

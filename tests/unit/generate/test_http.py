@@ -10,6 +10,7 @@ from tandem.errors import ConfigError, DataError
 from tandem.generate import http_engine
 from tandem.generate.http_engine import HttpEngine
 from tandem.generate.records import EngineSettings, Prompt, Request, make_sampling
+from tandem.terminal.printable import SECRETS
 
 KEY = "sk-very-secret-key"
 
@@ -23,6 +24,8 @@ def server():
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(http_engine, "FIRST_WAIT_SECONDS", 0.001)
+    yield
+    SECRETS.clear()
 
 
 def engine(server, sampling=None, **settings):
@@ -150,9 +153,26 @@ def test_a_server_that_requires_a_key_says_which_option_gives_one(server):
             "not found (HTTP 404: busy). Check --base-url, which usually ends in /v1, and the name of the model: tiny.",
         ),
         (400, "the server refuses the request (HTTP 400: busy)."),
-        (307, "the server refuses the request (HTTP 307: busy)."),  # redirects are not followed
     ],
 )
 def test_a_refused_request_is_reported_with_the_words_of_the_server(server, status, message):
     server.failures = [status]
     assert failure(engine(server)) == f"{server.url}/chat/completions: {message}"
+
+
+def test_a_redirect_is_not_followed_so_that_no_other_server_gets_prompts_or_the_key(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+    with chat_server() as other:
+        server.failures, server.location = [307], f"{other.url}/chat/completions"
+        assert failure(engine(server, api_key_env="MY_KEY")) == (
+            f"{server.url}/chat/completions: the server refuses the request (HTTP 307: busy)."
+        )
+        assert other.requests == []
+
+
+def test_a_key_that_the_server_repeats_is_replaced_by_the_name_of_its_variable(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+    server.failures, server.said = [400], f"no rights for {KEY}"
+    assert failure(engine(server, api_key_env="MY_KEY")) == (
+        f"{server.url}/chat/completions: the server refuses the request (HTTP 400: no rights for $MY_KEY)."
+    )
