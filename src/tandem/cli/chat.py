@@ -18,6 +18,7 @@ from tandem.cli.generate import (
     Temperature,
     Timeout,
     TopP,
+    write_at_once,
 )
 
 
@@ -60,12 +61,7 @@ def chat(
             how = "greedy" if sampling.is_greedy else f"temperature {sampling.temperature:g}"
             names = " and ".join(one.name for one in models)
             print(f"{names}, {how}, up to {max_new_tokens} tokens. /help lists commands.", file=sys.stderr)
-        talk = Chat(loaded, SafeConsole(), _write)
+        talk = Chat(loaded, SafeConsole(), write_at_once)
         for line in read_lines(sys.stdin):
             if not talk.handle(line):
                 break
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

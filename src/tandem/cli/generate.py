@@ -124,7 +124,7 @@ def generate_completions(
         settings,
         out=out,
         progress=reporter.progress,
-        write=_write if streams else None,
+        write=write_at_once if streams else None,
         num_skipped=num_skipped,
     )
     _show(generation, found, samples, as_json=as_json, quiet=quiet, streamed=streams)
@@ -142,7 +142,7 @@ def _show(generation: Any, prompts: Any, samples: int, *, as_json: bool, quiet: 
             print(as_line(record))
     elif streamed:
         is_cut = generation.records[0]["completions"][0]["finish"] == "length"
-        _write(" [cut at the limit]\n" if is_cut and not quiet else "\n")
+        write_at_once(" [cut at the limit]\n" if is_cut and not quiet else "\n")
     elif generation.out is not None:
         if not quiet:
             print(show.summary(generation, samples))
@@ -150,7 +150,8 @@ def _show(generation: Any, prompts: Any, samples: int, *, as_json: bool, quiet: 
         show.show_records(generation, prompts, SafeConsole())
 
 
-def _write(text: str) -> None:
+def write_at_once(text: str) -> None:
+    """Print a piece of text without a newline."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -232,7 +232,6 @@ class Opened:
     found: FoundModel | None  # None if a server has the model
     renderer: Renderer | None
     start: Callable[[], Engine]
-    end_of_turn: int | None = None
 
     def made_by(self, sampling: Sampling, engine: EngineSettings, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """What `generated_by` says about this model's lines."""
@@ -281,7 +280,7 @@ def opened(model: Named, sampling: Sampling, engine: EngineSettings) -> Iterator
                 return _start_vllm(found, end_of_turn, sampling, engine)
             return _start_transformers(found, end_of_turn, sampling, engine)
 
-        yield Opened(model, found, renderer, start, end_of_turn)
+        yield Opened(model, found, renderer, start)
 
 
 def _start_transformers(

@@ -91,7 +91,7 @@ def _ending(reason: str) -> str:
 
 def _completion(one: Mapping[str, Any]) -> str:
     text = one["completion"]
-    shown = text if text.strip() else "(white space)" if text else "(empty)"
+    shown = text.strip() or ("(white space)" if text else "(empty)")
     return f"{shown} [cut at the limit]" if one["finish"] == "length" else shown
 
 
@@ -105,4 +105,4 @@ def _question(prompt: Prompt) -> str:
 def _print(console: Console, text: str, style: str = "") -> None:
     # Escaped here, because rich silently drops some control characters.
     shown = escaped(text)
-    console.print(Text(wrap(shown, console.width) if console.is_terminal else shown, style), soft_wrap=True)
+    console.print(Text(wrap(shown, console.width, 0) if console.is_terminal else shown, style), soft_wrap=True)

@@ -58,7 +58,7 @@ class VllmEngine:
             )
         except OSError as error:
             raise ConfigError(f"--vllm-python {python}: cannot be started ({error.strerror}).") from None
-        self._send({"model": str(found.source.folder), "dtype": "auto", "max_model_len": self._max_model_len()})
+        self._send({"model": str(found.source.folder), "dtype": "auto", "max_model_len": found.max_tokens})
         self.version = f"vLLM {self._receive()['ready']}"
 
     def answers(self, requests: list[Request]) -> Iterator[Answer]:
@@ -88,9 +88,6 @@ class VllmEngine:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
-
-    def _max_model_len(self) -> int | None:
-        return self._found.max_tokens
 
     def _as_dict(self, number: int, request: Request) -> dict[str, Any]:
         limit, asked = self._found.max_tokens, self._sampling.max_new_tokens
