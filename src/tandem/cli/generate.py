@@ -2,12 +2,17 @@
 
 import json
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.generate.generate import Generation, Named
+    from tandem.generate.records import EngineSettings, Prompt, Sampling
 
 Model = Annotated[
     str,
@@ -37,54 +42,63 @@ ApiKeyEnv = Annotated[str | None, typer.Option(metavar="NAME", help="http: envir
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="http: longest wait for an answer.")]
 
 
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        callback=expand_home_callback,
+        help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt of prompts, or embedded.",
+    ),
+]
+OnePrompt = Annotated[str | None, typer.Option(metavar="TEXT", help="A single prompt.")]
+Samples = Annotated[int, typer.Option("--samples", "-n", metavar="K", help="Completions per prompt.")]
+BatchSize = Annotated[str, typer.Option(metavar="N", help="Sequences at a time, or auto.")]
+BatchingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, padded or continuous.")]
+VllmPython = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", callback=expand_home_callback, help="vllm: the Python interpreter that has vLLM."),
+]
+Endpoint = Annotated[str, typer.Option(metavar="NAME", help="http: chat or completions.")]
+Concurrency = Annotated[int, typer.Option(metavar="N", help="http: requests at a time.")]
+TokenIds = Annotated[bool, typer.Option("--token-ids", help="http: ask for token ids (vLLM servers).")]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", callback=expand_home_callback, help="Write JSON lines to FILE, or continue an incomplete one."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only completions, warnings and errors.")]
+
+
 @app.command("generate")
 def generate_completions(
     model: Model,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=expand_home_callback,
-            help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt of prompts, or embedded.",
-        ),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="A single prompt.")] = None,
+    prompts: Prompts = None,
+    prompt: OnePrompt = None,
     compare: Compare = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", metavar="K", help="Completions per prompt.")] = 1,
+    samples: Samples = 1,
     temperature: Temperature = None,
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Seed = None,
     engine: EngineOption = "transformers",
-    batch_size: Annotated[str, typer.Option(metavar="N", help="Sequences at a time, or auto.")] = "auto",
-    batching: Annotated[str, typer.Option(metavar="HOW", help="auto, padded or continuous.")] = "auto",
+    batch_size: BatchSize = "auto",
+    batching: BatchingOption = "auto",
     chat_template: ChatTemplate = None,
-    vllm_python: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", callback=expand_home_callback, help="vllm: the Python interpreter that has vLLM."),
-    ] = None,
+    vllm_python: VllmPython = None,
     base_url: BaseUrl = None,
-    endpoint: Annotated[str, typer.Option(metavar="NAME", help="http: chat or completions.")] = "chat",
+    endpoint: Endpoint = "chat",
     api_key_env: ApiKeyEnv = None,
     timeout: Timeout = 300.0,
-    concurrency: Annotated[int, typer.Option(metavar="N", help="http: requests at a time.")] = 8,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="http: ask for token ids (vLLM servers).")] = False,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            callback=expand_home_callback,
-            help="Write JSON lines to FILE, or continue an incomplete one.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only completions, warnings and errors.")] = False,
+    concurrency: Concurrency = 8,
+    token_ids: TokenIds = False,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Generate completions of prompts, greedily or sampled."""
-    from tandem.generate.generate import generate_prompts, name_models
-    from tandem.generate.prompts import one_prompt, prompts_from
+    from tandem.generate.generate import name_models
     from tandem.generate.records import EngineSettings, make_sampling
 
     if (prompts is None) == (prompt is None):
@@ -106,6 +120,24 @@ def generate_completions(
         token_ids=token_ids,
     )
     models = name_models(model, compare, settings)
+    _generate(models, sampling, settings, prompts=prompts, prompt=prompt, out=out, as_json=as_json, quiet=quiet)
+
+
+def _generate(
+    models: "Sequence[Named]",
+    sampling: "Sampling",
+    settings: "EngineSettings",
+    *,
+    prompts: str | None,
+    prompt: str | None,
+    out: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Read the prompts, generate, and print or write the completions."""
+    from tandem.generate.generate import generate_prompts
+    from tandem.generate.prompts import one_prompt, prompts_from
+
     found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
 
     from tandem.report.reporter import Reporter
@@ -114,9 +146,9 @@ def generate_completions(
     reporter = Reporter("quiet" if quiet else "normal", as_json=True)
     if num_skipped:
         reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
-    if engine != "http":
+    if settings.name != "http":
         reporter.say(LOADING_MESSAGE)
-    streams = prompt is not None and compare is None and samples == 1 and out is None and not as_json
+    streams = prompt is not None and len(models) == 1 and sampling.num_samples == 1 and out is None and not as_json
     generation = generate_prompts(
         models,
         found,
@@ -127,10 +159,12 @@ def generate_completions(
         write=write_at_once if streams else None,
         num_skipped=num_skipped,
     )
-    _show(generation, found, samples, as_json=as_json, quiet=quiet, streamed=streams)
+    _show(generation, found, sampling.num_samples, as_json=as_json, quiet=quiet, streamed=streams)
 
 
-def _show(generation: Any, prompts: Any, samples: int, *, as_json: bool, quiet: bool, streamed: bool) -> None:
+def _show(
+    generation: "Generation", prompts: "Sequence[Prompt]", samples: int, *, as_json: bool, quiet: bool, streamed: bool
+) -> None:
     from tandem.generate import show
     from tandem.generate.output import as_line
     from tandem.terminal.console import SafeConsole
