@@ -1,6 +1,7 @@
-"""Data columns: numbers that a row may give in addition to texts. Each is declared here once, and reaches the loss by name.
+"""Data columns: numbers that a row of the data may give in addition to its texts. COLUMNS declares every column once.
 
-TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions, the record that losses read.
+The values of a column pass through these records until a loss reads them by the column's name:
+TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number in the data, one per completion or one per preference."""
+    """A data column: one number per completion, or one number per preference."""
 
     name: str
     per: Literal["completion", "preference"]
@@ -22,11 +23,11 @@ class Column:
 
     @property
     def stored_as(self) -> str:
-        """Name of the field in tokens.arrow: `scores` is a list per preference, `weight` is a number."""
+        """Return the name of the column's field in tokens.arrow: `scores` (a list per preference) or `weight` (a number)."""
         return f"{self.name}s" if self.per == "completion" else self.name
 
     def count(self, num_completions: int) -> int:
-        """Return how many values a preference has."""
+        """Return how many values of this column a preference with `num_completions` completions has."""
         return num_completions if self.per == "completion" else 1
 
 
@@ -43,6 +44,6 @@ OPTIONAL_COLUMNS = tuple(column for column in COLUMNS.values() if column.key is 
 
 
 def columns_in_use(given: Iterable[str]) -> list[Column]:
-    """Return all columns except the optional ones that are not `given`, in the order of declaration."""
+    """Return the columns to store, in the order of declaration. An optional column is included only if its name is in `given`."""
     names = set(given)
     return [column for column in COLUMNS.values() if column.key is None or column.name in names]

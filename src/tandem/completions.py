@@ -1,4 +1,4 @@
-"""The record that losses and metrics read: one entry per completion of a micro-batch. Pairs are indices into it."""
+"""Completions, the record that losses and metrics read: one entry per completion of a micro-batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChosenRejected:
-    """One number for each completion of each pair."""
+    """One number per pair for the chosen completion, and one number per pair for the rejected completion."""
 
     chosen: Tensor  # [pairs]
     rejected: Tensor  # [pairs]
@@ -31,23 +31,26 @@ class ChosenRejected:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Which completions form pairs, and which is the best of each preference, as indices into the completions."""
+    """The chosen and the rejected completion of each pair, and the best completion of each preference.
+
+    All are indices of completions in the micro-batch.
+    """
 
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """Given one value per completion, return the values of the chosen and the rejected completion of each pair."""
+        """Return the value of the chosen and of the rejected completion of each pair. `values`: one value per completion."""
         return ChosenRejected(values[self.winners], values[self.losers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
-    """A micro-batch as the losses and metrics read it.
+    """The completions of a micro-batch, as losses and metrics read them.
 
-    Example: two preferences, with two completions and one pair, and with three completions and two pairs:
-    policy [5], preference 0 0 1 1 1, winners 0 2 2, losers 1 3 4, best 0 2.
+    Example: preference 0 has two completions and one pair, preference 1 has three completions and two pairs. Then `policy` has
+    five entries, `preference` is 0 0 1 1 1, `winners` is 0 2 2, `losers` is 1 3 4 and `best` is 0 2.
     Only `policy` and `policy_prefix` carry a gradient.
     """
 
@@ -64,11 +67,14 @@ class Completions:
     reference_prefix: ChosenRejected | None = None
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """Given one value per completion, return the values of the chosen and the rejected completion of each pair."""
+        """Return the value of the chosen and of the rejected completion of each pair. `values`: one value per completion."""
         return self.pairing.both(values)
 
     def per_pair(self, values: Tensor) -> Tensor:
-        """Expand one value per preference to one per pair. In the example above: [a, b] -> [a, b, b]"""
+        """Return, for each pair, the value of its preference. `values`: one value per preference.
+
+        With the pairs of the class's example, [a, b] gives [a, b, b].
+        """
         return values[self.preference[self.pairing.winners]]
 
 
@@ -81,9 +87,9 @@ class CompletionLogps:
 
 
 class _SumSegments(torch.autograd.Function):
-    """Sums over contiguous segments. The backward pass needs no atomic additions, so it is deterministic.
+    """Sums the values of each contiguous segment. The backward pass is deterministic, because it needs no atomic additions.
 
-    Sums are in float64: in float32 they would lose digits with every token, and losses are differences of sums.
+    Values are summed in float64. In float32 every addition would lose digits, and losses are differences of such sums.
     """
 
     @staticmethod
@@ -100,10 +106,11 @@ class _SumSegments(torch.autograd.Function):
 
 
 def sum_completions(token_logps: Tensor, lengths: Tensor, completion: Tensor) -> CompletionLogps:
-    """Sum scored tokens per completion.
+    """Sum the log-probabilities of the scored tokens of each completion.
 
+    `lengths`: scored tokens of each completion. `completion`: index of the completion that each token belongs to.
     `token_logps` and `completion` may be padded at the end. Padding counts as one additional completion, which is dropped.
-    lengths [2, 1], completion [0, 0, 1, 2, 2]: tokens [a, b, c, -, -] -> [a + b, c]
+    Example: lengths [2, 1], completion [0, 0, 1, 2, 2] and token_logps [a, b, c, -, -] give the sums [a + b, c].
     """
     padding = len(token_logps) - lengths.sum()
     with_padding = torch.cat([lengths, padding.reshape(1)])

@@ -83,9 +83,9 @@ class Inspection:
 
 
 def do_without_torch() -> None:
-    """Make transformers run without torch: importing torch takes most of the time needed to load a tokenizer.
+    """Make transformers run without torch. Importing torch takes most of the time needed to load a tokenizer.
 
-    None in sys.modules makes the import of torch fail. Tokenizers do not need it.
+    None in sys.modules makes the import of torch fail. Tokenizers do not need torch.
     """
     if not {"torch", "transformers"} & sys.modules.keys():
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about missing torch
@@ -93,7 +93,11 @@ def do_without_torch() -> None:
 
 
 def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
-    """Inspect the preference at a row (3, or pairs.jsonl:3 if there are several files), or the first usable one."""
+    """Inspect one preference of a data file.
+
+    `row`: the line of the preference, such as 3, or pairs.jsonl:3 if there are several files. If None, inspect the first
+    usable row.
+    """
     path = str(TRAIN) if data_path == EMBEDDED else data_path
     keys = _keys(config, data_path)
     check_models(config)
@@ -128,7 +132,11 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
 
 
 def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
-    """Print the inspection. Tokens have alternating shades, special tokens are reversed, scored tokens have another colour."""
+    """Print the inspection.
+
+    Neighbouring tokens have different shades, special tokens have reversed colours, and scored tokens have a separate
+    colour.
+    """
     i = inspection
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
@@ -197,7 +205,10 @@ def _open(
 
 
 def _keys(config: Config, data_path: str) -> DatasetFields:
-    """The settings for a training set at this path: data.default, overridden by data.train."""
+    """Return the settings for a training set at `data_path`.
+
+    Settings of data.train take precedence over those of data.default.
+    """
     given = (config.data.default, config.data.training_sets[0])
     merged = {name: value for one in given for name, value in one.model_dump(exclude_unset=True).items()}
     return DatasetFields(**{**merged, "data_path": data_path})
@@ -217,7 +228,7 @@ def _truncation_note(preference: TokenizedPreference, longer: TokenStore, overlo
 def _preference_at(
     row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """The preference at a row and, if it is over-long, a note on how training handles it."""
+    """Return (preference, note) for a row. The note says how training handles an over-long preference, and is None otherwise."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)
@@ -237,12 +248,12 @@ def _find(store: TokenStore, row: str) -> int | None:
 
 
 def _is_at(place: str, row: str) -> bool:
-    """Whether a place is at a row: data/b.jsonl:3 is at 3, at b.jsonl:3 and at data/b.jsonl:3."""
+    """Whether a place matches a row given by the user. data/b.jsonl:3 matches the rows 3, b.jsonl:3 and data/b.jsonl:3."""
     return place == row or place.endswith((f"/{row}", f":{row}"))
 
 
 def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
-    """The entry of a row in rejects.jsonl. Raises DataError if the file has no such row."""
+    """Return the entry for a row in rejects.jsonl, which lists the rows left out. Raise a DataError if there is no such row."""
     rejects = [json.loads(line) for line in (store.folder / "rejects.jsonl").read_text("utf-8").splitlines()]
     if found := next((reject for reject in rejects if _is_at(reject["place"], row)), None):
         return found
@@ -272,7 +283,7 @@ def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token
 
 
 def _texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """The text of each token. If a character has several tokens, the last one gets it: "", "", "\N{UNICORN FACE}"."""
+    """Return the text of each token. If several tokens form one character, the last token gets it: "", "", "\N{UNICORN FACE}"."""
     texts: list[str] = []
     pending: list[int] = []
     for id in ids:

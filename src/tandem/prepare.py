@@ -18,6 +18,7 @@ from tandem.data.store.sets import ProgressBar, Sets
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
@@ -49,7 +50,7 @@ BAR_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """How training would pack rows on this machine, or why it would not start."""
+    """How training would pack rows on this machine, or why training would not start."""
 
     length: str  # the row length and the reason for it, in words
     sets: dict[str, PackingStats]  # one epoch of each set; without the training set in policy.packing.mode=dataset
@@ -58,7 +59,7 @@ class TrainingRows:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The result of `prepare_data`: a summary of each set, its folder and packs, and an excerpt of the first preference."""
+    """The result of `prepare_data`: for each set a summary, its folder and its packs, and an excerpt of the first preference."""
 
     sets: list[Preflight]
     folders: dict[str, str]
@@ -87,7 +88,8 @@ def prepare_data(
 ) -> Preparation:
     """Tokenise and pack every set of a configuration.
 
-    output: also write each set to a prepared folder there. to_nemo: also write each set as packed files of NeMo Aligner.
+    `output`: also write each set to a prepared folder in this directory. `to_nemo`: also write each set as packed files
+    of NeMo Aligner to this directory.
     """
     check_output("--output-dir", output)
     check_output("--to-nemo", to_nemo)
@@ -97,6 +99,7 @@ def prepare_data(
             f"{config.data.validation_share} of it. Leave out --output-dir, and training uses the packs in the cache; or split "
             "the file in two."
         )
+    export_named_checkpoints(config, say=lambda text: None)
     source = check_model(config)
     inputs = open_inputs(config, source, bar)
     sets, template = inputs.sets, inputs.template
@@ -128,7 +131,11 @@ def prepare_data(
 
 
 def _training_rows(inputs: Inputs) -> TrainingRows:
-    """How training would pack rows on this machine. If it would not start here, that is not an error: another machine may do."""
+    """Return how training would pack rows on this machine.
+
+    If training would not start on this machine, return the reason. This is not an error, because training may run on
+    another machine.
+    """
     try:
         setup = fit_to_machine(inputs, check_machine(inputs.config, inputs.source, this_device()))
     except (MachineError, OutOfMemoryError) as error:
@@ -151,7 +158,10 @@ def _write_folders(
     output: Path | None,
     to_nemo: Path | None,
 ) -> dict[str, str]:
-    """Write the prepared folders and the NeMo files, if asked for. Return the folder of every set: in `output`, or the cache."""
+    """Write each set as a prepared folder to `output`, and as NeMo files to `to_nemo`, unless these are None.
+
+    Return a dict from set name to folder. Without `output`, the folder of a set is in the cache.
+    """
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if to_nemo is not None:
         for name, store in sets.read.items():
@@ -170,7 +180,7 @@ def _write_folders(
 
 
 def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
-    """Import a packed file of NeMo Aligner as a prepared folder."""
+    """Import a packed file of NeMo Aligner as a prepared folder, and return a summary of the imported set."""
     check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
@@ -199,7 +209,7 @@ def show_imported(found: Preflight, output: Path, loaded: LoadedConfig, reporter
 
 
 def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> list[str]:
-    """The arguments with which `tandem train` trains on packs that were imported with this configuration."""
+    """Return the arguments of the `tandem train` command that trains on the packs imported with this configuration."""
     config, overrides = loaded.config.policy, loaded.overrides
     given = {key_of(one) for one in overrides}
     asked = {
@@ -216,7 +226,7 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
 
 
 def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
-    """Pack a set once for each of `pack_sizes`, or with the configured pack length."""
+    """Pack a set once for each length in `pack_sizes`. If `pack_sizes` is empty, use the configured pack length."""
     longest = int(store.longest.argmax())
     if pack_sizes and store.longest[longest] > min(pack_sizes):
         raise ConfigError(
@@ -241,7 +251,7 @@ def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> 
 
 
 def _write_folder(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
-    """Write the store and its packs to a folder."""
+    """Write the store and its packs to a folder, and return the folder."""
     with published(folder, "tokens") as aside:
         for name in ("tokens.arrow", "rejects.jsonl"):
             shutil.copyfile(store.folder / name, aside / name)

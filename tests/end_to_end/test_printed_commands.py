@@ -74,6 +74,26 @@ def test_the_command_for_a_model_without_a_template_uses_plain_text(tmp_path, ca
     assert '("How far is the moon?"' in shlex.split(printed)[-1]
 
 
+def test_a_better_checkpoint_is_exported_as_printed(tmp_path, capsys, monkeypatch):
+    # Rewards of rejected completions fall from step to step, so the first checkpoint has the highest.
+    ranked = ["checkpointing.metric_name=val_rewards_rejected_mean", "checkpointing.higher_is_better=true"]
+    saved = ["dpo.val_period=2", "dpo.val_at_end=true", "checkpointing.save_period=2", "data.validation_share=0.2"]
+    run = tmp_path / "a run"
+    given = [*SHORT, own_pairs(tmp_path), *OWN_KEYS, *ranked, *saved, "data.drop_last=false", f"run.dir='{run}'"]
+    train(load_config(None, given), Reporter())
+    said = capsys.readouterr().out
+    assert f"  {run}/model  the aligned model (float32), in the Hugging Face layout: step 4\n" in said
+    assert "\nStep 2 is better by validation-default rewards_rejected_mean (-" in said
+    [command] = [line.strip() for line in said.splitlines() if " --checkpoint " in line]
+    words = shlex.split(command)
+    assert words[words.index("export") :] == ["export", str(run), "--checkpoint", "step_2"]
+    monkeypatch.setattr("sys.argv", ["tandem", *words[words.index("export") :]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert (run / "exports/step_2/model.safetensors").is_file()
+
+
 def reread(command: str) -> LoadedConfig:
     words = shlex.split(command)
     words = words[words.index("train") + 1 :]

@@ -175,7 +175,7 @@ def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
         f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
-        "be extended from 4 to 8 steps exactly. Choose another run.dir, or --fresh without --resume."
+        "be extended from 4 to 8 steps. Choose another run.dir, or --fresh without --resume."
     )
 
 
@@ -271,6 +271,42 @@ def test_an_early_stop_reports_that_no_step_was_as_good_as_the_start(tmp_path, d
     assert stopped.endswith("Step 2 is exported. No step was as good as the model before training (0.1000).")
     assert hurt.startswith("training made the loss worse: it was 0.1000 before the first step and is 0.5000 at step 2.")
     assert "step 2, the best checkpoint, but worse than the model before training" in capsys.readouterr().out
+
+
+def test_a_run_that_exports_its_best_checkpoint_trains_to_the_end(tmp_path, data, measured, capsys):
+    best = ["dpo.val_period=1", "checkpointing.save_period=100", "dpo.max_num_steps=3", "export.checkpoint=best"]
+    loaded = load_config(None, [*SHORT, *data, *best, f"run.dir={tmp_path}/run"])
+    run = train(loaded, Reporter("normal"))
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+    two = short_run(tmp_path / "two", *data, "dpo.val_period=1", "dpo.max_num_steps=2")
+    assert largest_difference(weights_of(run), weights_of(two)) == 0.0
+    first = json.loads((run / "verdicts.json").read_text())[0]
+    assert first == {
+        "name": "exported_best",
+        "split": "validation-default",
+        "text": "step 2 of 3 is exported, the best by loss (0.5000; step 3: 0.6000).",
+    }
+    said = capsys.readouterr().out
+    assert (
+        f"{run}/model  the aligned model (float32), in the Hugging Face layout: step 2, the best checkpoint\n" in said
+    )
+    assert "is better by" not in said
+    assert "# tandem, step 2\n" in (run / "model/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["dpo.val_period=0", "dpo.val_at_end=false"], "validation-default_loss is never measured. Set dpo.val_period"),
+        (["checkpointing.enabled=false"], "no checkpoints are saved. Set checkpointing.enabled=true"),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_known_is_refused(tmp_path, data, settings, problem):
+    with pytest.raises(ConfigError) as refused:
+        short_run(tmp_path / "run", *data, "export.checkpoint=best", *settings)
+    assert str(refused.value) == (
+        f"export.checkpoint = best: {problem}, or export the last step with export.checkpoint=latest."
+    )
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])

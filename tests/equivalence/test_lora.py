@@ -434,8 +434,8 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         set_up_with(f"reference.model={tmp_path}/small")
     assert str(refused.value) == (
-        f"reference.model = {tmp_path}/small: its vocabulary has 96 tokens, that of {MODEL} 2048, and a reference reads the "
-        "policy's tokens. Choose one with the same vocabulary."
+        f"reference.model = {tmp_path}/small: its vocabulary has 96 tokens and that of {MODEL} has 2048, but policy and "
+        "reference must read the same tokens. Choose a reference with the same vocabulary."
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")

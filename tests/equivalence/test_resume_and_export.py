@@ -9,7 +9,7 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
-from tandem.export import round_stochastically
+from tandem.export.weights import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
 from tandem.train.checkpoint import checkpoints as checkpoint
@@ -233,7 +233,7 @@ def test_a_checkpoint_without_optimizer_states_cannot_be_resumed(tmp_path):
         short_run(tmp_path / "cut", *settings)
     assert str(refused.value) == (
         f"{tmp_path}/cut/checkpoints/step_2: saved without optimizer states (checkpointing.save_optimizer=false), so no "
-        "run can resume from it exactly. Start again with --fresh."
+        "run can resume from it. Start again with --fresh."
     )
 
 

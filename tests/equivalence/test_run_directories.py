@@ -198,7 +198,7 @@ def test_a_run_does_not_resume_with_another_value_of_an_environment_variable(tmp
         from_environment(tmp_path, **{name: value})
     assert str(caught.value) == (
         f"{tmp_path}/run/checkpoints/step_2: the value of {key}, which is taken from the environment, changed since this "
-        "checkpoint was saved, so the run cannot resume exactly. Restore it, or start again with --fresh."
+        "checkpoint was saved, so the run cannot resume from it. Undo the change, or start again with --fresh."
     )
 
 

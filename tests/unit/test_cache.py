@@ -142,7 +142,7 @@ def refusal(folder) -> str:
 def test_a_manifest_that_names_a_file_elsewhere_is_refused_before_it_is_read(folder, name, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps({"files": {name: "0"}}))
     monkeypatch.setattr(cache, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
-    assert refusal(folder) == f"{folder}/manifest.json lists {name!r}, which is not a file of its folder"
+    assert refusal(folder) == f"{folder}/manifest.json lists {name!r}, which is not a path inside this folder"
 
 
 def test_a_manifest_names_the_files_that_are_read(folder):
@@ -155,13 +155,13 @@ def test_a_manifest_names_the_files_that_are_read(folder):
 def test_a_manifest_that_is_a_pipe_is_refused(folder):
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
-    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (it is not a file)"
+    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (the path is not a file)"
 
 
 def test_a_huge_manifest_is_not_read(folder):
     os.truncate(folder / "manifest.json", 2**40)
     assert refusal(folder) == (
-        f"{folder}/manifest.json is missing or damaged (it has 1,099,511,627,776 bytes, more than the limit of 268,435,456)"
+        f"{folder}/manifest.json is missing or damaged (the file has 1,099,511,627,776 bytes, more than the limit of 268,435,456)"
     )
 
 

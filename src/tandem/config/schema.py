@@ -34,7 +34,7 @@ class Run(Section):
 
 
 class Reference(Section):
-    """The frozen model that the policy is compared with; by default the policy before training."""
+    """The frozen model that the policy is compared with. By default, the policy before training."""
 
     mode: Literal["cached", "live", "none"] = Field(
         default="cached",
@@ -42,7 +42,9 @@ class Reference(Section):
         "none: no reference, for losses that do not use one",
     )
     model: PathText | None = Field(
-        default=None, description="path or hub name of another reference model; null: the policy before training"
+        default=None,
+        description="path (also of a run or a checkpoint) or hub name of another reference model; null: the policy before "
+        "training",
     )
     cache_dir: PathText | None = Field(
         default=None,
@@ -51,8 +53,13 @@ class Reference(Section):
 
 
 class Export(Section):
-    """The model folder written at the end."""
+    """The model folder that is written at the end of a run."""
 
+    checkpoint: Literal["latest", "best"] = Field(
+        default="latest",
+        description="latest: export the last step; best: export the checkpoint that checkpointing.metric_name ranks first (a run "
+        "that stops early always does)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="data type of the exported weights; auto: that of the original model"
     )
@@ -64,10 +71,15 @@ class Export(Section):
         default=True,
         description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
     )
+    max_shard_size: str = Field(
+        default="5GB",
+        pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
+        description="largest size of a shard of the exported weights; a larger model is split into several shards",
+    )
 
 
 class Cluster(Section):
-    """Devices and machines. Reserved: has no keys yet."""
+    """Reserved for devices and machines. Has no keys yet."""
 
 
 class Config(Section):
@@ -98,12 +110,12 @@ class Config(Section):
         if self.reference.model is not None and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.model = {self.reference.model} has no effect: dpo.preference_loss "
-                f"{spelled(self.dpo.preference_loss)} does not use a reference. Leave it out"
+                f"{spelled(self.dpo.preference_loss)} does not use a reference. Leave out reference.model"
             )
         if self.reference.mode == "live" and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.mode = live has no effect: dpo.preference_loss {spelled(self.dpo.preference_loss)} does not use "
-                "a reference. Leave it out"
+                "a reference. Leave out reference.mode"
             )
         return self
 
@@ -143,7 +155,7 @@ class Config(Section):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors. Includes the key `defaults`, which the loader reads."""
+    """Return the JSON schema of configuration files, for editors. It includes `defaults`, which is not a key of Config."""
     schema = Config.model_json_schema()
     names = {"type": "array", "items": {"type": "string"}}
     schema["properties"]["defaults"] = {

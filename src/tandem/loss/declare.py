@@ -1,6 +1,6 @@
 """Declares losses: the decorator `@loss(...)` registers a function as a `Loss` in `LOSSES`.
 
-Configuration reads these declarations, so this module does not import torch.
+The configuration imports this module to check settings, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ INPUT_SETTINGS = ("preference_average_log_probs", "ld_alpha", "f_divergence", "w
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The range of values that a paper or its authors used for one argument, with summed log-probabilities."""
+    """The range of values that a paper or its authors used for one argument of a loss.
+
+    The values apply to log-probabilities that are summed over tokens, not averaged.
+    """
 
     key: str
     least: float
@@ -34,7 +37,7 @@ class Published:
     source: str
 
     def times_off(self, value: float) -> float:
-        """Return the factor by which a value is below or above the range; 1 inside the range."""
+        """Return by which factor `value` is above or below the range: 1 inside the range, 2 for twice its upper end."""
         return max(self.least / value, value / self.most, 1.0)
 
     def spelled(self) -> str:
@@ -47,7 +50,7 @@ def published_beta(least: float, source: str, *, most: float | None = None) -> P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds of an argument that a loss restricts more than its key does. Both bounds are exclusive."""
+    """Bounds on an argument of a loss, narrower than those of the configuration key. The bounds themselves are not allowed."""
 
     key: str
     above: float = float("-inf")
@@ -59,7 +62,7 @@ class Bounds:
         return self.above < value < self.below
 
     def spelled(self) -> str:
-        """Describe the bounds: more than 0, for instance 0.001, since the logarithm of it is taken."""
+        """Return the bounds in words, such as "more than 0, for instance 0.001, since the logarithm of it is taken"."""
         bounds = [("more", self.above, float("-inf")), ("less", self.below, float("inf"))]
         wanted = " and ".join(f"{word} than {bound:g}" for word, bound, unset in bounds if bound != unset)
         example = None if self.example is None else f"for instance {self.example:g}"
@@ -89,15 +92,15 @@ class Loss:
     published: tuple[Published, ...] = ()  # empty if no source is known
 
     def supports_column(self, name: str) -> bool:
-        """Whether a data column affects this loss. A weight affects every loss of scope pair."""
+        """Return whether the data column `name` affects this loss. `weight` affects every loss that is computed pair by pair."""
         return self.scope == "pair" if name == "weight" else name in self.columns
 
     def arguments(self, settings: object) -> dict[str, float]:
-        """Return the keyword arguments of the function, from section dpo."""
+        """Return the keyword arguments of the loss function. `settings`: section dpo of the configuration."""
         return {"beta" if key == BETA else key: getattr(settings, key) for key in self.keys}
 
     def start_value(self, settings: object) -> float | None:
-        """Return the loss while policy and reference are equal, or None if it depends on the model or on scores."""
+        """Return the value of the loss if policy and reference are equal; None if the value depends on the model or on scores."""
         return self.start(**self.arguments(settings)) if callable(self.start) else self.start
 
 
@@ -105,7 +108,7 @@ LOSSES: dict[str, Loss] = {}  # by name and alias, in the order of declaration
 
 
 def loss(**declared: Any) -> Callable[[Function], Function]:
-    """Return a decorator that registers a function as a loss. Keywords are the declared fields of `Loss`."""
+    """Return a decorator that registers a function as a loss. `declared`: fields of `Loss`, such as `needs_reference`."""
 
     def register(function: Function) -> Function:
         _, *arguments = inspect.signature(function).parameters

@@ -1,8 +1,9 @@
-"""All losses. Each takes Pairs and returns one value per pair. See docs/losses.md for when to use which.
+"""All losses. Each function takes Pairs and returns one value per pair. docs/losses.md explains when to use which loss.
 
-In the formulas, r_c and r_r are the log-ratios of the chosen and the rejected completion, d = r_c - r_r, s is the sigmoid and eps
-the label smoothing. A loss has the name of its function. Its keyword arguments are keys of section dpo (`beta` is
-reference_policy_kl_penalty). Configuration imports this module, so it imports torch only when a loss is computed.
+In the formulas, c is the chosen and r the rejected completion, n_c and n_r are their lengths in tokens, R_c and R_r their scores.
+r_c and r_r are their log-ratios log pi - log ref, and d = r_c - r_r. s is the sigmoid, eps the label smoothing, and NLL(c) is
+-log pi(c). A loss has the name of its function. The keyword arguments of the function are keys of section dpo, except `beta`,
+which is reference_policy_kl_penalty. The configuration imports this module, so torch is imported only when a loss is computed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NEARLY_CERTAIN = -1e-6
 def dpo(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """-(1 - eps) log s(beta d) - eps log s(-beta d). Eq. 7 of arXiv:2305.18290; eps > 0 is conservative DPO.
 
-    With a margin m in the data, beta d - m replaces beta d: arXiv:2402.10571.
+    If the data gives a margin m, beta d - m replaces beta d, as in arXiv:2402.10571.
     """
     return _smoothed(_minus_margin(beta * pair.ratios.margin, pair), label_smoothing)
 
@@ -55,13 +56,13 @@ def rpo_sq(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
 
 @loss(columns=("score",))
 def rpo_bwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(s(g) || s(beta d)): the preference as given by scores vs. implied by the policy. arXiv:2406.11704, 2502.00203."""
+    """KL(s(g) || s(beta d)) of Bernoulli distributions, g = scale (R_c - R_r). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(gt_reward_scale * pair.scores.margin, beta * pair.ratios.margin)
 
 
 @loss(columns=("score",))
 def rpo_fwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(s(beta d) || s(g)): the preference as implied by the policy vs. given by scores. arXiv:2406.11704, 2502.00203."""
+    """KL(s(beta d) || s(g)) of Bernoulli distributions, g = scale (R_c - R_r). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(beta * pair.ratios.margin, gt_reward_scale * pair.scores.margin)
 
 
@@ -122,14 +123,14 @@ def sppo_hard(pair: Pairs, *, beta: float) -> Tensor:
 # ratios, so an f-divergence would have no effect.
 @loss(scope="batch", input_settings=("preference_average_log_probs", "ld_alpha"), start=LOG_2)
 def aot(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """dpo of the sorted margins of the policy less the sorted margins of the reference. arXiv:2406.05882, paired."""
+    """The loss dpo with d = (sorted margins of the policy) - (sorted margins of the reference). Paired AOT, arXiv:2406.05882."""
     delta = _sorted(pair.policy.margin) - _sorted(pair.reference.margin)
     return _smoothed(beta * delta, label_smoothing)
 
 
 @loss(scope="batch", input_settings=("preference_average_log_probs", "ld_alpha", "f_divergence"), start=LOG_2)
 def aot_unpaired(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """dpo of the sorted r_c less the sorted r_r. arXiv:2406.05882, unpaired."""
+    """The loss dpo with d = (sorted r_c) - (sorted r_r). Unpaired AOT, arXiv:2406.05882."""
     delta = _sorted(pair.ratios.chosen) - _sorted(pair.ratios.rejected)
     return _smoothed(beta * delta, label_smoothing)
 
@@ -183,7 +184,7 @@ def simpo(pair: Pairs, *, beta: float, simpo_gamma: float) -> Tensor:
 
 @loss(needs_reference=False, averages=True, input_settings=("wpo",))
 def orpo(pair: Pairs, *, orpo_lambda: float) -> Tensor:
-    """NLL(c) / n_c - lambda log s(log odds(c) - log odds(r)), odds of the mean log-probability. arXiv:2403.07691."""
+    """NLL(c) / n_c - lambda log s(log odds(c) - log odds(r)), odds = p / (1 - p), log p = log pi / n. ORPO, arXiv:2403.07691."""
     mean = pair.policy / pair.num_tokens
     return -mean.chosen - orpo_lambda * _log_sigmoid(mean.map(_log_odds).margin)
 
@@ -205,17 +206,17 @@ def _log_sigmoid(logits: Tensor) -> Tensor:
 
 
 def _minus_margin(logits: Tensor, pair: Pairs) -> Tensor:
-    """Subtract the margin, if the data gives one."""
+    """Return the logits minus the margins given in the data. Without margins, return the logits."""
     return logits if pair.required_margin is None else logits - pair.required_margin
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """Conservative DPO's loss of logits z: -log s(z), if the label is wrong with probability eps."""
+    """-(1 - eps) log s(z) - eps log s(-z), where z are the logits and eps is the label smoothing."""
     return -(1 - label_smoothing) * _log_sigmoid(logits) - label_smoothing * _log_sigmoid(-logits)
 
 
 def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL divergence of two Bernoulli distributions, given by their logits."""
+    """KL(s(p) || s(q)) of two Bernoulli distributions with logits p and q."""
     positive = p.sigmoid() * (_log_sigmoid(p) - _log_sigmoid(q))
     return positive + (-p).sigmoid() * (_log_sigmoid(-p) - _log_sigmoid(-q))
 
@@ -225,6 +226,6 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _log_odds(mean_logp: Tensor) -> Tensor:
-    """log p - log(1 - p), from log p <= 0. log(-expm1(log p)) keeps the digits of 1 - p if p is close to 1."""
+    """log p - log(1 - p), where log p is `mean_logp`. For p close to 1, log(-expm1(log p)) is more accurate than log(1 - p)."""
     logp = mean_logp.clamp(max=NEARLY_CERTAIN)
     return logp - (-logp.expm1()).log()

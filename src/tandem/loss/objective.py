@@ -14,7 +14,7 @@ from tandem.loss.pairs import Pairs, PairSums, apply_divergence, divergence_slop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLoss:
-    """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
+    """The losses and implicit rewards of a micro-batch. Rewards are multiplied by beta, as in the papers."""
 
     pair_losses: Tensor  # [pairs], sum of the configured losses, times WPO's weight and the row's weight
     sft: Tensor  # [preferences], SFT loss of the best completion
@@ -24,7 +24,11 @@ class PairLoss:
 
 
 def pairs_from_sums(sums: PairSums, dpo: Dpo) -> Pairs:
-    """Make the input of the losses from summed log-probabilities: average them if configured, then apply the f-divergence."""
+    """Make the input of the losses from summed log-probabilities.
+
+    Log-probabilities are averaged over tokens if dpo.preference_average_log_probs is set. Log-ratios are transformed by the
+    f-divergence.
+    """
     policy, reference, num_tokens = sums.policy, sums.reference, sums.num_tokens
     ratios = policy - reference
     if dpo.preference_average_log_probs:
@@ -45,8 +49,8 @@ def pairs_from_sums(sums: PairSums, dpo: Dpo) -> Pairs:
 def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
     """Return the weighted sum of the configured losses: [pairs].
 
-    For a loss of scope batch, `pairs` must be all pairs of the global batch. Such a loss sorts values over the batch, so each of
-    its values belongs to no single pair, and only their sum is meaningful.
+    A loss of scope batch sorts values over the global batch, so `pairs` must be all pairs of the global batch. The values of such
+    a loss do not belong to single pairs; only their sum is meaningful.
     """
     losses = [
         weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
@@ -56,12 +60,15 @@ def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
 
 
 def sft(logps: Tensor, num_tokens: Tensor, *, average: bool) -> Tensor:
-    """Return the SFT loss of the best completions, -log pi, summed over tokens or averaged: [preferences]."""
+    """Return the SFT loss of each preference: -log pi of its best completion, summed or averaged over tokens. [preferences]"""
     return -(logps / num_tokens) if average else -logps
 
 
 def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
-    """Return beta times the ratios, or beta times log pi for losses without a reference. Per token if the losses are."""
+    """Return the implicit reward of each completion: beta times its log-ratio, or beta times log pi if no loss needs a reference.
+
+    Rewards are divided by the completion length if the losses are.
+    """
     values = pairs.ratios if needs_reference(dpo.preference_loss) else pairs.policy
     if averages(dpo.preference_loss):
         values = values / pairs.num_tokens
@@ -69,10 +76,10 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 
 
 def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
-    """Return the derivative of each implicit reward with respect to its completion's summed log-probability.
+    """Return the derivative of each implicit reward with respect to the summed log-probability of its completion.
 
-    Rounding errors of the sums are multiplied by this factor in the rewards: beta times the slope of the f-divergence, divided
-    by the length if rewards are per token.
+    The derivative is beta times the slope of the f-divergence, divided by the completion length if rewards are per token.
+    A rounding error of the summed log-probability is multiplied by this derivative in the reward.
     """
     beta = dpo.reference_policy_kl_penalty
     ratios = (pairs.policy - pairs.reference).map(lambda ratio: ratio.detach())
@@ -83,7 +90,7 @@ def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = None) -> PairLoss:
     """Compute the losses and rewards of every pair of a micro-batch.
 
-    `batch_losses` are the values of a loss of scope batch, which depends on all pairs of the global batch.
+    `batch_losses`: the losses of these pairs, if they were already computed over the global batch (scope batch).
     """
     pairing, num_tokens = completions.pairing, completions.num_tokens
     sums = pair_sums(completions, dpo.ld_alpha)

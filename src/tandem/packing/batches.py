@@ -16,7 +16,7 @@ from tandem.packing.packer import Packer
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The preferences of one optimizer step, in epoch order, and their number of pairs."""
+    """The preferences of one optimizer step, in epoch order, and their total number of pairs."""
 
     epoch: int
     preferences: NDArray[np.int64]
@@ -26,7 +26,11 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Decides which preferences form each step's batch. Packing has no influence, unless the whole set was packed once."""
+    """Decides which preferences form the batch of each step.
+
+    If the whole set was packed before training, `packs` holds its packs, and each batch consists of complete packs. Otherwise the
+    batches do not depend on how preferences are packed.
+    """
 
     num_pairs: NDArray[np.int64]  # pairs of each preference
     batch_size: int  # in pairs
@@ -39,8 +43,9 @@ class Batches:
     def members(self, epoch: int) -> NDArray[np.int64]:
         """Return the preferences of an epoch, one training set after another.
 
-        A set with weight 2 is taken twice. Of a set with five preferences and weight 0.4, each epoch takes two, and continues
-        where the previous epoch stopped: 0 1, then 2 3, then 4 0, ... The order of the set is the same in all epochs.
+        A set with weight 2 is in every epoch twice. A set of five preferences with weight 0.4 has two preferences in each epoch:
+        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, the two preferences are taken from
+        a random order of the set, which is the same for all epochs.
         """
         if not self.spans:
             return np.arange(len(self.num_pairs))
@@ -56,14 +61,14 @@ class Batches:
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def num_pairs_of(self, epoch: int) -> int:
-        """Return the number of pairs in an epoch, including those of a short last batch."""
+        """Return the number of pairs in an epoch, including the pairs of an incomplete last batch."""
         return int(self.num_pairs[self.members(epoch)].sum())
 
     def epoch(self, epoch: int) -> list[GlobalBatch]:
-        """Return the batches of an epoch. Each takes preferences (or packs) in order, up to the batch size.
+        """Return the batches of an epoch. Each batch takes preferences (or packs) in order, up to the batch size in pairs.
 
-        A preference that would exceed the batch size starts the next batch. One that has more pairs than the batch size is a
-        batch alone: pairs [2, 2, 1, 6], batch size 4 -> [2, 2], [1], [6].
+        A preference that would exceed the batch size starts the next batch. A preference with more pairs than the batch size is a
+        batch alone. Example: preferences with 2, 2, 1 and 6 pairs and batch size 4 give batches with [2, 2], [1] and [6] pairs.
         """
         order = self.members(epoch) if self.packs is None else np.arange(len(self.packs))
         if self.shuffle:
@@ -86,11 +91,11 @@ class Batches:
         return np.add.reduceat(self.num_pairs[self.packs.order], self.packs.bounds[:-1])
 
     def _min_last_batch(self, others: list[GlobalBatch]) -> int:
-        """Return the number of pairs that the last batch needs to be kept with `drop_last`.
+        """Return how many pairs the last batch must have, so that `drop_last` does not drop it.
 
-        It is the number of pairs in the smallest other batch, but at most the batch size. If every preference has 3 pairs and
-        the batch size is 4, every batch has 3 pairs, and a last batch of 3 is kept. With packs, it is the smallest number that
-        any batch before the last can have.
+        This is the size of the smallest earlier batch (`others`). A batch may be smaller than `batch_size`, because a preference
+        is never split: with 3 pairs per preference and batch size 4, every batch has 3 pairs, and a last batch of 3 is kept.
+        For batches of packs, this is the smallest size that an earlier batch can have.
         """
         if self.packs is None:
             return min([self.batch_size, *(batch.num_pairs for batch in others)])
@@ -106,7 +111,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch, its packs, and how long the training loop waited for them."""
+    """A batch, its packs, and how long the training loop waited for the packs."""
 
     batch: GlobalBatch
     packs: list[Pack]
@@ -114,7 +119,10 @@ class LoadedBatch:
 
 
 def load_ahead(batches: Iterable[GlobalBatch], packer: Packer) -> Iterator[LoadedBatch]:
-    """Yield every batch with its packs, in order. While a batch is in use, a thread lays out the next one."""
+    """Yield every batch with its packs, in order.
+
+    While the caller uses one batch, a thread lays out the packs of the next batch.
+    """
 
     def lay_out(batch: GlobalBatch) -> tuple[GlobalBatch, list[Pack]]:
         return batch, list(packer.micro_batches(batch.preferences, batch.bounds))

@@ -18,7 +18,7 @@ NUM_CANDIDATES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """Indices of items, bin by bin: [[1, 0], [2, 3, 4]] is stored as order 1 0 2 3 4, bounds 0 2 5."""
+    """The items of every bin, as item indices: the bins [[1, 0], [2, 3, 4]] are stored as order 1 0 2 3 4, bounds 0 2 5."""
 
     order: IntArray  # [items]
     bounds: IntArray  # [bins + 1]; bin i is order[bounds[i] : bounds[i + 1]]
@@ -35,29 +35,29 @@ class Bins:
 
 
 def first_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Place items from largest to smallest, each in the first bin with room. Items of equal size keep their order.
+    """Place items from largest to smallest, each in the first bin with enough room. Items of equal size keep their order.
 
-    sizes [3, 7, 5, 4], capacity 10 -> [[1, 0], [2, 3]]
+    Example: sizes [3, 7, 5, 4] and capacity 10 give the bins [[1, 0], [2, 3]].
     """
     sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, _largest_first(sizes), capacity)
 
 
 def first_fit_shuffle(sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """Place items in a random order, given by the seed, each in the first bin with room.
+    """Place items in a random order, each in the first bin with enough room. `seed` determines the order.
 
-    Bins are slightly less full than with first fit decreasing, but each holds a mix of sizes.
-    sizes [3, 7, 5, 4], capacity 10, random order 2 0 1 3 -> [[2, 0], [1], [3]]
+    Bins are slightly less full than with first_fit_decreasing, but each bin holds a mix of sizes.
+    Example: sizes [3, 7, 5, 4], capacity 10 and random order 2 0 1 3 give the bins [[2, 0], [1], [3]].
     """
     sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, np.random.default_rng(seed).permutation(len(sizes)), capacity)
 
 
 def exact_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Fill one bin after another with the largest remaining item and those others that fill the bin best.
+    """Fill one bin after another with the largest remaining item and the remaining items that fill the rest of the bin best.
 
-    Never takes more bins than first fit decreasing.
-    sizes [4, 4, 3, 3, 3, 3], capacity 10 -> [[0, 2, 3], [1, 4, 5]], where first fit decreasing takes three bins
+    This never takes more bins than first_fit_decreasing. Example: sizes [4, 4, 3, 3, 3, 3] and capacity 10 give two bins,
+    [[0, 2, 3], [1, 4, 5]]; first_fit_decreasing takes three bins.
     """
     sizes = _check_sizes(sizes, capacity)
     order = _largest_first(sizes)
@@ -72,7 +72,7 @@ ALGORITHMS = {"first_fit_decreasing": first_fit_decreasing, "exact_fit_decreasin
 
 
 def pack_into_bins(algorithm: str, sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """Pack with the algorithm of this name. Only first_fit_shuffle uses the seed."""
+    """Pack items with the named algorithm. Only first_fit_shuffle uses the seed."""
     if algorithm == "first_fit_shuffle":
         return first_fit_shuffle(sizes, capacity, seed)
     return ALGORITHMS[algorithm](sizes, capacity)
@@ -81,9 +81,9 @@ def pack_into_bins(algorithm: str, sizes: Sizes, capacity: int, seed: int) -> Bi
 def _check_sizes(sizes: Sizes, capacity: int) -> IntArray:
     sizes = np.asarray(sizes, np.int64)
     if len(sizes) and sizes.max() > capacity:
-        raise ValueError(f"a size of {sizes.max()} does not fit a bin of {capacity}")
+        raise ValueError(f"an item of size {sizes.max()} does not fit in a bin of capacity {capacity}")
     if len(sizes) and sizes.min() < 1:
-        raise ValueError(f"a size of {sizes.min()} is below 1")
+        raise ValueError(f"an item has size {sizes.min()}, but sizes must be at least 1")
     return sizes
 
 
@@ -92,9 +92,9 @@ def _largest_first(sizes: IntArray) -> IntArray:
 
 
 def _to_bins(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
-    """Make Bins from the items in the order in which they were placed, and the bin of each.
+    """Return the Bins in which items were placed. `order`: the items as placed. `bin_of`: the bin of each item in `order`.
 
-    order 1 2 0 3 placed in bins 0 1 0 1 -> order 1 0 2 3, bounds 0 2 4
+    Example: order 1 2 0 3 and bin_of 0 1 0 1 are returned as order 1 0 2 3, bounds 0 2 4.
     """
     bins = np.asarray(bin_of, np.int64)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(bins))])
@@ -105,9 +105,10 @@ def _to_bins(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
 
 
 def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
-    """Place items in the given order, each in the first bin with room, or in a new bin.
+    """Place items in the given order, each in the first bin with enough room, or in a new bin.
 
-    Most items go to the newest bin, so its room is kept in a variable. Older bins are searched only if one has enough room.
+    Most items go to the newest bin, so the room in the newest bin is kept in a variable. Older bins are searched only if at least
+    one of them has enough room.
     """
     # Two neighbouring bins together hold more than one capacity, or else the second bin's first item would be in the first
     # bin. This limits the number of bins.
@@ -127,9 +128,10 @@ def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
 
 
 class _OlderBins:
-    """The room left in each bin, in a binary tree: node k holds the larger value of its children 2k and 2k + 1.
+    """The room left in each older bin, as a binary tree.
 
-    Bins 0, 1 and 2 with room for 3, 0 and 5 (-1: no bin yet):
+    The leaves are bins; node k holds the larger value of nodes 2k and 2k + 1.
+    Example: bins 0, 1 and 2 with room for 3, 0 and 5. A leaf without a bin holds -1.
 
         node 1              5
         nodes 2 3       3       5
@@ -142,7 +144,10 @@ class _OlderBins:
         self.most_room = -1
 
     def place(self, size: int) -> int:
-        """Put an item in the first bin with enough room, and return the bin. Some bin must have enough room."""
+        """Put an item in the first bin with enough room, and return the index of that bin.
+
+        At least one bin must have enough room.
+        """
         rooms, num_leaves, node = self.rooms, self.num_leaves, 1
         while node < num_leaves:
             node *= 2
@@ -152,7 +157,7 @@ class _OlderBins:
         return node - num_leaves
 
     def set_room(self, bin: int, room: int) -> None:
-        """Set the room left in a bin, which may be new."""
+        """Set the room left in a bin. The bin may be new."""
         rooms, node = self.rooms, bin + self.num_leaves
         rooms[node] = room
         while node > 1:
@@ -172,8 +177,8 @@ class _OlderBins:
 def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
     """Return the bin of each item, for items from largest to smallest.
 
-    Items of equal size are interchangeable, so only their number matters. The best way to fill one bin is also the best for the
-    next bin, so it is repeated until one of its sizes runs out.
+    Items of equal size are interchangeable, so only the number of items of each size matters. The best filling of one bin is also
+    the best filling of the next bin, so the filling is repeated until one of its sizes runs out.
     """
     left = dict(enumerate(np.bincount(sizes).tolist()))
     distinct = [size for size, count in left.items() if count]
@@ -192,9 +197,10 @@ def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
 
 
 def _expand(rows: list[tuple[int, int, int, int]]) -> IntArray:
-    """Expand rows of (size, copies in a bin, first bin, number of bins) to the bin of each item, from largest to smallest.
+    """Return the bin of each item, for items from largest to smallest.
 
-    (4, 1, 0, 2), (3, 2, 0, 2) -> 0 1 for the items of size 4, 0 0 1 1 for the items of size 3
+    `rows`: (size, copies in each bin, first bin, number of bins). Example: (4, 1, 0, 2) and (3, 2, 0, 2) describe bins 0 and 1,
+    each with one item of size 4 and two items of size 3. Result: 0 1 (items of size 4), then 0 0 1 1 (items of size 3).
     """
     size, copies, first_bin, num_bins = np.array(rows, np.int64).reshape(-1, 4).T
     by_size = np.argsort(-size, kind="stable")
@@ -205,7 +211,7 @@ def _expand(rows: list[tuple[int, int, int, int]]) -> IntArray:
 
 
 def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[int, int]:
-    """Choose how many items of each size go into the next bin: one of the largest, and the others that fill the bin best."""
+    """Return how many items of each size go into the next bin: one of the largest size, and the items that fill the rest best."""
     largest = distinct[-1]
     room = capacity - largest
     left[largest] -= 1
@@ -217,7 +223,10 @@ def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[i
 
 
 def _candidates(distinct: list[int], room: int) -> list[int]:
-    """Return the sizes that fit in the room, largest first. Of many, return NUM_CANDIDATES, evenly spread."""
+    """Return the sizes that fit in the room, largest first.
+
+    If there are more than NUM_CANDIDATES, return an evenly spread selection.
+    """
     num = bisect_right(distinct, room)
     if num <= NUM_CANDIDATES:
         return distinct[:num][::-1]
@@ -226,10 +235,11 @@ def _candidates(distinct: list[int], room: int) -> list[int]:
 
 
 def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
-    """Choose copies of each size whose sum comes closest to the room (subset sum). Prefers the first of the available sizes.
+    """Return how many copies of each size come closest to filling the room (subset sum).
 
-    The sums that can be reached are the bits of an integer. It starts as 1: bit 0, the empty sum. An item of size 3 makes it
-    binary 1001, another one 1001001.
+    Earlier sizes in `available` are preferred.
+    `available`: (size, number of copies). The sums that can be reached are stored as the bits of an integer, which starts as 1:
+    only the sum 0. An item of size 3 makes the integer binary 1001 (sums 0 and 3), a second item makes it 1001001 (0, 3 and 6).
     """
     within_room = (1 << (room + 1)) - 1
     reached = [1]
@@ -249,7 +259,10 @@ def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
 
 
 def _pieces(available: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Split the copies of a size into lots that can make up any smaller number of copies: 6 copies into lots of 1, 2 and 3."""
+    """Split the copies of each size into lots, so that any number of copies is a sum of lots.
+
+    Example: 6 copies are split into lots of 1, 2 and 3.
+    """
     for size, copies in available:
         lot = 1
         while copies:

@@ -1,4 +1,4 @@
-"""Computes which positions of a pack attend to which: for each key, and for each block in block-sparse attention."""
+"""Computes which queries of a pack attend to each key, and which blocks block-sparse attention has to compute."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,11 @@ IntLists = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """For each block of queries (kv_*) the key blocks that it needs; for each block of keys (q_*) the query blocks.
+    """The blocks that block-sparse attention computes.
 
-    In a `full` block, every query attends to every key. In a `partial` block, the attention rule decides for each element.
-    Lists are padded to a fixed width.
+    kv_* lists the key blocks of each query block, and q_* lists the query blocks of each key block.
+    In a `full` block, every query attends to every key. In a `partial` block, the attention rule is applied to each (query, key)
+    pair. Lists are padded to a fixed width.
     """
 
     kv_partial_counts: IntLists  # [rows, blocks]
@@ -38,9 +39,10 @@ class _Segments:
     prompt: IntArray  # index of the segment's prompt; for a prompt, its own index
 
     def overlap(self, which: IntArray, blocks: IntArray, block: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return how many tokens of each segment are in its block, and the lowest and highest position id of those tokens.
+        """Return how many tokens of each segment are in a given block, and the lowest and highest position id of these tokens.
 
-        A segment from 100 to 300 has 28 tokens in block 0, 128 in block 1 and 44 in block 2, if blocks have 128 tokens.
+        `which`: index of each segment. `blocks`: the block to look at for each segment. `block`: tokens per block.
+        Example: if blocks have 128 tokens, a segment from 100 to 300 has 28 tokens in block 0, 128 in block 1 and 44 in block 2.
         """
         start, end = self.start[which], self.end[which]
         first, last = np.maximum(start, blocks * block), np.minimum(end, (blocks + 1) * block)
@@ -49,10 +51,11 @@ class _Segments:
 
 
 def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
-    """Return, for each key, the column from which on no query attends to it: [rows, length].
+    """Return, for each key, the column after the last query that attends to the key: [rows, length].
 
-    This is the end of the tree for a prompt, the end of the completion for a completion, and the next column for filler. A prompt
-    of 2, completions of 2 and 1, then two columns of filler: 5 5 4 4 5 6 7
+    For a key in a prompt, this is the end of the prompt's last completion. For a key in a completion, it is the end of that
+    completion. For filler, it is the next column.
+    Example: a prompt of 2 tokens, completions of 2 and 1 tokens, then two columns of filler give 5 5 4 4 5 6 7.
     """
     columns = np.arange(tree.shape[1])
     ends = np.where(branch == 0, _run_ends(tree), _run_ends(tree, branch))
@@ -60,7 +63,10 @@ def seen_until(tree: IntArray, branch: IntArray) -> NDArray[np.int32]:
 
 
 def _run_ends(*arrays: IntArray) -> IntArray:
-    """Return, for each column, the end of its run: [rows, length]. A new run starts where any of the arrays changes."""
+    """Return, for each column, the end of the run that contains the column: [rows, length].
+
+    A run is a range of columns in which every array is constant.
+    """
     rows, length = arrays[0].shape
     changes = np.zeros((rows, length - 1), bool)
     for array in arrays:
@@ -72,9 +78,10 @@ def _run_ends(*arrays: IntArray) -> IntArray:
 def block_lists(
     tree: IntArray, branch: IntArray, position_ids: IntArray, *, block: int, window: int | None
 ) -> BlockLists:
-    """Find the blocks that contain allowed (query, key) pairs.
+    """Return the blocks that contain allowed (query, key) pairs.
 
-    The pairs in each block are counted per segment, which attends to its prompt and, causally, to itself.
+    Allowed pairs are counted segment by segment: a segment attends to its prompt and, causally, to itself.
+    `block`: positions per block. `window`: the sliding window of the attention in positions; None: no window.
     """
     rows = [_cells(*row, block=block, window=window) for row in zip(tree, branch, position_ids, strict=True)]
     num = tree.shape[1] // block
@@ -96,14 +103,17 @@ def block_lists(
 
 
 def _transpose(rows: list[IntArray], num: int) -> list[IntArray]:
-    """Swap the query block and the key block of every cell."""
+    """Swap the query block and the key block in every cell number. `_cells` defines the cell numbers."""
     return [np.sort(cells % num * num + cells // num) for cells in rows]
 
 
 def _cells(
     tree: IntArray, branch: IntArray, position_ids: IntArray, *, block: int, window: int | None
 ) -> tuple[IntArray, IntArray]:
-    """Return the partial and the full blocks of one row as sorted cells: (query block) * (blocks per row) + (key block)."""
+    """Return the partial and the full blocks of one row, sorted by cell number.
+
+    The cell number of a block is (query block) * (blocks per row) + (key block).
+    """
     num = len(tree) // block
     segments = _segments(tree, branch, position_ids)
     # Pairs of a query segment and a key segment: every segment with itself, and every completion with its prompt.
@@ -132,7 +142,7 @@ def _cells(
 
 
 def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segments:
-    """Find the segments of a row: runs with the same tree and branch, except filler."""
+    """Return the segments of a row: runs of columns with the same `tree` and `branch` (see Pack). Filler is not a segment."""
     borders = np.concatenate([[0], np.flatnonzero(np.diff(tree) | np.diff(branch)) + 1, [len(tree)]])
     start, end = borders[:-1], borders[1:]
     real = tree[start] != FILLER
@@ -142,16 +152,21 @@ def _segments(tree: IntArray, branch: IntArray, position_ids: IntArray) -> _Segm
 
 
 def _expand_ranges(first: IntArray, num: IntArray) -> tuple[IntArray, IntArray]:
-    """Expand ranges of `num` numbers that start at `first`. Return the range that each number belongs to, and the numbers.
+    """Concatenate ranges of numbers. Range i has `num[i]` consecutive numbers, starting at `first[i]`.
 
-    2 from 5 and 3 from 0 -> [0, 0, 1, 1, 1], [5, 6, 0, 1, 2]
+    Return the range index of each number, and the numbers.
+    Example: first [5, 0] and num [2, 3] are returned as [0, 0, 1, 1, 1], [5, 6, 0, 1, 2].
     """
     owner = np.repeat(np.arange(len(num)), num)
     return owner, np.arange(len(owner)) + np.repeat(first - (np.cumsum(num) - num), num)
 
 
 def _lists(rows: list[IntArray], num: int) -> tuple[IntLists, IntLists]:
-    """Convert the sorted cells of every row to counts and lists. With two blocks, cells 0, 2 and 3 -> 1 2, [[0, 0], [0, 1]]."""
+    """Return the number of key blocks of each query block, and a padded list of these key blocks.
+
+    `rows`: the sorted cell numbers of each row.
+    Example: in a row of two blocks, the cells 0, 2 and 3 are returned as counts 1 2, lists [[0, 0], [0, 1]].
+    """
     counts, lists = np.zeros((len(rows), num), np.int32), np.zeros((len(rows), num, num), np.int32)
     for cells, row_counts, row_lists in zip(rows, counts, lists, strict=True):
         in_row = np.bincount(cells // num, minlength=num)

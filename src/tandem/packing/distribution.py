@@ -21,7 +21,7 @@ NUM_TRIES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One pack for each rank, all with the same row length."""
+    """One pack for each rank. All packs of a round have the same row length."""
 
     length: int
     packs: tuple[IntArray, ...]  # [ranks], the preferences of each pack; a pack without preferences is all filler
@@ -35,14 +35,14 @@ def row_cost(
     hidden_size: int,
     arrangement: Arrangement = "shared",
 ) -> FloatArray:
-    """Estimate the compute that each preference adds to its row: [preferences]. The unit is a token through the linear layers.
+    """Estimate the compute that each preference adds to its row: [preferences]. The unit is one token through the linear layers.
 
-    Attention costs 1 / (6 * hidden_size) for each (query, key) pair. A layer's matrices have about 12 * hidden_size^2 weights,
-    each with 2 operations per token. A (query, key) pair takes 4 * hidden_size operations, half for the score and half for the
-    value. `completion_lengths` holds the completions of all preferences in order, `num_completions` of each preference.
+    `completion_lengths`: the completion lengths of all preferences, in order. `num_completions`: completions of each preference.
+    A layer's matrices have about 12 * hidden_size^2 weights, each with 2 operations per token. A (query, key) pair takes
+    4 * hidden_size operations, half for the score and half for the value, so a pair costs 1 / (6 * hidden_size) of the unit.
 
-    A prompt of 4 with completions of 2 and 3 has 9 tokens and 10 + (8 + 3) + (12 + 6) = 39 (query, key) pairs. With the prompt
-    repeated, it has 13 tokens and 21 + 28 = 49.
+    Example: a prompt of 4 tokens with completions of 2 and 3 has 9 tokens and 10 + (8 + 3) + (12 + 6) = 39 (query, key) pairs.
+    If every completion has its own copy of the prompt (arrangement repeated), there are 13 tokens and 21 + 28 = 49 pairs.
     """
     owner = np.repeat(np.arange(len(prompts)), num_completions)
     own_pairs = completion_lengths * (prompts[owner] + (completion_lengths + 1) / 2)
@@ -61,15 +61,16 @@ def assign_to_ranks(
     num_ranks: int,
     repack: bool = False,
 ) -> list[Round]:
-    """Assign every preference to one rank, in rounds with one pack per rank.
+    """Assign every preference to one rank. Return rounds with one pack per rank.
 
-    Each round has packs of similar cost, because ranks wait for each other in every round. Its most expensive pack goes to the
-    rank with the lowest total cost so far. If a round has fewer packs than ranks, its preferences are spread over all ranks.
-    Its rows have the shortest of the `lengths` that holds its largest pack. Rounds with longer rows come first.
-    With `repack`, the last rounds are packed again if that makes their total row length shorter.
+    The packs of a round have similar costs, because ranks wait for each other in every round. The most expensive pack of a round
+    goes to the rank with the lowest total cost so far. If a round has fewer packs than ranks, the preferences of the round are
+    spread over all ranks. The row length of a round is the shortest of the `lengths` that holds the largest pack of the round.
+    Rounds with longer rows come first. With `repack`, the last rounds are packed again if that makes their total row length
+    shorter.
 
-    Sizes (and costs) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two ranks:
-    [0] | [1] in rows of 8, then [2] | [3] in rows of 6
+    Example: preferences of size (and cost) 8 8 5 3 in bins [0] [1] [2 3], lengths 2 4 6 8, two ranks.
+    Result: one round with packs [0] | [1] in rows of 8, then one round with packs [2] | [3] in rows of 6.
     """
     packs = list(bins)
     by_cost = sorted(range(len(packs)), key=lambda number: -costs[packs[number]].sum())
@@ -84,9 +85,11 @@ def assign_to_ranks(
 
 
 def _make_round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> Round:
-    """Make a round of packs. Spread their preferences over the ranks if a rank would have none, or if rows get shorter.
+    """Make a round from packs.
 
-    One pack of 7 tokens (4 + 3), two ranks: 4 | 3. Two packs of 8 (5 + 3) and 2 tokens: 5 | 3 + 2, if rows may have length 5.
+    If there are fewer packs than ranks, or if it makes rows shorter, spread the preferences of the packs over all ranks.
+    Examples for two ranks: one pack with preferences of 4 and 3 tokens becomes 4 | 3. Two packs, of 5 + 3 and of 2 tokens, become
+    5 | 3 + 2 if 5 is one of the `lengths`.
     """
     nothing = np.zeros(0, np.int64)
     as_packed = packs + [nothing] * (num_ranks - len(packs))
@@ -100,9 +103,10 @@ def _make_round(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int], 
 
 
 def _shortest_length(packs: list[IntArray], sizes: IntArray, lengths: Sequence[int]) -> int | None:
-    """Return the shortest row length that holds each pack, or None if a pack of several preferences exceeds the longest.
+    """Return the shortest of the `lengths` that holds the largest pack.
 
-    A pack of one preference may exceed it, and then takes several rows.
+    Return None if a pack of several preferences exceeds all `lengths`. A pack of one preference may exceed all `lengths`, because
+    such a preference takes several rows.
     """
     longest = lengths[-1]
     totals = [int(sizes[pack].sum()) for pack in packs]
@@ -112,7 +116,10 @@ def _shortest_length(packs: list[IntArray], sizes: IntArray, lengths: Sequence[i
 
 
 def _spread(preferences: IntArray, sizes: IntArray, num_ranks: int) -> list[IntArray]:
-    """Give each preference, largest first, to the rank with the fewest tokens: sizes 5 4 3 3, two ranks -> 5 3 | 4 3."""
+    """Give each preference, largest first, to the rank with the fewest tokens so far.
+
+    Example: sizes 5 4 3 3 and two ranks give 5 3 | 4 3.
+    """
     given: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for preference in preferences[np.argsort(-sizes[preferences], kind="stable")].tolist():
@@ -123,10 +130,11 @@ def _spread(preferences: IntArray, sizes: IntArray, num_ranks: int) -> list[IntA
 
 
 def _repack_last_rounds(rounds: list[Round], sizes: IntArray, lengths: Sequence[int], num_ranks: int) -> list[Round]:
-    """Pack the last rounds again, into the smallest total row length that works. Of equal totals, prefer more equal rows.
+    """Pack the last rounds again, with the smallest total row length that works.
 
-    One rank, row lengths 4 9 13 15 16: rounds of 15 + 1 and 3 tokens take rows of 16 and 4. Rounds of 15 and 3 + 1 tokens take 15
-    and 4.
+    Of equal totals, prefer row lengths that differ less.
+    Example: one rank, row lengths 4 9 13 15 16. Two rounds of 15 + 1 and 3 tokens take rows of 16 and 4. They are repacked as
+    rounds of 15 and 3 + 1 tokens, which take rows of 15 and 4.
     """
     longer = [round for round in rounds if any(sizes[pack].sum() > lengths[-1] for pack in round.packs)]
     others = [round for round in rounds if round not in longer]
@@ -148,9 +156,9 @@ def _repack_last_rounds(rounds: list[Round], sizes: IntArray, lengths: Sequence[
 
 
 def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[IntArray] | None:
-    """Put each preference, largest first, where it leaves the least room. Return None if one does not fit anywhere.
+    """Put each preference, largest first, in the pack where it leaves the least room. Return None if a preference does not fit.
 
-    Sizes 5 4 3 2, rooms 9 and 6 -> 4 3 2 | 5
+    `rooms`: the capacity of each pack. Example: sizes 5 4 3 2 and rooms 9 and 6 give the packs 4 3 2 | 5.
     """
     given: list[list[int]] = [[] for _ in rooms]
     free = sorted((room, pack) for pack, room in enumerate(rooms))
@@ -168,7 +176,7 @@ def _best_fit(preferences: IntArray, sizes: IntArray, rooms: list[int]) -> list[
 def _balance_costs(rounds: list[Round], costs: FloatArray, num_ranks: int) -> list[Round]:
     """Reorder the packs of each round: the most expensive pack goes to the rank with the lowest total cost so far.
 
-    Costs 5 3 and 4 1 for two ranks: 5 | 3, then 1 | 4
+    Example: two rounds with packs of cost 5 3 and 4 1, for two ranks, become 5 | 3 and 1 | 4.
     """
     totals = np.zeros(num_ranks)
     balanced: list[Round] = []

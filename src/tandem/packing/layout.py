@@ -24,10 +24,11 @@ FILLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Rows of tokens, which positions attend to which, and which positions predict which scored tokens.
+    """Rows of tokens. Also defines which positions attend to which, and which position predicts each scored token.
 
-    A position attends to itself and to earlier positions of the same tree that are on branch 0 (the prompt) or on its
-    own branch. A tree is a prompt with the completions that share it. Filler has tree -1 and attends only to itself.
+    A tree is a prompt with the completions that share it. Branch 0 of a tree is the prompt, and every completion is a branch.
+    A position attends to itself, and to earlier positions of the same tree that are in the prompt or in the same branch.
+    Filler has tree -1 and attends only to itself.
     """
 
     token_ids: IntArray  # [rows, length]
@@ -50,7 +51,7 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not filler."""
+        """Number of tokens that are not filler."""
         return int((self.tree != FILLER).sum())
 
 
@@ -61,9 +62,10 @@ def lay_out(
     length: int,
     arrangement: Arrangement = "shared",
 ) -> Pack:
-    """Lay out preferences one after another in a row, or with arrangement separate one sequence per row.
+    """Lay out preferences one after another in a row.
 
-    Without preferences, the result is a row of filler.
+    With arrangement separate, every completion has its own row, which starts with a copy of the prompt.
+    `indices`: the index of each preference in the data set. Without preferences, the result is a row of filler.
     """
     plans = [_rows(preference, length, arrangement) for preference in preferences]
     one_row = arrangement != "separate" and all(len(plan) == 1 for plan in plans)
@@ -106,7 +108,7 @@ def lay_out(
 
 
 def join(packs: Sequence[Pack]) -> Pack:
-    """Join packs with the same row length into one pack with all their rows: a micro-batch."""
+    """Join packs with the same row length into one pack, a micro-batch. It has the rows of all packs."""
     if len(packs) == 1:
         return packs[0]
     positions = np.cumsum([0, *(pack.token_ids.size for pack in packs)])
@@ -156,9 +158,9 @@ class _Writer:
     def tree(self, prompt: NDArray[np.int32], completions: Sequence[NDArray[np.int32]]) -> list[IntArray]:
         """Write a prompt and its completions. Return, for each completion, the positions that predict its tokens.
 
-        A prompt of 4 at columns 0-3, completions of 2 and 3 at 4-5 and 6-8:
+        Example: a prompt of 4 tokens at columns 0-3, completions of 2 and 3 tokens at columns 4-5 and 6-8:
           position ids  0 1 2 3 | 4 5 | 4 5 6
-          predicting              3 4 | 3 6 7     (the last prompt position predicts every first token)
+          predicting              3 4 | 3 6 7     (the last prompt position predicts the first token of every completion)
         """
         last_prompt = self._write(prompt, 0, 0) + len(prompt) - 1
         predicting = []
@@ -180,10 +182,11 @@ class _Writer:
 
 
 def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement) -> list[list[list[int]]]:
-    """Plan the rows of a preference: a list of rows, each a list of trees, each a list of completions.
+    """Return the rows of a preference: a list of rows. A row is a list of trees; a tree is a list of completion indices.
 
-    A prompt of 4, completions of 2, 3 and 2, rows of 10: shared [[[0, 1]], [[2]]], repeated [[[0]], [[1]], [[2]]].
-    With rows of 11: shared [[[0, 1, 2]]].
+    With arrangement shared, completions in the same row share one prompt. With repeated, every completion has its own copy.
+    Example: a prompt of 4 tokens, completions of 2, 3 and 2 tokens. In rows of 10, shared gives [[[0, 1]], [[2]]] and repeated
+    gives [[[0]], [[1]], [[2]]]. In rows of 11, shared gives [[[0, 1, 2]]].
     """
     prompt = len(preference.prompt)
     rows: list[list[list[int]]] = []
@@ -204,7 +207,7 @@ def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement
 
 
 def _columns(preferences: Sequence[TokenizedPreference]) -> dict[str, NDArray[np.float32]]:
-    """Return the columns that any preference gives. Preferences that do not give a column have its default value."""
+    """Return the values of the data columns in use. A preference that does not give a column has the column's default value."""
     columns = columns_in_use(name for preference in preferences for name in preference.columns)
     return {c.name: np.array([value for p in preferences for value in p.values(c.name)], c.dtype) for c in columns}
 

@@ -1,4 +1,4 @@
-"""Converts NeMo Aligner's packed files to prepared data, and preferences to such files."""
+"""Converts NeMo Aligner's packed files to prepared data, and preferences to NeMo Aligner's packed files."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from tandem.storage.cache import content_of, fingerprint, published, read_manife
 
 
 def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenStore:
-    """Convert a file `packed_*.npy` to a prepared folder.
+    """Convert NeMo Aligner's file `packed_*.npy` to a prepared folder.
 
-    Such files hold tokens but no text, so the folder can be opened with any tokenizer.
+    The file holds token ids but no text, so tandem cannot check that they belong to the tokenizer of the model.
     """
     rows = [_usable(row) for pack in read_nemo(file) for row in pack]
     made_of = {
@@ -57,7 +57,7 @@ def _usable(row: TokenizedPreference) -> TokenizedPreference | RowError:
 
 
 def check_for_nemo(store: Preferences, size: int) -> None:
-    """Refuse preferences that NeMo Aligner's packs cannot hold: pairs longer than `size`, weights, margins."""
+    """Refuse preferences that NeMo Aligner's packs cannot store: pairs of more than `size` tokens, weights and margins."""
     if store.columns:
         raise ConfigError(
             f"--to-nemo: the preferences have a {' and a '.join(store.columns)}, which NeMo Aligner's packs cannot store. "
@@ -73,7 +73,10 @@ def check_for_nemo(store: Preferences, size: int) -> None:
 
 
 def export_nemo(store: Preferences, folder: Path, *, size: int, algorithm: str, seed: int) -> Path:
-    """Write `packed_{size}_seed{seed}.npy` in NeMo Aligner's layout, which repeats the prompt for both completions of a pair."""
+    """Write the file `packed_{size}_seed{seed}.npy` in NeMo Aligner's layout.
+
+    The layout repeats the prompt for both completions of a pair.
+    """
     pairs = [pair for i in range(len(store)) for pair in single_pairs(store[i])]
     sizes = np.array([nemo_pack_tokens(pair) for pair in pairs])
     file = folder / f"packed_{size}_seed{seed}.npy"

@@ -29,7 +29,7 @@ ROWS_PER_BATCH = 4
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Which part of every batch a rank computes, and the number of parts: the data-parallel degree."""
+    """The part of every batch that a rank computes. `num_ranks` is the number of parts: the data-parallel degree."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -57,9 +57,10 @@ class Packer:
         return self.lengths[-1]
 
     def micro_batches(self, preferences: IntArray, bounds: IntArray | None = None) -> Iterator[Pack]:
-        """Yield the micro-batches of this rank for a batch of preferences. Every rank has the same number of them.
+        """Yield the micro-batches that this rank computes for a batch of preferences.
 
-        `bounds` are the bounds of packs in `preferences`, if these are already packed.
+        Every rank has the same number of micro-batches.
+        `bounds`: where packs begin and end in `preferences`; None: the preferences are not packed yet.
         """
         together = self.packs_per_micro_batch
         for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
@@ -80,11 +81,14 @@ class Packer:
         return assign_to_ranks(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, repack=repack)
 
     def for_single_rank(self) -> "Packer":
-        """Return this packer for a single rank, which computes every pack."""
+        """Return a copy of this packer for a run with a single rank, which computes every pack."""
         return replace(self, share=SINGLE_RANK)
 
     def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:
-        """Decide which preferences share a row. A preference that is longer than a row takes several rows alone."""
+        """Return which preferences share a row.
+
+        A preference that is longer than a row is in a bin alone, and takes several rows.
+        """
         if bounds is not None:
             return Bins(preferences, bounds)
         is_single = self.arrangement == "separate" or self.sizes[preferences] > self.length
@@ -95,29 +99,37 @@ class Packer:
         return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
 
     def row_length(self, bin: IntArray) -> int:
-        """Return the shortest row length that holds a bin: of 256, 512, 768, 896 and 1024, a bin of 600 tokens takes 768."""
+        """Return the shortest row length that holds a bin.
+
+        With row lengths 256, 512, 768, 896 and 1024, a bin of 600 tokens takes 768.
+        """
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
     def longest_row(self, bins: Bins) -> int:
-        """Return the longest row length that the bins of a batch take, before the last rounds are packed again."""
+        """Return the longest row length that any of the bins takes. Repacking of the last rounds is not taken into account."""
         return max(self.row_length(bin) for bin in bins)
 
     def num_rows(self, bin: IntArray) -> int:
-        """Return how many rows a bin takes: 1, unless it is a preference longer than a row, or sequences are in separate rows."""
+        """Return how many rows a bin takes.
+
+        A bin takes several rows if its only preference is longer than a row. With arrangement separate, a bin takes one row per
+        completion. Every other bin takes one row.
+        """
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
             return 1
         return self.row(bin.tolist(), self.length).token_ids.shape[0]
 
     def row(self, chosen: list[int], length: int) -> Pack:
-        """Lay out preferences as a pack with rows of this length."""
+        """Lay out some preferences of the set in rows of `length` tokens. `chosen`: their indices in the set."""
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
 
 
 def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
-    """Return how many tokens each preference takes in a row. With arrangement separate, count its longest row.
+    """Return how many tokens each preference takes in a row.
 
-    A prompt of 4, completions of 2 and 3: shared 9, repeated 13, separate 7
+    With arrangement separate, every completion has its own row, and the number of tokens in the longest row is returned.
+    Example: a prompt of 4 tokens, completions of 2 and 3 tokens take 9 (shared), 13 (repeated) or 7 (separate).
     """
     if arrangement == "shared":
         return store.num_prompt_tokens + store.num_completion_tokens
@@ -127,7 +139,7 @@ def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
 
 
 def tokens_of_pairs(num: float, sizes: IntArray, store: Preferences) -> float:
-    """Return how many tokens this many pairs of a set take in rows, on average."""
+    """Return how many tokens `num` pairs of a set take in rows, on average."""
     return num * float(sizes.mean()) / float(store.num_pairs.mean())
 
 
@@ -150,8 +162,8 @@ def make_packer(
 ) -> Packer:
     """Make a packer for a set.
 
-    `usual_auto`, `shortest_auto` and `pairs_per_batch` decide an `auto` length (`_auto_length`). `hidden_size` is the model's,
-    and is needed to estimate the cost of attention when packs are assigned to ranks. Without it, a row costs its tokens.
+    `usual_auto`, `shortest_auto`, `pairs_per_batch`: used to choose the row length if pack_length is `auto`; see `_auto_length`.
+    `hidden_size`: of the model, to estimate the cost of attention. None: the cost of a preference is its number of tokens.
     """
     arrangement = arrangement_of(packing)
     sizes = row_sizes(store, arrangement)
@@ -190,9 +202,10 @@ def _refuse_too_long(store: Preferences, pack_length: int) -> None:
 
 
 def _auto_length(sizes: IntArray, *, tokens_per_batch: float | None, usual: int, shortest: int) -> int:
-    """Return a row length that holds every preference: `usual`, or less if a rank's part of a batch is small.
+    """Return a row length that holds every preference: `usual`, or a shorter length if batches are small.
 
-    The part is divided into ROWS_PER_BATCH rows, or into fewer if these would be shorter than `shortest`.
+    `tokens_per_batch`: tokens of a batch that one rank computes. They are divided into ROWS_PER_BATCH rows, or into fewer rows if
+    rows would be shorter than `shortest`.
     """
     wanted = usual
     if tokens_per_batch is not None:
@@ -206,14 +219,14 @@ def _costs(store: Preferences, arrangement: Arrangement, hidden_size: int) -> Fl
 
 
 def prepared_lengths(store: Preferences) -> set[int]:
-    """Return the pack lengths for which `tandem prepare` stored packs with the tokens."""
+    """Return the pack lengths for which `tandem prepare` stored packs together with the tokens."""
     return {facts["pack_length"] for facts in store.packs} if isinstance(store, TokenStore) else set()
 
 
 def row_lengths(length: int) -> tuple[int, ...]:
-    """Return a row length and the shorter ones used with it, all multiples of the block size.
+    """Return the row lengths of a packer: `length` and several shorter ones, all multiples of the block size.
 
-    2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256
+    Example: length 2048 gives 512, 1152, 1664, 1920, 2048; length 200 gives 128, 256.
     """
     blocks = in_blocks(length) // BLOCK
     return tuple(sorted({max(1, blocks * part // SIXTEENTHS[-1]) * BLOCK for part in SIXTEENTHS}))

@@ -1,4 +1,4 @@
-"""Packs a set once, as a whole, and stores the packs on disk under a fingerprint for later runs."""
+"""Packs a whole set before training (policy.packing.mode=dataset), and stores the packs on disk for later runs."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ SCHEMA = pa.schema({"preferences": pa.large_list(pa.int64())})
 
 
 def pack_settings(packer: Packer) -> dict[str, Any]:
-    """Return everything that decides how a set is packed."""
+    """Return all settings and fingerprints that determine how a set is packed."""
     return {
         "version": PACKS_VERSION,
         "tokens": packer.store.fingerprint,
@@ -31,13 +31,13 @@ def pack_settings(packer: Packer) -> dict[str, Any]:
 
 
 def open_packs(packer: Packer) -> Bins:
-    """Return the packs of a whole set: those prepared earlier, or else new ones, which are stored for the next run."""
+    """Return the packs of a whole set. If no packs with these settings are stored yet, pack the set and store the packs."""
     settings = pack_settings(packer)
     if isinstance(packer.store, TokenStore) and settings in packer.store.packs:
         folder = packer.store.folder
         try:
             if file_name(packer.length) not in packer.store.verified:
-                raise ValueError(f"{folder}/manifest.json does not name {file_name(packer.length)}")
+                raise ValueError(f"{folder}/manifest.json does not list {file_name(packer.length)}")
             return _read_checked(folder / file_name(packer.length), packer)  # its SHA-256 was verified with the tokens
         except ValueError as error:
             raise DataError(f"{error}. The prepared data is damaged. Prepare it again, with tandem prepare.") from None
@@ -54,7 +54,11 @@ def open_packs(packer: Packer) -> Bins:
 
 
 def _read_checked(file: Path, packer: Packer) -> Bins:
-    """Read packs. Raise ValueError unless each preference of the set is in one pack, and each pack fits in a row."""
+    """Read packs and check them against the set.
+
+    Raise ValueError unless every preference is in exactly one pack, no pack is empty, and every pack of several preferences fits
+    in a row.
+    """
     bins = read_packs(file)
     num = len(packer.store)
     if not np.array_equal(np.sort(bins.order), np.arange(num)):
@@ -79,9 +83,9 @@ def write_packs(bins: Bins, file: Path) -> None:
 
 
 def read_packs(file: Path) -> Bins:
-    """Read packs into memory. Raise ValueError if the file is damaged."""
+    """Read packs from a file into memory. Raise ValueError if the file is damaged."""
     batches = open_batches(file, SCHEMA)
     if len(batches) != 1:
-        raise ValueError(f"{file} has {len(batches)} batches instead of one")
+        raise ValueError(f"{file} has {len(batches)} Arrow record batches instead of one")
     lists = batches[0].column("preferences")
     return Bins(lists.values.to_numpy().copy(), lists.offsets.to_numpy().copy())

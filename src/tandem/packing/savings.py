@@ -1,4 +1,4 @@
-"""Computes how well a set packs: how full its rows are, and how many more positions padding would compute."""
+"""Computes how well a set packs: how full its rows are, and how many times as many positions padding takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PADDED_BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """How a set packs into rows of one length."""
+    """Statistics of a set that is packed into rows."""
 
     pack_length: int
     algorithm: str
@@ -28,7 +28,7 @@ class PackingStats:
 
 
 def packing_stats(packer: Packer, bins: Bins, pairs_per_batch: int) -> PackingStats:
-    """Compute the statistics of a set whose preferences are packed in these bins."""
+    """Return the statistics of a set whose preferences are packed in `bins`."""
     store, packed = packer.store, bins.order
     rows = [packer.row_length(bin) * packer.num_rows(bin) for bin in bins]
     tokens = row_sizes(store, "shared" if packer.arrangement == "shared" else "repeated")[packed]
@@ -46,14 +46,20 @@ def packing_stats(packer: Packer, bins: Bins, pairs_per_batch: int) -> PackingSt
 
 
 def packed_by_batch(packer: Packer, batches: Iterable[IntArray]) -> Bins:
-    """Pack each batch separately, and return the bins of all batches: [0 1], [2] and [3 4] -> order 0 1 2 3 4, bounds 0 2 3 5."""
+    """Pack each batch separately, and return the bins of all batches.
+
+    Example: bins [0 1] and [2] of one batch and [3 4] of the next are returned as order 0 1 2 3 4, bounds 0 2 3 5.
+    """
     packed = [packer.bins(batch) for batch in batches]
     sizes = [size for bins in packed for size in np.diff(bins.bounds)]
     return Bins(np.concatenate([bins.order for bins in packed]), np.cumsum([0, *sizes]))
 
 
 def _padded_positions(packer: Packer, packed: IntArray) -> int:
-    """Count the positions of padded batches of shuffled sequences. Lengths 3 5 | 2 2, in batches of 2, take 10 + 4."""
+    """Return how many positions the shuffled sequences take in batches that are padded to their longest sequence.
+
+    Example: in batches of 2, sequences of lengths 3 5 | 2 2 take 10 + 4 positions.
+    """
     store = packer.store
     order = np.random.default_rng(0).permutation(np.sort(packed))
     lengths = np.concatenate(

@@ -39,7 +39,7 @@ def describe_computation(setup: Setup) -> str:
 
 
 def describe_choices(setup: Setup) -> list[tuple[str, str]]:
-    """Return the settings that determine the trained model, as (name, value in words)."""
+    """Return the settings that determine the trained model, as pairs (name of the setting, its value in words)."""
     config, dpo = setup.config, setup.config.dpo
     sets = config.data.training_sets
     weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
@@ -77,7 +77,10 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
 
 
 def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:
-    """Return the path and the number of pairs of each set: ("training set", "a.jsonl (10 pairs) and b.jsonl (20 pairs)")."""
+    """Return the path and the number of pairs of each set, as pairs (name, description).
+
+    Example: ("training sets", "a.jsonl (10 pairs) and b.jsonl (20 pairs)").
+    """
     data = config.data
     given = data.training_sets
     names = ["train"] if len(given) == 1 else [f"train-{number}" for number in range(len(given))]
@@ -97,7 +100,7 @@ def _num_pairs(preferences: Preferences) -> str:
 
 
 def _loss_settings(config: Config) -> str:
-    """List the arguments of the chosen losses, and other loss settings that differ from their defaults."""
+    """Return the arguments of the chosen losses, and other loss settings that differ from their defaults, as text."""
     dpo, fields = config.dpo, type(config.dpo).model_fields
     defaults = {name: field.default for name, field in fields.items()}
     arguments = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
@@ -108,7 +111,7 @@ def _loss_settings(config: Config) -> str:
 
 
 def _packs_per_batch(setup: Setup) -> str:
-    """Describe about how many packs make a batch; empty unless policy.packing.mode=dataset."""
+    """Return the approximate number of packs in a batch, in words. Return empty text unless policy.packing.mode=dataset."""
     plan = setup.plan
     if plan.batches.packs is None:
         return ""
@@ -132,7 +135,10 @@ def _run_length(setup: Setup) -> str:
 
 
 def _pairs_of_epochs(setup: Setup) -> str:
-    """Count the pairs of all epochs, with incomplete last batches; the pairs per epoch if there are very many epochs."""
+    """Return the number of pairs in all epochs, as text. For more than MAX_COUNTED_EPOCHS epochs, return the number per epoch.
+
+    The pairs of an incomplete last batch are counted, even if drop_last leaves that batch out.
+    """
     batches, epochs = setup.plan.batches, setup.config.dpo.max_num_epochs
     if epochs > MAX_COUNTED_EPOCHS:
         return f"{batches.num_pairs_of(0):,} per epoch"
@@ -184,7 +190,7 @@ def _dropout(setup: Setup) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    """Format a value as in a configuration file: true, not True."""
+    """Format a value as in a YAML file: True is written as true."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

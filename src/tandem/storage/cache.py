@@ -1,4 +1,7 @@
-"""The cache directory, manifests, and atomic writing of files and folders: under a temporary name, then synced and renamed."""
+"""Provides the cache directory, manifests, and functions that write files and folders atomically.
+
+Files and folders are written under a temporary name, then synced to the disk and renamed.
+"""
 
 import hashlib
 import json
@@ -30,16 +33,16 @@ NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
 
 def cache_dir() -> Path:
-    """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
+    """Return the cache directory: `$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
     if given := os.environ.get("TANDEM_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def check_cache_dir() -> None:
-    """Refuse a cache directory that cannot be created or written, before any work is done.
+    """Raise an error if the cache directory cannot be created or written. This is checked before any work is done.
 
-    Also removes temporary folders that killed processes on this machine left there.
+    Also remove temporary folders that killed processes on this machine left in the cache directory.
     """
     folder = cache_dir()
     check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to a writable directory.")
@@ -50,7 +53,10 @@ def check_cache_dir() -> None:
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:
-    """Refuse a directory that cannot be created or written. The message begins with `what` and ends with `instead`."""
+    """Raise a ConfigError if a directory cannot be created or written.
+
+    `what`: the directory in words, at the start of the message. `instead`: what to do, at the end of the message.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,12 +66,12 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
 
 
 def real_path(path: str | Path) -> Path:
-    """The path with links resolved. Unlike Path.resolve, does not raise on circular links."""
+    """Return the path with links resolved. Unlike Path.resolve, this does not raise an error on circular links."""
     return Path(os.path.realpath(path))
 
 
 def outside_of(folder: Path, file: Path) -> Path | None:
-    """The target of a file that links to outside its folder; None for any other file.
+    """Return the target of `file` if it is a link to outside `folder`, else None.
 
     Links within the hub's cache are allowed: models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
     """
@@ -75,7 +81,10 @@ def outside_of(folder: Path, file: Path) -> Path | None:
 
 
 def refuse_outside(folder: Path, file: Path) -> None:
-    """Refuse a link out of a downloaded folder: a private file of the user could become part of the exported model."""
+    """Raise a ConfigError if `file` is a link to outside `folder`.
+
+    Such a link in a downloaded folder could make a private file of the user part of the exported model.
+    """
     if target := outside_of(folder, file):
         raise ConfigError(
             f"{file}: a link to {target}, outside the model's folder. Model files are read only from that folder. Replace the "
@@ -89,9 +98,9 @@ def sha256_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """The SHA-256 of a file. Hashes of large files are cached by path, size, times and inode.
+    """Return the SHA-256 of a file. Hashes of large files are cached by path, size, times and inode.
 
-    The times include ctime, which cannot be set: archives and copies may restore an old modification time.
+    The times include ctime, because archives and copies may restore an old modification time, but cannot set ctime.
     """
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
@@ -109,13 +118,13 @@ def content_of(path: Path) -> str:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short hash: the first 32 hexadecimal digits of the SHA-256 of the parts as canonical JSON."""
+    """Return a short hash: the first 32 hexadecimal digits of the SHA-256 of the parts as canonical JSON."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves, to the disk."""
+    """Flush `folder`, and all files and folders in it, to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync_file(path)
 
@@ -130,9 +139,9 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, what: str) -> None:
-    """Replace the content of a file atomically: readers see either the old or the new text, never a part.
+    """Replace the content of a file atomically: readers see either the old or the new text, never a part of it.
 
-    what: the name of the fail point, for tests that kill the process here.
+    `what`: the name of a fail point before the rename, where tests can kill the process.
     """
     with replacing(path, what) as file:
         file.write(text)
@@ -140,9 +149,10 @@ def write_atomically(path: Path, text: str, what: str) -> None:
 
 @contextmanager
 def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Yield a temporary file open for writing. On success it replaces the file or link at `path` in one rename.
+    """Yield a temporary file that is open for writing. If the block succeeds, rename the temporary file to `path`.
 
-    what: the name of the fail point, for tests that kill the process here.
+    An existing file or link at `path` is replaced. `what`: the name of a fail point before the rename, where tests can
+    kill the process.
     """
     aside, descriptor = create_temporary(path)
     try:
@@ -163,10 +173,11 @@ def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> I
 
 @contextmanager
 def published(folder: Path, what: str) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `folder`. On success it becomes `folder` in one rename.
+    """Yield an empty temporary folder next to `folder`. If the block succeeds, rename the temporary folder to `folder`.
 
-    So `folder` is always either absent or complete, even if the process is killed. If two processes write the same folder,
-    the first one's is kept. what: the name of the fail points, for tests that kill the process here.
+    So `folder` is always either absent or complete, even if the process is killed. If two processes write the same
+    folder, the result of the first to finish is kept. `what`: the name of the fail points, where tests can kill the
+    process.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as aside:
@@ -188,7 +199,10 @@ def published(folder: Path, what: str) -> Iterator[Path]:
 
 
 def _follow_umask(folder: Path) -> None:
-    """Give every file the mode of the marker, which follows the umask. safetensors creates files that only the owner can read."""
+    """Give every file the permissions that the umask asks for. safetensors creates files that only the owner can read.
+
+    The permissions are copied from the marker file, which was created with the umask.
+    """
     mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -212,9 +226,9 @@ def is_export(folder: Path) -> bool:
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and a fingerprint of the manifest.
+    """Write `manifest.json` with `facts`, the SHA-256 of the other files in the folder, and a fingerprint of the manifest.
 
-    known: hashes that are already known, by file name; these files are not read.
+    `known`: file name -> SHA-256, for files whose hash is already known. These files are not read.
     """
     excluded = ("manifest.json", MARKER)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in excluded]
@@ -226,9 +240,9 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
 
 
 def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
-    """Read `manifest.json` and verify the SHA-256 of every file that it lists. Raise ValueError for the first wrong file.
+    """Read `manifest.json` and verify the SHA-256 of every file that it lists.
 
-    needed: files that the manifest must list.
+    Raise ValueError if a file is missing or has another SHA-256. `needed`: files that the manifest must list.
     """
     manifest = intact_manifest(folder)
     for name in needed:
@@ -236,7 +250,7 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
             raise ValueError(f"{folder}/manifest.json does not list {name}")
     for name, digest in manifest["files"].items():
         if not _is_inside(name):
-            raise ValueError(f"{folder}/manifest.json lists {name!r}, which is not a file of its folder")
+            raise ValueError(f"{folder}/manifest.json lists {name!r}, which is not a path inside this folder")
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -250,9 +264,9 @@ def read_json(path: Path) -> Any:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is not a file")
+            raise ValueError("the path is not a file")
         if found.st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {found.st_size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
+            raise ValueError(f"the file has {found.st_size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -273,5 +287,5 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name in a manifest is a path inside its folder: relative, without `..`."""
+    """Whether a name in a manifest is a path inside the manifest's folder: relative, without `..`."""
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")

@@ -1,7 +1,7 @@
 """Decides which files tandem may write to, and which temporary files of dead processes it may remove.
 
-Temporary files and folders are named `.NAME.PID`, after their final name and the process that writes them. A temporary folder
-also contains a marker file, which the process keeps locked while it writes there. Nothing else is removed.
+Temporary files and folders are named `.NAME.PID`: NAME is the final name, PID the process that writes. A temporary folder
+also contains a marker file, which that process keeps locked while it writes. No other files and folders are removed.
 """
 
 import errno
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)
 
 
 def step_in(name: str) -> int | None:
-    """The number N if the name is exactly `step_N`; None for any other name (step_007, step_², ../step_1)."""
+    """Return N if the name is exactly `step_N`, else None. Names such as step_007, step_² and ../step_1 give None."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -36,7 +36,7 @@ def step_in(name: str) -> int | None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Refuse a path that is a link, a directory or a device. A path that does not exist is accepted."""
+    """Raise a CheckpointError if a path is a link, a directory or a device. A path that does not exist is accepted."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -49,14 +49,14 @@ def refuse_other_than_file(path: Path) -> None:
 
 
 def refuse_other_than_folder(path: Path) -> None:
-    """Refuse a path that exists and is not a folder. A link to a folder is accepted."""
+    """Raise a CheckpointError if a path exists and is not a folder. A link to a folder is accepted."""
     if os.path.lexists(path) and not path.is_dir():
         what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
         raise CheckpointError(f"{path}: {what}, but tandem writes a directory with this name. Move it elsewhere.")
 
 
 def open_own(path: Path, mode: Literal["a", "a+", "ab"]) -> IO[Any]:
-    """Open a file for appending. A symbolic link is refused."""
+    """Open a file for appending. Raise a CheckpointError if it is a symbolic link."""
     refuse_other_than_file(path)
 
     def opener(name: str, flags: int) -> int:
@@ -78,7 +78,7 @@ def _is_link(path: Path) -> str:
 
 
 def free_path(folder: Path, name: str, ending: str = "") -> Path:
-    """The first of NAME, NAME.2, NAME.3, ... that does not exist, so that nothing is overwritten."""
+    """Return the first of NAME, NAME.2, NAME.3, ... that does not exist, so that nothing is overwritten."""
     paths = (folder / f"{name}{'' if number == 1 else f'.{number}'}{ending}" for number in count(1))
     return next(path for path in paths if not os.path.lexists(path))
 
@@ -87,7 +87,7 @@ def free_path(folder: Path, name: str, ending: str = "") -> Path:
 
 
 def temporary_path(path: Path) -> Path:
-    """The temporary path for a file or link. An existing file there is removed.
+    """Return the temporary path for a file or link. Remove an existing file at the temporary path.
 
     Such a file was left by an earlier process with the same process ID.
     """
@@ -98,14 +98,17 @@ def temporary_path(path: Path) -> Path:
 
 
 def create_temporary(path: Path) -> tuple[Path, int]:
-    """Create an empty temporary file next to `path`, never opening an existing one; return its path and descriptor."""
+    """Create an empty temporary file next to `path`. Return its path and descriptor. An existing file is never opened."""
     aside = temporary_path(path)
     return aside, os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `folder`, empty except for the marker. Remove it afterwards unless it was renamed."""
+    """Yield a temporary folder next to `folder`. At first, the temporary folder contains only the marker file.
+
+    After the block, remove the temporary folder unless it was renamed.
+    """
     aside = _free_temporary_folder(folder)
     aside.mkdir()
     lock = -1
@@ -123,7 +126,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
     """Remove a folder atomically: if the process is killed, the folder is either complete or gone.
 
-    `renamed` is called after the folder was renamed to a temporary name and before its files are removed.
+    `renamed`: called after the folder was renamed to a temporary name and before its files are removed.
     """
     lock = _mark(folder, folder.name)
     try:
@@ -137,8 +140,9 @@ def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
 def remove_abandoned(folder: Path, *names: str, is_held: bool) -> None:
     """Remove temporary files, links and folders that dead processes left in `folder`.
 
-    names: patterns that their final names must match. is_held: no other process, also on another machine, can be writing to
-    `folder`. If False, only folders that were written on this machine are removed: files do not record their machine.
+    `names`: patterns. Only files and folders whose final name matches one of them are removed. `is_held`: True if no
+    other process on any machine can be writing to `folder`. If False, only folders that were written on this machine are
+    removed. Files and links are kept, because they do not record the machine that wrote them.
     """
     for path in sorted(folder.glob(".*")):
         found = _TEMPORARY.fullmatch(path.name)
@@ -173,7 +177,7 @@ def _remove_abandoned_folder(path: Path, name: str, pid: int, names: tuple[str, 
 
 
 def _is_temporary_file(path: Path) -> bool:
-    """Whether a path is a plain file, or a link to a step, as `best` and `latest` are."""
+    """Whether a path is a plain file, or a link to `step_N`. The links `best` and `latest` of a run point to `step_N`."""
     return step_in(str(path.readlink())) is not None if path.is_symlink() else path.is_file()
 
 
@@ -182,14 +186,17 @@ def _matches(name: str, names: tuple[str, ...]) -> bool:
 
 
 def _free_temporary_folder(folder: Path) -> Path:
-    """The first of `.NAME.PID`, `.NAME.2.PID`, `.NAME.3.PID`, ... that does not exist."""
+    """Return the first of `.NAME.PID`, `.NAME.2.PID`, `.NAME.3.PID`, ... that does not exist."""
     numbers = ("" if number == 1 else f".{number}" for number in count(1))
     paths = (folder.with_name(f".{folder.name}{number}.{os.getpid()}") for number in numbers)
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _mark(folder: Path, becomes: str) -> int:
-    """Write the marker, lock it, and return its descriptor. Closing the descriptor, or the end of the process, unlocks it."""
+    """Write the marker file of a folder, lock it, and return its descriptor.
+
+    The lock ends when the descriptor is closed or the process exits.
+    """
     lock = os.open(folder / MARKER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         os.write(lock, json.dumps({"becomes": becomes, "host": _host()}).encode() + b"\n")
@@ -210,7 +217,7 @@ def _read_marker(descriptor: int) -> dict[str, Any]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder, its marker last: if the removal is interrupted, the marker still shows that the folder is tandem's."""
+    """Remove a folder, and its marker file last. If the removal is interrupted, the marker shows that tandem made the folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

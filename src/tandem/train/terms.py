@@ -1,4 +1,4 @@
-"""Computes the Completions of a pack, the record that losses and metrics read, and the losses of the pack."""
+"""Computes the losses of a pack, and its Completions: the record that losses and metrics read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tandem.packing.layout import Pack
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Everything that a step needs besides the policy: the reference, the loss settings, the ranks and the precision."""
+    """Everything that a step needs in addition to the policy: the reference, the loss settings, the ranks and the precision."""
 
     reference: Reference
     dpo: Dpo
@@ -35,7 +35,7 @@ class PackOutcome:
 
 
 def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Completions:
-    """Run the forward pass of a micro-batch; return policy and reference log-probabilities, summed per completion."""
+    """Run the forward pass of a micro-batch. Return the log-probabilities of policy and reference, summed per completion."""
     dpo = context.dpo
     inputs = policy.inputs(pack, context.ranks.device)
     segments = inputs.completion_lengths, inputs.completion
@@ -65,14 +65,14 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
 
 
 def pack_outcome(policy: Policy, context: StepContext, pack: Pack) -> PackOutcome:
-    """Compute the losses of a micro-batch, for a loss with pair scope, in which pairs are independent."""
+    """Compute the losses of a micro-batch, for a loss in which pairs are independent of each other."""
     completions = pack_completions(policy, context, pack)
     return PackOutcome(pack, completions, pair_loss(completions, context.dpo))
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs:
-    """The pairs of several micro-batches of all ranks, concatenated."""
+    """The pairs of several micro-batches, concatenated over all ranks."""
 
     pairs: Pairs
     policy: ChosenRejected  # the policy's log-probabilities of these pairs: leaf tensors, for the gradient of the loss
@@ -80,11 +80,11 @@ class JoinedPairs:
 
 
 def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
-    """Concatenate the pairs of several micro-batches of all ranks: the input of a loss with batch scope."""
+    """Concatenate the pairs of several micro-batches of all ranks, as the input of a loss that depends on the whole batch."""
     views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:
-        """Return tensors of shape [pairs, 2] by name: the chosen and the rejected completion."""
+        """Return each field of `view` as a tensor [pairs, 2]: column 0 for the chosen, column 1 for the rejected completion."""
         assert view.scores is not None
         both = {
             "policy": view.policy,

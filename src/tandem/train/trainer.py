@@ -7,25 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.config.load import LoadedConfig
-from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
 from tandem.data.store.sets import with_set_keys
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
-from tandem.model.checks.positions import long_sequence_warnings
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
 from tandem.packing.packer import RankShare
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
+from tandem.report.setup_warnings import setup_warnings, unreached_limit
 from tandem.storage.cache import replacing, write_atomically
 from tandem.storage.ownership import remove_abandoned
 from tandem.train.checkpoint.checkpoints import Progress, checkpoints, refuse_taken_names, step_of
-from tandem.train.memory import device_memory, filler_warning, out_of_memory_error
+from tandem.train.memory import device_memory, out_of_memory_error
 from tandem.train.run.directory import (
     TEMPORARY_NAMES,
     choose_run_dir,
@@ -47,9 +45,9 @@ from tandem.train.validation import ValidationReport
 
 
 def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
-    """Train a new run, or resume an unfinished one, to its end; return its directory.
+    """Train a new run to its end, or resume an unfinished one. Return the run's directory.
 
-    per_pair: a file to which the metrics of every pair are written after training.
+    `per_pair`: a file to which the metrics of every pair are written after training.
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
@@ -70,6 +68,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         if per_pair is None:
             reporter.result(run)
             return run
+    ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
     share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
@@ -80,7 +79,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
         reporter.say(f"{run} is finished, with all of its {setup.plan.num_steps} steps: its model is in {run}/model.")
-        _warn_of_unreached_limit(setup, reporter)
+        for text in unreached_limit(setup):
+            reporter.warn(text)
         if per_pair is None:
             reporter.result(run)
             return run
@@ -117,7 +117,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
 
 
 def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None) -> None:
-    """Print the data, the settings, and warnings about them. earlier: a hint about an earlier run, and a command."""
+    """Print the data, the settings and warnings. `earlier`: a hint that an earlier run can be resumed, and the command for it."""
     reporter.preflight(preflights(setup.plan.sets), dict.fromkeys(setup.plan.sets.read, run / "rejects.jsonl"))
     reporter.choices(describe_choices(setup))
     reporter.shows_parts = setup.config.dpo.sft_loss_weight > 0
@@ -125,16 +125,12 @@ def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[st
     reporter.say(f"Computed: {describe_computation(setup)}")
     if earlier is not None:
         reporter.warn(earlier[0], command=earlier[1])
-    if filler := filler_warning(setup.plan.train, setup.config.policy):
-        reporter.warn(filler)
-    _warn_of_lost_updates(setup, reporter)
-    _warn_of_slow_arithmetic(setup, reporter)
-    _warn_of_short_run(setup, reporter)
-    _warn_of_settings(setup, reporter)
+    for text in setup_warnings(setup):
+        reporter.warn(text)
 
 
 def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
-    """Return the run's directory, whether it is finished, and whether this configuration may extend it."""
+    """Return the run's directory, whether the run is finished, and whether this configuration may extend it."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
@@ -143,7 +139,7 @@ def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> 
 
 
 def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Lock the run directory and, if it is separate, the checkpoint directory; write config.yaml and rejects.jsonl."""
+    """Lock the run directory, and the checkpoint directory if it is separate. Write config.yaml and rejects.jsonl."""
     stack.enter_context(locked(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
@@ -168,25 +164,8 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Values that each rank read from its own disk, and that must be the same on every rank."""
+    """Return the fingerprints and the step that this rank read from its disk. All ranks must have read the same values."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
-
-
-def _warn_of_lost_updates(setup: Setup, reporter: Reporter) -> None:
-    if setup.config.policy.weights == "bfloat16_nearest":
-        reporter.warn(
-            "policy.weights = bfloat16_nearest: at the learning rates of preference training most updates are lost to "
-            "rounding. policy.weights=bfloat16_stochastic keeps them in the same memory."
-        )
-
-
-def _warn_of_slow_arithmetic(setup: Setup, reporter: Reporter) -> None:
-    on_cpu = setup.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if on_cpu and setup.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        reporter.warn(
-            "policy.precision = bfloat16: this CPU has no bfloat16 arithmetic, so torch takes many times as long as in float32. "
-            "policy.precision=float32 is faster here."
-        )
 
 
 def _warn_of_changed_sets(t: Training) -> None:
@@ -201,54 +180,8 @@ def _warn_of_changed_sets(t: Training) -> None:
             )
 
 
-def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
-    asked, epochs = setup.config.dpo.max_num_steps, setup.config.dpo.max_num_epochs
-    if asked is not None and setup.plan.num_steps < asked:
-        has = "1 epoch has only" if epochs == 1 else f"{epochs} epochs have only"
-        reporter.warn(
-            f"dpo.max_num_steps = {asked}, but {has} {setup.plan.num_steps} steps. Raise dpo.max_num_epochs for more."
-        )
-    lr = setup.config.policy.optimizer.kwargs.lr
-    if setup.plan.highest_rate > 1.01 * lr:
-        reporter.warn(
-            f"policy.scheduler raises the learning rate to {setup.plan.highest_rate:g}, above policy.optimizer.kwargs.lr = "
-            f"{lr:g}. In torch's schedulers, eta_min is a learning rate, not a fraction of lr."
-        )
-    if setup.plan.highest_rate < 0.99 * lr:
-        steps = "1 step" if setup.plan.num_steps == 1 else f"{setup.plan.num_steps} steps"
-        more = "a higher dpo.max_num_steps" if setup.plan.num_steps == asked else "more epochs (dpo.max_num_epochs)"
-        reporter.warn(
-            f"in {steps} the learning rate never rises above {setup.plan.highest_rate:g}, although it is set to {lr:g}. "
-            f"Use {more}, a smaller batch, or another policy.scheduler (null: no warm-up)."
-        )
-
-
-def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
-    """Warn about a raised limit that does not extend a finished run, because the other limit ends it."""
-    dpo = setup.config.dpo
-    if setup.ends_with_epochs:
-        reporter.warn(
-            f"dpo.max_num_steps = {dpo.max_num_steps} is not reached: dpo.max_num_epochs = {dpo.max_num_epochs} ends the run at "
-            f"step {setup.plan.num_steps}. Raise dpo.max_num_epochs to extend it."
-        )
-    elif setup.plan.num_steps == dpo.max_num_steps:
-        reporter.warn(
-            f"dpo.max_num_epochs = {dpo.max_num_epochs} is not reached: dpo.max_num_steps = {dpo.max_num_steps} ends the run. "
-            "Raise dpo.max_num_steps to extend it, or set it to null."
-        )
-
-
-def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Warn about settings far from those in the paper of a loss, and about sequences too long for the model."""
-    dpo = setup.config.dpo
-    for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
-        reporter.warn(text)
-    for text in long_sequence_warnings(setup.plan.sets, setup.source, setup.reference_source):
-        reporter.warn(text)
-
-
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Report which checkpoint an interrupted run can resume from; warn if there is none."""
+    """Print which checkpoint an interrupted run can resume from. Warn if the run cannot be resumed."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
@@ -261,7 +194,7 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
 
 
 def _loop(t: Training) -> list[ValidationReport]:
-    """Train to the last step; return the reports of the validation before the first step."""
+    """Train to the last step. Return the results of the validation before the first step."""
     dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
     before = _recorded_start(t)
     if dpo.val_at_start and t.progress.step == 0:
@@ -299,7 +232,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """Read the validation before the first step from metrics.jsonl, for a resumed run."""
+    """For a resumed run, return the results of the validation before the first step, read from metrics.jsonl."""
     return [
         ValidationReport(
             split=record["split"],
@@ -313,7 +246,7 @@ def _recorded_start(t: Training) -> list[ValidationReport]:
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:
-    """Validate and save if due. If asked to stop, save the current state and raise StoppedError."""
+    """Validate and save if due. If the run should stop, save the current state and raise StoppedError."""
     try:
         t.stopping.check()
         if t.progress.owes_validation:
@@ -351,7 +284,7 @@ def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
 
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
-    """Whether a step is done on every rank. Ranks must read its metrics together."""
+    """Return whether a step is done on every rank. All ranks must read the metrics of a step together."""
     return not t.ranks.highest(not pending.is_done())
 
 
@@ -365,7 +298,7 @@ def _is_save_due(t: Training, step: int) -> bool:
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
-    """Read the metrics of a step, record and print them."""
+    """Wait for the metrics of a step, then record and print them."""
     try:
         report = pending.read(t.setup.plan.train.store)
     except (DefectError, NonFiniteError) as error:
@@ -390,7 +323,7 @@ def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: An
 
 
 def _write_rejects(setup: Setup, run: Path) -> None:
-    """Write every row that was left out of a set to rejects.jsonl, with its place and the reason."""
+    """Write every row that was left out of a set to rejects.jsonl, with its place in the data and the reason."""
     with replacing(run / "rejects.jsonl") as out:
         for split, store in setup.plan.sets.read.items():
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:

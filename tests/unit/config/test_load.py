@@ -80,7 +80,7 @@ def test_circular_defaults_are_refused_and_the_chain_is_shown(write, tmp_path):
     a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
     write("b.yaml", "defaults: a.yaml")
     assert refusal(write("a.yaml", "defaults: b.yaml")) == (
-        f"{a}: circular `defaults:`: {a} -> {b} -> {a}. Remove one of them."
+        f"{a}: circular `defaults:`: {a} -> {b} -> {a}. Remove one of these files from `defaults:`."
     )
 
 

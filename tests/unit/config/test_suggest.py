@@ -39,7 +39,8 @@ TRIED = {
     "save_steps": "Did you mean checkpointing.save_period?",
     "save_total_limit": "Did you mean checkpointing.keep_top_k?",
     "gradient_checkpointing": "Did you mean policy.activation_checkpointing? It is none, selective or full.",
-    "precompute_ref_log_probs": "Did you mean reference.mode? cached is the default and computes them once.",
+    "precompute_ref_log_probs": "Did you mean reference.mode? reference.mode=cached is the default and computes the "
+    "log-probabilities once.",
     "per_device_train_batch_size": "Did you mean policy.train_global_batch_size? It counts the pairs of an optimizer step over "
     "all devices; row lengths are chosen to fit each device.",
     "gradient_accumulation_steps": "Did you mean policy.train_global_batch_size? It counts the pairs of an optimizer step, "
@@ -61,8 +62,10 @@ TRIED = {
     "dataset_name": "Did you mean data.train.data_path? data.train.dataset_name is the format of the rows.",
     "data.dataset_name": "Did you mean data.train.dataset_name?",
     "load_in_4bit": "Did you mean policy.lora.quantization? policy.lora.quantization=nf4.",
-    "rpo_alpha": "Did you mean dpo.sft_loss_weight? It is a sum over tokens; dpo.sft_average_log_probs=true averages it.",
-    "resume_from_checkpoint": "The same command resumes an unfinished run; tandem train --resume DIR names one.",
+    "rpo_alpha": "Did you mean dpo.sft_loss_weight? The SFT loss is a sum over tokens; "
+    "dpo.sft_average_log_probs=true averages it.",
+    "resume_from_checkpoint": "The same command resumes an unfinished run; tandem train --resume DIR resumes the run "
+    "in DIR.",
     "policy.train_micro_batch_size": "Did you mean policy.packing.packs_per_micro_batch? It counts the rows of a forward "
     "pass; policy.train_global_batch_size counts the pairs of a step.",
 }
@@ -109,6 +112,7 @@ def test_common_training_arguments_get_a_suggestion(name):
         ("learning_rat", "policy.optimizer.kwargs.lr"),
         ("policy.scheduler.warmup_rato", "policy.scheduler.warmup_ratio"),
         ("model_name", "policy.model_name"),
+        ("checkpoint", "export.checkpoint"),
         ("prompt_key", "data.train.prompt_key"),
     ],
 )
@@ -116,9 +120,7 @@ def test_a_similar_spelling_is_suggested(key, meant):
     assert suggestion(key) == f"Did you mean {meant}?"
 
 
-@pytest.mark.parametrize(
-    "key", ["zzqq", "steps", "mode", "max_foo", "checkpoint", "name", "policy.nme2", "eval", "dpo.temperature"]
-)
+@pytest.mark.parametrize("key", ["zzqq", "steps", "mode", "max_foo", "name", "policy.nme2", "eval", "dpo.temperature"])
 def test_nothing_is_suggested_for_a_distant_spelling(key):
     assert suggestion(key) is None
     assert describe_unknown_key(key) == f"unknown key {key}. `tandem config` lists all keys."

@@ -119,7 +119,7 @@ def test_a_training_set_that_holds_nothing_new_is_refused():
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,a.jsonl]", "data.duplicates=drop")
     assert str(caught.value) == (
-        "train-1: all 2 preferences are duplicates of preferences in earlier training sets (a.jsonl:1 of a.jsonl:1), so "
+        "train-1: all 2 preferences are also in earlier training sets (a.jsonl:1 is the same as a.jsonl:1), so "
         "data.duplicates=drop leaves none. Leave out this set, or set data.duplicates=keep."
     )
 
@@ -143,12 +143,12 @@ def test_a_share_is_held_out_of_what_is_left():
     [
         (
             "a.jsonl",
-            "a.jsonl:3: it has the same prompt and completions as a.jsonl:1, which "
+            "a.jsonl:3: the row has the same prompt and completions as a.jsonl:1, which "
             "data.duplicates=error does not allow. Remove the duplicate",
         ),
         (
             "[b.jsonl,a.jsonl]",
-            "a.jsonl:2: it has the same prompt and completions as b.jsonl:1, which "
+            "a.jsonl:2: the row has the same prompt and completions as b.jsonl:1, which "
             "data.duplicates=error does not allow. Remove all 2 "
             "duplicates",
         ),

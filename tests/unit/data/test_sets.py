@@ -108,7 +108,7 @@ def test_scores_too_far_apart_for_a_loss_that_reads_them_are_refused_with_their_
     with pytest.raises(DataError) as caught:
         opened("data.train=far.jsonl", "dpo.preference_loss=rpo_sq", "dpo.gt_reward_scale=2")
     assert str(caught.value) == (
-        "far.jsonl:2: scores differ by 6e+38, which times dpo.gt_reward_scale=2 is a margin over 1e+09. Its loss and gradient "
+        "far.jsonl:2: scores differ by 6e+38. Multiplied by dpo.gt_reward_scale=2, this margin is over 1e+09, and the loss "
         "could overflow float32. Rescale the scores, or lower dpo.gt_reward_scale."
     )
 
@@ -232,7 +232,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0, but only training sets can have one. Leave it out."
+        f"command line: validation set {name} has weight 2.0, but only training sets can have a weight. Leave out the weight."
     )
 
 

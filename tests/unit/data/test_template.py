@@ -92,7 +92,7 @@ def test_a_value_that_the_template_does_not_read_is_refused():
     with pytest.raises(ConfigError) as caught:
         make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"thinkin": False}))
     assert str(caught.value) == (
-        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template does not use this value. It uses "
+        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template does not use this value. The template uses "
         "add_generation_prompt, date, messages, thinking."
     )
 

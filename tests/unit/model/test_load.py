@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from models import as_policy, random_preference, tiny_config
+from models import MODEL, as_policy, random_preference, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +16,10 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
-from tandem.export import _save
+from tandem.export.weights import _save
 from tandem.model.architecture import architecture_of, check_packable, windows_of
 from tandem.model.distributed.process_group import leave_process_group
-from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
+from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
 from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
@@ -87,9 +87,15 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
         f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
         f"it: tandem train --resume {run}"
     )
+    (run / "checkpoints/step_2").mkdir(parents=True)
+    (run / "checkpoints/latest").symlink_to("step_2")
+    assert refusal(model_name=str(run)) == (
+        f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
+        f"it: tandem train --resume {run} Or give one of its checkpoints: policy.model_name={run}/checkpoints/latest"
+    )
     (run / "model").mkdir()
     assert refusal(model_name=str(run)) == (
-        f"policy.model_name = {run}: {run} is a run directory; its model is in {run}/model. Set policy.model_name={run}/model."
+        f"policy.model_name = {run}: {run}/model holds no config.json, so it is not a model."
     )
     (run / "model" / "adapter_config.json").touch()
     assert refusal(model_name=str(run)) == (
@@ -98,7 +104,28 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
     )
 
 
-@pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter", "reference.model"])
+@pytest.mark.parametrize("key", ["policy.model_name", "reference.model"])
+def test_a_finished_run_stands_for_its_model(run, key):
+    shutil.copytree(MODEL, run / "model")
+    source = find_source(key, str(run), None)
+    assert (source.folder, source.name) == (run / "model", str(run))
+
+
+def test_a_damaged_checkpoint_is_not_a_model(tmp_path):
+    place = tmp_path / "step_2"
+    (place / "tensors").mkdir(parents=True)
+    (place / "state.json").touch()
+    assert refusal(model_name=str(place)) == (
+        f"policy.model_name = {place}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+    )
+    (place / "manifest.json").touch()
+    assert refusal(model_name=str(place)) == (
+        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
+        f"{place}, and give the folder that it writes."
+    )
+
+
+@pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter"])
 def test_the_refusal_of_a_run_given_to_another_key_names_the_runs_model(run, key):
     (run / "model").mkdir()
     overrides = [f"{key}={run}", *(["policy.lora.enabled=true"] if "lora" in key else [])]
@@ -176,7 +203,7 @@ def test_position_scaling_that_depends_on_the_row_is_refused_beyond_its_limit(fo
             check_packable(source, Policy(max_total_sequence_length=101, packing=packing))
         assert str(refused.value) == (
             f"policy.model_name = it: beyond 100 tokens its {kind} position scaling depends on the longest sequence computed at "
-            "the same time, so training would not be exact. Set policy.max_total_sequence_length=100 or less."
+            "the same time, so sequences would change each other. Set policy.max_total_sequence_length=100 or less."
         )
 
 

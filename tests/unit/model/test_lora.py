@@ -410,7 +410,7 @@ def test_the_adapters_in_use_are_reported(tmp_path, adapter):
     )
     assert reported["reference"] == "cached, the base model"
     assert reported["precision"] == (
-        "float32 computation over frozen float32 weights; adapters in float32, float32 optimizer states, 16 bytes a trained "
+        "float32 computation over frozen float32 weights; adapters in float32, float32 optimizer states, 16 bytes per trained "
         "parameter"
     )
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.1"]

@@ -155,7 +155,7 @@ def test_packs_that_the_manifest_does_not_name_are_not_read(tmp_path):
     with pytest.raises(DataError) as caught:
         open_packs(replace(PACKER, store=store))
     assert str(caught.value) == (
-        f"{tmp_path}/manifest.json does not name packs-128.arrow. The prepared data is damaged. Prepare it again, with tandem "
+        f"{tmp_path}/manifest.json does not list packs-128.arrow. The prepared data is damaged. Prepare it again, with tandem "
         "prepare."
     )
 

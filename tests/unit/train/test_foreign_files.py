@@ -171,7 +171,7 @@ def test_best_and_latest_are_links_to_a_step_beside_them_or_refused(tmp_path, li
     place, path = checkpoint(tmp_path, 1), tmp_path / link
     for target in ("../elsewhere", "/etc", "step_1/tensors", "step_007", "step_²"):
         path.symlink_to(target)
-        message = f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link."
+        message = f"{path}: a link to {target}, not to a checkpoint (step_N) in the same folder. Remove the link."
         assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
         path.unlink()
     path.mkdir()
@@ -247,7 +247,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
 def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
     assert refusal(locked(tmp_path).__enter__) == (
-        f"{tmp_path}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
+        f"{tmp_path}/lock: not written by tandem, which stores its process id in a file of that name. Move the file elsewhere."
     )
     assert (tmp_path / "lock").read_bytes() == text
 

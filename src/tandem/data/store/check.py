@@ -1,7 +1,7 @@
 """Validates the files of a prepared folder, so that no offset or index in them leads out of bounds.
 
-The SHA-256 in a manifest only shows that a file belongs to that manifest. A prepared folder may come from an untrusted
-source, and numpy does not check the offsets and lengths in it.
+A matching SHA-256 only shows that a file belongs to its manifest. The folder itself may come from an untrusted source,
+and numpy does not check offsets and lengths.
 """
 
 import math
@@ -82,11 +82,11 @@ def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder}/manifest.json: {where}: {first['msg']}") from None
     counts = manifest["counts"]
     if counts["rows"] != counts["accepted"] + sum(counts["bad"].values()) + sum(counts["filtered"].values()):
-        raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered do not add up to rows")
+        raise ValueError(f"{folder}/manifest.json: accepted, bad and filtered rows do not add up to the number of rows")
 
 
 def check_rejects(file: Path) -> None:
-    """Raise ValueError if a line of `rejects.jsonl` is not a valid reject: a run copies every line."""
+    """Raise ValueError if a line of `rejects.jsonl` is not a valid entry. All lines are checked, because a run copies them."""
     with file.open("rb") as lines:
         number = 0
         while line := lines.readline(REJECT_BYTES):
@@ -100,8 +100,8 @@ def check_rejects(file: Path) -> None:
 def open_batches(path: Path, schema: pa.Schema, optional: pa.Schema | None = None) -> list[pa.RecordBatch]:
     """Memory-map an Arrow file and return its record batches. Raise ValueError if the file is not valid.
 
-    The columns must be those of `schema`, plus any of `optional`. Columns have no nulls, and the values of list columns
-    belong to the rows in order, without gaps.
+    The file must have the columns of `schema`, and may have those of `optional`. Null values are not allowed, and every
+    value of a list column must belong to a row.
     """
     try:
         # Never closed here, because the batches refer to this memory.
@@ -179,7 +179,7 @@ def _problem_in(columns: Columns) -> str | None:
 
 
 def _has_invalid_values(column: Column, columns: Columns, num_completions: NDArray[np.int64]) -> bool:
-    """Whether a column has a wrong number of values, or values out of range. A column that is selected by a key is optional."""
+    """Whether a column has the wrong number of values, or values out of range. Only an optional column may be missing."""
     if column.stored_as not in columns:
         return column.key is None
     offsets, values = columns[column.stored_as]
@@ -194,7 +194,7 @@ def _are_indices(values: NDArray[np.int32], counts: NDArray[np.int64]) -> bool:
 
 
 def _increases_in_rows(column: tuple[NDArray[np.int64], NDArray[np.int32]]) -> bool:
-    """Whether the values increase within every row. Rows [1, 4] and [2, 3] do: 4 and 2 are in different rows."""
+    """Whether the values increase within every row. For rows [1, 4] and [2, 3], return True, although 2 follows 4."""
     offsets, values = column
     increases = np.diff(values) > 0
     starts = offsets[1:-1]

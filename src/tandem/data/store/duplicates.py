@@ -27,7 +27,7 @@ DUPLICATE = "duplicate"
 def without_duplicates(stores: Mapping[str, TokenStore], data: Data) -> dict[str, TokenStore]:
     """Apply `data.duplicates`: keep the stores unchanged, drop duplicates from them, or raise an error.
 
-    A preference is a duplicate if it occurs earlier in its own store or in a store before that.
+    A preference is a duplicate if an equal preference comes earlier in the same store, or is in an earlier store.
     """
     if data.duplicates == "keep":
         return dict(stores)
@@ -41,9 +41,9 @@ def without_duplicates(stores: Mapping[str, TokenStore], data: Data) -> dict[str
 
 
 def _find_duplicates(stores: list[TokenStore]) -> list[dict[int, str]]:
-    """Find the duplicates in each store; map their row numbers to the place of the first occurrence.
+    """Return a dict for each store: row number of a duplicate -> file and line of its first occurrence.
 
-    Only digests are held in memory. The tokens of rows with equal digests are then compared.
+    First the digests of all rows are compared. Tokens are read and compared only for rows with equal digests.
     """
     digests = np.concatenate([np.zeros(0, np.uint64), *(store.digests for store in stores)])
     starts = np.cumsum([0, *(len(store) for store in stores)])
@@ -71,16 +71,19 @@ def _refuse(stores: list[TokenStore], found: list[dict[int, str]]) -> None:
             row, place = next(iter(rows.items()))
             which = "the duplicate" if count == 1 else f"all {count} duplicates"
             raise DataError(
-                f"{store.place(row)}: it has the same prompt and completions as {place}, which data.duplicates=error "
+                f"{store.place(row)}: the row has the same prompt and completions as {place}, which data.duplicates=error "
                 f"does not allow. Remove {which}, or set data.duplicates=drop."
             )
 
 
 def _without_rows(name: str, store: TokenStore, rows: dict[int, str]) -> TokenStore:
-    """Write a copy of the store without these rows to the cache, and open it. The copy lists the rows as rejects."""
+    """Write a copy of the store without the duplicates in `rows` to the cache. Return the copy.
+
+    The rejects.jsonl of the copy lists the removed rows.
+    """
     if len(rows) == len(store):
         raise DataError(
-            f"{name}: all {len(store)} preferences are duplicates of preferences in earlier training sets ({store.place(0)} of "
+            f"{name}: all {len(store)} preferences are also in earlier training sets ({store.place(0)} is the same as "
             f"{rows[0]}), so data.duplicates=drop leaves none. Leave out this set, or set data.duplicates=keep."
         )
     rejects = [
@@ -109,7 +112,7 @@ def _without_rows(name: str, store: TokenStore, rows: dict[int, str]) -> TokenSt
 
 
 def _copy_rows(source: Path, target: Path, kept: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-    """Copy the rows of a tokens.arrow file that are kept, one record batch at a time."""
+    """Copy those rows of a tokens.arrow file that are marked in `kept`, one record batch at a time."""
     with (
         pa.memory_map(str(source)) as file,
         pa.ipc.open_file(file) as reader,
@@ -134,7 +137,7 @@ def _copy_rejects(source: Path, target: Path, rejects: list[dict[str, str]]) -> 
 def _facts(
     store: TokenStore, kept: np.ndarray[Any, np.dtype[np.bool_]], rejects: list[dict[str, str]], folder: Path
 ) -> dict[str, Any]:
-    """The store's manifest, updated for the copy without the dropped rows."""
+    """Return the manifest of the store, changed to describe the copy without duplicates."""
     facts = {key: value for key, value in read_manifest(store.folder).items() if key not in ("files", "packs")}
     counts, limits = facts["counts"], facts["made_of"]["limits"]
     notes, noted_at = count_repeats(store.digests[kept], folder / "tokens.arrow")

@@ -1,4 +1,4 @@
-"""Notes on rows that are used but look wrong. Notes are counted per set and reported to the user."""
+"""Makes notes on rows that are used although they look wrong. Notes are counted per set and reported to the user."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ ENDS_WITH_ASSISTANT = re.compile(r"(?:\A|\s)(?:#+ ?)?(?:Assistant|ASSISTANT):\s*
 
 
 def notes_on(preference: Preference, rendered: Rendered, template: Template, pairing: str) -> Iterator[str]:
-    """Yield a note for everything in a row that looks wrong."""
+    """Yield a note for each thing that looks wrong in a row. The row is used anyway."""
     yield from preference.notes
     completions = rendered.completions
     text = rendered.prompt + "".join([part.text for parts in completions for part in parts])
@@ -49,7 +49,7 @@ def notes_on(preference: Preference, rendered: Rendered, template: Template, pai
 
 
 def _is_missing(preference: Preference) -> bool:
-    """Whether the end of the prompt or of a completion is only a word such as nan or None."""
+    """Whether the last paragraph of the prompt, or the last message of a completion, is only a word such as nan or None."""
     last = as_messages(preference.prompt)[-1]
     # An Alpaca `input` is the last paragraph of the prompt.
     _, _, paragraph = last.content.rpartition("\n\n") if last.role == "user" else ("", "", "")
@@ -58,7 +58,10 @@ def _is_missing(preference: Preference) -> bool:
 
 
 def _markup_notes(prompt: str | tuple[Message, ...], template: Template) -> Iterator[str]:
-    """Yield notes on turn markers and tags in the prompt. The chat template puts them inside a user turn, as plain text."""
+    """Yield notes on turn markers and on Human: or Assistant: tags in the prompt.
+
+    The chat template puts this markup inside a user turn, as plain text.
+    """
     user_texts = [turn.content for turn in as_messages(prompt) if turn.role == "user"]
     if any(map(template.turn_tokens.search, user_texts)):
         yield TEMPLATED
@@ -75,7 +78,7 @@ def _is_tagged(prompt: str) -> bool:
 
 
 def _misread_notes(prompt: str, preference: Preference) -> Iterator[str]:
-    """Yield notes on texts that probably should be read differently."""
+    """Yield notes on lists of messages that are given as one text, and on completions that begin with their prompt."""
     answers = [completion.answer for completion in preference.completions if isinstance(completion.answer, str)]
     if any(MESSAGES_AS_TEXT.match(text) and ROLE_FIELD.search(text) for text in (prompt, *answers)):
         yield AS_TEXT
@@ -107,18 +110,22 @@ def _template_notes(preference: Preference, rendered: Rendered, text: str) -> It
 
 
 def _contents(preference: Preference) -> list[str]:
-    """The contents of all messages of a preference."""
+    """Return the contents of all messages of a preference."""
     answers = [as_answer(completion.answer) for completion in preference.completions]
     return [message.content for message in chain(as_messages(preference.prompt), *answers)]
 
 
 def _is_left_out(words: str, text: str, others: Iterable[str]) -> bool:
-    """Whether the rendered text does not contain these words, except where the other messages contain them."""
+    """Whether the chat template left out `words`, a text from the row.
+
+    This is assumed if `text`, the rendered conversation, contains `words` no more often than `others`, the other texts of
+    the row.
+    """
     return bool(words) and text.count(words) <= sum(other.count(words) for other in others)
 
 
 def _reasoning(preference: Preference) -> Iterator[str]:
-    """The reasoning of the answers, if it is a separate field of their messages."""
+    """Yield the reasoning texts of the completions, if they are separate fields of the messages."""
     answers = [completion.answer for completion in preference.completions if not isinstance(completion.answer, str)]
     for message in chain.from_iterable(answers):
         yield from (text.strip() for key in REASONING if isinstance(text := message.more.get(key), str))

@@ -1,4 +1,4 @@
-"""Opens the TokenStore of a set: from a prepared folder, from the cache, or by tokenising its files now."""
+"""Opens the tokenised rows (TokenStore) of a set: a prepared folder, or a store in the cache, which is created if necessary."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -47,9 +47,9 @@ PREPARE_AGAIN_HINT = "Prepare it again, with tandem prepare."
 
 
 class TooFewUsableError(DataError):
-    """Too many rows of a set are bad or filtered.
+    """Raised if too many rows of a set are bad or filtered.
 
-    `shares`: the smallest values of data.max_bad_share and data.max_filtered_share that would accept the set.
+    `shares`: the smallest values of data.max_bad_share and data.max_filtered_share with which the set is accepted.
     """
 
     def __init__(self, message: str, shares: dict[str, float] | None = None):
@@ -70,7 +70,7 @@ class _Request:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The settings that are compared with those of a prepared folder, by their keys."""
+        """The settings that must be the same as when a folder was prepared: key -> value."""
         return {
             "policy.max_total_sequence_length": self.max_length,
             "data.pairing": self.data.pairing,
@@ -93,8 +93,8 @@ def open_store(
 ) -> TokenStore:
     """Open a tokenised set: a prepared folder, a store in the cache, or a data file that is tokenised now.
 
-    progress: called with the share of the work that is done. processes: worker processes to reuse. check_shares: refuse a
-    set with too many bad or filtered rows.
+    `progress`: called with the fraction of the work that is done. `processes`: worker processes to reuse. `check_shares`:
+    whether to raise an error if too many rows are bad or filtered.
     """
     with nullcontext(processes) if processes else Processes(template) as processes:
         request = _Request(
@@ -121,7 +121,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def _refuse_settings(source: str, keys: DatasetFields) -> None:
-    """Refuse settings that change how rows are read, because the rows of a prepared folder have already been read."""
+    """Raise a DataError if `keys` has a setting for reading rows: the rows of a prepared folder have already been read."""
     for name, field in DatasetFields.model_fields.items():
         value = getattr(keys, name)
         if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):
@@ -129,7 +129,7 @@ def _refuse_settings(source: str, keys: DatasetFields) -> None:
 
 
 def _find_or_make(request: _Request) -> TokenStore:
-    """Open the store in the cache whose name is the fingerprint of the files and settings; make it if it does not exist."""
+    """Open the store in the cache that was made from the same files with the same settings. Create it if it does not exist."""
     source, keys, processes = request.source, request.keys, request.processes
     files = find_files(source, keys)
     wording = wording_of(keys, source)
@@ -165,7 +165,7 @@ def _find_or_make(request: _Request) -> TokenStore:
 
 
 def _make_recipe(request: _Request, files: list[SourceFile], wording: Wording) -> tuple[Recipe, str]:
-    """The recipe for the rows of the files, and the reason for its format."""
+    """Return a Recipe (the settings for tokenising the files), and a text that says why the data format was chosen."""
     keys, data = request.keys, request.data
     format_name, reason = format_of(files, keys, data.max_expansion)
     if unused := unused_key(format_name, keys):
@@ -194,7 +194,7 @@ def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, 
 
 
 def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
-    """Refuse files that changed while they were read: the name of the store is a hash of their earlier content."""
+    """Raise a DataError if a file changed while it was read. `made_of` contains the hash of each file before it was read."""
     for file, (name, _, content) in zip(files, made_of["sources"], strict=True):
         if not file.path.is_file() or content_of(file.path) != content:
             raise DataError(
@@ -204,7 +204,7 @@ def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
 
 
 def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:
-    """Yield the chunks of all files in order, and report the progress."""
+    """Yield the chunks of all files in order, and report the progress with `progress`."""
     sizes = [max(1, file.path.stat().st_size) for file in files]
     for number, file in enumerate(files):
         for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
@@ -213,7 +213,7 @@ def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expa
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
-    """Open a prepared folder. Refuse it if settings or source files have changed since it was prepared."""
+    """Open a prepared folder. Raise a DataError if settings or source files have changed since the folder was prepared."""
     try:
         manifest = read_manifest(folder, needed=("tokens.arrow", "rejects.jsonl"))
         version = manifest["format_version"]
@@ -235,7 +235,7 @@ def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -
 
 
 def _compare_settings(folder: Path, made_of: dict[str, Any], processes: Processes, limits: dict[str, Any]) -> None:
-    """Refuse a prepared folder if a setting, the tokenizer, the template or a source file differs from that time."""
+    """Raise a DataError if a setting, the tokenizer, the template or a source file has changed since the folder was prepared."""
     current = {**limits, **(_text_fingerprints(processes) if made_of["text"] else {})}
     prepared = {**made_of["limits"], **made_of["text"]}
     for what, value in current.items():
@@ -252,7 +252,10 @@ def _compare_settings(folder: Path, made_of: dict[str, Any], processes: Processe
 
 
 def _source_file(path: str) -> Path | None:
-    """A source of prepared data, if it exists and is a data file. A manifest may name any path; no other file is opened."""
+    """Return the file at `path`, or None if it does not exist or is not a data file.
+
+    The path comes from a manifest, which may name any path. Only data files are opened.
+    """
     file = Path(path)
     if not file.is_absolute() or ".." in file.parts or not file.is_file():
         return None
@@ -262,13 +265,13 @@ def _source_file(path: str) -> Path | None:
 
 
 def _as_configured(what: str, value: Any) -> Any:
-    """A limit as it is written in a configuration."""
+    """Return the value of the setting `what` as it is written in a configuration."""
     return ("drop" if what == "data.overlong" else "null") if value is None else value
 
 
 @lru_cache(maxsize=1)  # takes 0.25 seconds, and a run may have several sets with the same template
 def _text_fingerprints(processes: Processes) -> dict[str, str]:
-    """Fingerprints of everything that determines how a text is rendered and tokenised."""
+    """Return a dict from name to fingerprint, for everything that determines how a text is rendered and tokenised."""
     template = processes.template
     t = template.tokenizer
     facts = {
@@ -281,7 +284,10 @@ def _text_fingerprints(processes: Processes) -> dict[str, str]:
 
 
 def _truncation(data: Data) -> str | None:
-    """How over-long preferences are truncated, or None. Whether they are dropped or refused does not change the store."""
+    """Return `data.overlong` if it truncates over-long preferences, else None.
+
+    With drop and with error, the stored tokens are the same, so None is returned for both.
+    """
     return data.overlong if data.overlong.startswith("truncate") else None
 
 
@@ -293,7 +299,7 @@ def _num_workers(data: Data, files: list[SourceFile]) -> int:
 
 
 def check_usable_shares(store: TokenStore, source: str, data: Data) -> None:
-    """Raise an error if too many rows are bad or filtered. The message counts each reason, with a few examples."""
+    """Raise a DataError if too many rows are bad or filtered. The message lists each reason with its count and a few examples."""
     # Duplicates do not count, because data.duplicates=drop asks for their removal.
     not_duplicates = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
     counts = replace(store.counts, filtered=not_duplicates)
@@ -342,12 +348,15 @@ def check_usable_shares(store: TokenStore, source: str, data: Data) -> None:
 
 
 def _share_for(count: int, rows: int) -> float:
-    """The smallest share, in whole percent, that allows this many rows: 8 of 113 -> 0.08."""
+    """Return `count` as a fraction of `rows`, rounded up to whole percent. For 8 of 113 rows, return 0.08."""
     return math.ceil(100 * count / rows) / 100
 
 
 def _how_to_fix(counts: Counts, alternative: str) -> str:
-    """Advice on malformed rows. If most are malformed, it does not suggest to skip them: the format is probably wrong."""
+    """Return advice on malformed rows. `alternative`: advice to skip them.
+
+    If most rows are malformed, `alternative` is left out, because the format is probably wrong.
+    """
     bad = sum(counts.bad.values())
     if bad <= counts.rows / 2:
         return f"Fix them, or {alternative}."
@@ -355,7 +364,7 @@ def _how_to_fix(counts: Counts, alternative: str) -> str:
 
 
 def _remedy(counts: Counts, data: Data) -> str:
-    """Advice on filtered rows."""
+    """Return advice on filtered rows."""
     remedies = []
     if "over-long" in counts.filtered:
         cuts = [cut for cut in ("truncate_prompt", "truncate_completion") if cut != data.overlong]
@@ -368,7 +377,7 @@ def _remedy(counts: Counts, data: Data) -> str:
 
 
 def _examples(store: TokenStore, counts: dict[str, int]) -> str:
-    """Lines with each reason, its count, and a few rows as examples."""
+    """Return lines that list each reason, its count, and a few rows as examples."""
     lines, are_all = [], True
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")

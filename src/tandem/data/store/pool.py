@@ -33,9 +33,9 @@ EXIT_SECONDS = 5.0  # time that a process may take to exit once its pipe is clos
 
 
 class WorkerStalled(Exception):
-    """A worker was killed because it spent more than `seconds` on row `row` of `item`.
+    """Raised when a worker was killed because it spent more than `seconds` on row `row` of `item`.
 
-    `extra_seconds`: the part of the limit that was added for this row.
+    `extra_seconds`: the part of `seconds` that was added to the usual limit for this row.
     """
 
     def __init__(self, item: Any, row: int, seconds: float = 0.0, extra_seconds: float = 0.0):
@@ -43,9 +43,9 @@ class WorkerStalled(Exception):
 
 
 class WorkerDied(Exception):
-    """A worker exited without a result for `item`, most likely killed by the system because memory ran out.
+    """Raised when a worker exited without a result for `item`. Most likely the system killed it because memory ran out.
 
-    `aborted`: it exited with SIGABRT, as libraries do that could not allocate memory within tandem's own limit.
+    `aborted`: whether the worker exited with SIGABRT. Some libraries abort if tandem's memory limit stops an allocation.
     """
 
     def __init__(self, item: Any, *, aborted: bool = False):
@@ -53,7 +53,7 @@ class WorkerDied(Exception):
 
 
 class RowMonitor:
-    """Shared memory in which a worker records the row it works on, so that the parent can limit the time per row."""
+    """Shared memory in which a worker records its current row, so that the parent process can limit the time per row."""
 
     def __init__(self) -> None:
         self._row = multiprocessing.RawValue("q", -1)
@@ -68,7 +68,7 @@ class RowMonitor:
         return self._extra_seconds.value
 
     def start_row(self, row: int, extra_seconds: float = 0.0) -> None:
-        """Record the start of a row. `extra_seconds` is added to its time limit, for a row that needs more work."""
+        """Record that work on a row starts. `extra_seconds`: time added to the usual limit, for a row that needs more work."""
         self._extra_seconds.value = extra_seconds
         self._row.value = row
 
@@ -81,7 +81,7 @@ def default_workers() -> int:
 
 
 class Pool(Generic[T, R]):
-    """Up to `num_workers` processes, which are kept between calls of `map` and stopped when the `with` block ends.
+    """A pool of up to `num_workers` processes. They are reused by later calls of `map`, and stopped when the `with` block ends.
 
     At most two items per worker are in progress, so memory stays bounded.
     """
@@ -99,7 +99,7 @@ class Pool(Generic[T, R]):
     def map(self, items: Iterable[T], num_workers: int | None = None) -> Iterator[R]:
         """Yield the result of every item, in order. An error raised in a worker is raised here.
 
-        num_workers: the new maximum number of workers, if given.
+        `num_workers`: a new maximum number of workers; None keeps the current one.
         """
         self._num_workers = num_workers or self._num_workers
         in_progress: deque[_Task] = deque()  # in the order of the items
@@ -119,12 +119,12 @@ class Pool(Generic[T, R]):
                 yield in_progress.popleft().result()
 
     def _assign(self, tasks: "deque[_Task]") -> None:
-        """Send tasks to idle workers only: if parent and worker both wrote to a full pipe, they would deadlock."""
+        """Send tasks to idle workers only. If parent and worker both wrote to a full pipe, they would deadlock."""
         while tasks and (worker := self._idle()):
             worker.assign(tasks.popleft())
 
     def _idle(self) -> "_Worker | None":
-        """An idle worker, started now if there are fewer than allowed; None if all are busy."""
+        """Return an idle worker. If all workers are busy, start a new worker. At the maximum number of workers, return None."""
         idle = next((worker for worker in self._workers if worker.task is None), None)
         if idle is None and len(self._workers) < self._num_workers:
             # A forked worker inherits the parent's ends of earlier workers' pipes. It closes them: otherwise they would
@@ -137,7 +137,10 @@ class Pool(Generic[T, R]):
         return idle
 
     def _collect(self) -> None:
-        """Wait until a worker returns a result. Kill one that exceeds its time limit, and raise WorkerStalled."""
+        """Wait up to a second for results, and store those that arrive.
+
+        If a worker exceeds its time limit, kill it and raise WorkerStalled.
+        """
         busy = [worker for worker in self._workers if worker.task]
         ready = wait([worker.pipe for worker in busy], timeout=min(1.0, self._row_seconds / 4))
         for worker in busy:
@@ -157,7 +160,7 @@ class Pool(Generic[T, R]):
 
 
 class _Task:
-    """An item and, once it is done, its result or the error that it raised."""
+    """An item to process. When it is done, the task also holds the result, or the error that was raised."""
 
     def __init__(self, item: Any):
         self.item = item
@@ -174,7 +177,7 @@ class _Task:
 
 
 class _Worker:
-    """A worker process, its pipe, its unfinished task and its monitor."""
+    """A worker process, the pipe to it, its unfinished task, and the monitor of its current row."""
 
     def __init__(self, context: Any, work: Callable[..., Any], earlier_pipes: list[Connection]):
         self.pipe, child_pipe = context.Pipe()
@@ -201,7 +204,7 @@ class _Worker:
             raise WorkerDied(task.item, aborted=self._process.exitcode == -signal.SIGABRT) from None
 
     def seconds_on_row(self) -> float:
-        """Seconds since the worker was first seen at its current row; 0 if it is at none."""
+        """Return the seconds since the worker was first seen at its current row, or 0 if it has no current row."""
         now, current = time.monotonic(), (self.monitor.row, self.monitor.extra_seconds)
         if current[0] == -1 or current != self._seen[:2]:
             self._seen = (*current, now)
@@ -241,14 +244,14 @@ def _serve(pipe: Connection, work: Callable[..., Any], monitor: RowMonitor, inhe
 
 
 def _die_with_parent() -> None:
-    """Make Linux kill this process when its parent exits: a worker stuck in a row does not notice a closed pipe."""
+    """Make Linux kill this process when its parent exits. A worker that hangs would not notice that the pipe is closed."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_quietly() -> None:
-    """Disable core files and output to stderr, in case a memory limit makes a library abort this process."""
+    """Disable core files and output to stderr, because a library may abort this process when it reaches the memory limit."""
     faulthandler.disable()
     with suppress(ImportError, OSError, ValueError):
         import resource
@@ -261,10 +264,11 @@ def _die_quietly() -> None:
 
 
 def run_in_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
-    """Call `work` in a separate process with limits on its time and on its memory beyond this process's, and return its result.
+    """Call `work` in a separate process with limits on time and memory, and return its result.
 
-    Raises WorkerStalled, WorkerDied or MemoryError if a limit is exceeded. On systems other than Linux, `work` is called
-    in this process without limits.
+    `num_bytes`: the memory that `work` may take in addition to the memory of this process. Raises WorkerStalled,
+    WorkerDied or MemoryError if a limit is exceeded. On systems other than Linux, `work` is called in this process
+    without limits.
     """
     if METHOD != "fork":
         return work()
@@ -288,8 +292,8 @@ def run_in_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
 def bounded_memory(num_bytes: int | None = None) -> Iterator[None]:
     """Limit the memory of this process inside the block, so that excessive allocations raise MemoryError.
 
-    A library written in another language may abort the process instead, so call such libraries in a worker. `num_bytes` is
-    the limit in addition to the memory in use; the default is the limit for templates.
+    `num_bytes`: the limit in addition to the memory in use; the default is TEMPLATE_BYTES. A library that is not written
+    in Python may abort the process instead of raising MemoryError, so call such libraries in a worker.
     """
     num_bytes = TEMPLATE_BYTES if num_bytes is None else num_bytes
     try:

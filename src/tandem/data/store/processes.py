@@ -21,7 +21,7 @@ OTHER_TOKENIZER_HINT = "Use another tokenizer with policy.tokenizer.name, or ano
 class Processes:
     """Worker processes that render and encode texts with one template.
 
-    They are reused for the next small set, so that each fills its cache of words once.
+    After a small set, the processes are kept for the next set, so that they do not have to fill their cache of words again.
     """
 
     def __init__(self, template: Template):
@@ -35,7 +35,7 @@ class Processes:
         self._pool.stop()
 
     def probe(self) -> str:
-        """Render a fixed conversation in a worker. The result may depend on the date, if the template does."""
+        """Render a fixed conversation in a worker, and return the text. A template may write the date into the text."""
         if self.template.source is None:
             return ""
         try:
@@ -50,7 +50,10 @@ class Processes:
             ) from None
 
     def tokenize(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[ChunkResult]:
-        """Yield the result of each chunk, in order. Always uses a worker, because code in this process cannot be killed."""
+        """Tokenise each chunk in a worker, and yield the results in order.
+
+        A worker is used even for a single chunk, because a worker that hangs can be killed.
+        """
         try:
             num_chunks = 0
             for result in self._pool.map(((recipe, chunk) for chunk in chunks), max(1, num_workers)):
@@ -85,7 +88,7 @@ def _out_of_memory(chunk: Chunk) -> DataError:
 
 
 def _work(template: Template, task: tuple[Recipe, Chunk] | None, monitor: RowMonitor) -> ChunkResult | str:
-    """Tokenise a chunk, or render the probe conversation if `task` is None. Runs in a worker."""
+    """Tokenise a chunk of rows. If `task` is None, render a fixed conversation instead. Runs in a worker."""
     if task is not None:
         recipe, chunk = task
         try:

@@ -1,4 +1,4 @@
-"""Selection: preferences of one or several TokenStores, with the interface of a single store."""
+"""Selection: a subset of the preferences of one or several TokenStores, with the interface of a single TokenStore."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,9 +14,10 @@ from tandem.storage.cache import fingerprint
 
 
 class Selection:
-    """Some preferences of several stores. `rows` are indices into the concatenation of the stores.
+    """A subset of the preferences of one or several stores. `rows`: indices into the concatenation of the stores.
 
-    Stores of 3 and 2 preferences, rows [0, 2, 4]: the first and third of the first store, the second of the second.
+    Example: with stores of 3 and 2 preferences, rows [0, 2, 4] are the first and third preference of the first store, and
+    the second preference of the second store.
     """
 
     def __init__(self, stores: Mapping[str, TokenStore], rows: NDArray[np.int64]):
@@ -35,7 +36,7 @@ class Selection:
         return store.place(row)
 
     def sources(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each of the given preferences, the index of its store in `names`."""
+        """Return an integer for each of the given preferences: the position of its store in `names`."""
         return np.searchsorted(self._starts, self.rows[indices], side="right") - 1
 
     def _find(self, index: int) -> tuple[TokenStore, int]:
@@ -58,7 +59,7 @@ class Selection:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that some store has because a key named them."""
+        """The optional columns, such as weight, that at least one store has."""
         return tuple(dict.fromkeys(name for store in self.stores for name in store.columns))
 
     @cached_property
@@ -83,7 +84,7 @@ class Selection:
 
     @cached_property
     def completion_lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of every completion, in the order of the preferences."""
+        """The number of tokens of each completion: all completions of preference 0, then those of preference 1, and so on."""
         lengths = np.concatenate([store.completion_lengths for store in self.stores])
         ends = np.cumsum(np.concatenate([store.num_completions for store in self.stores]))[self.rows]
         counts = self.num_completions
@@ -112,7 +113,10 @@ Preferences = TokenStore | Selection
 
 
 def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
-    """For each set, by name, a mask of the given preferences that come from it. Empty if there is only one set."""
+    """Return a dict from set name to a boolean mask: True where a given preference comes from that set.
+
+    If there is only one set, the dict is empty.
+    """
     if not isinstance(preferences, Selection) or len(preferences.names) < 2:
         return {}
     sources = preferences.sources(indices)
@@ -120,9 +124,10 @@ def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str,
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
-    """Select about `share` of all preferences to hold out, as a mask. Preferences with the same prompt are kept together.
+    """Return a boolean mask: True for preferences to hold out for validation. `share`: the approximate fraction to hold out.
 
-    The selection depends only on the prompts and the seed, not on the order of the rows.
+    Preferences with the same prompt are either all held out or all kept. The mask depends only on the prompts and the
+    seed, not on the order of the rows.
     """
     key = seed.to_bytes(8, "little")
     digests = np.array(

@@ -1,4 +1,4 @@
-"""Opens the training and validation sets of a configuration, tokenised."""
+"""Opens the training and validation sets of a configuration as tokenised data."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +38,7 @@ ProgressBar = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The range of training preferences that belong to one training set, and how often an epoch uses the set."""
+    """The range of training preferences that come from one training set. `weight`: how often an epoch uses the set."""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """All sets of a run."""
+    """The training and validation sets of a run."""
 
     read: dict[str, TokenStore]  # each set as it was read, by split; several training sets are train-0, train-1, ...
     train: Preferences
@@ -63,7 +63,7 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Open every set of the configuration, remove duplicates, and hold out a share for validation if configured.
+    """Open every set of the configuration, remove duplicates, and hold out training data for validation if configured.
 
     Errors in several sets are reported together.
     """
@@ -114,14 +114,14 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
 
 
 def _combined(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
-    """One error for the problems of all sets, with the class of the first."""
+    """Return one error that lists the problems of all sets. The error has the class of the first problem."""
     (first, *others) = problems.values()
     messages = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
     return type(first)("\n".join(["\n\n".join(messages), *hints]))
 
 
 def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], config: Config) -> list[str]:
-    """Hints that apply to several of the problems."""
+    """Return hints that apply to all sets with problems."""
     hints = []
     if any("over-long" in str(problem) for problem in problems.values()) and config.policy.tokenizer_name == EMBEDDED:
         hints.append("Lengths are counted with the embedded model's tokenizer. Set yours with policy.model_name=MODEL.")
@@ -131,7 +131,10 @@ def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], con
 
 
 def _settings_for_all(shares: list[dict[str, float]], data: Data) -> str:
-    """The settings with which all of these sets are accepted; "" if no limit was exceeded in two or more sets."""
+    """Return settings that raise each limit exceeded by two or more sets, such as "data.max_bad_share=0.1".
+
+    Return "" if no limit is exceeded by two or more sets.
+    """
     least = {
         key: max(values)
         for key, current in (
@@ -152,7 +155,7 @@ def _join(
     validation: dict[str, TokenStore],
     config: Config,
 ) -> Sets:
-    """Join the training sets, without the preferences that are held out."""
+    """Join the training sets into one, without the preferences that are held out for validation."""
     share = config.data.validation_share
     starts = np.cumsum([0, *(len(store) for store in stores.values())])
     if len(stores) == 1 and not share:
@@ -172,7 +175,7 @@ def _join(
 
 
 def _check_scores(store: Preferences, config: Config) -> None:
-    """Refuse preferences without scores, or with extreme ones, if the loss uses scores."""
+    """Raise a DataError if the loss uses scores, and a preference has a missing score or scores that differ too much."""
     if not needs_scores(config.dpo.preference_loss):
         return
     missing = np.flatnonzero(store.has_missing_scores)
@@ -187,14 +190,17 @@ def _check_scores(store: Preferences, config: Config) -> None:
     if (margins > MAX_MARGIN).any():
         first = int(np.argmax(margins > MAX_MARGIN))
         raise DataError(
-            f"{store.place(first)}: scores differ by {store.score_spread[first]:.3g}, which times dpo.gt_reward_scale="
-            f"{config.dpo.gt_reward_scale:g} is a margin over {MAX_MARGIN:.0e}. Its loss and gradient could overflow float32. "
+            f"{store.place(first)}: scores differ by {store.score_spread[first]:.3g}. Multiplied by dpo.gt_reward_scale="
+            f"{config.dpo.gt_reward_scale:g}, this margin is over {MAX_MARGIN:.0e}, and the loss could overflow float32. "
             "Rescale the scores, or lower dpo.gt_reward_scale."
         )
 
 
 def _check_columns(split: str, store: TokenStore, config: Config) -> None:
-    """Refuse a prepared set with a column that the loss does not support. Other sets are checked with the configuration."""
+    """Raise a DataError if a prepared set has a column that the loss does not support.
+
+    For sets that are not prepared, this was checked when the configuration was loaded.
+    """
     for column in store.columns:
         if why := unsupported_column(config.dpo.preference_loss, column):
             reason, others = why
@@ -206,7 +212,7 @@ def _check_columns(split: str, store: TokenStore, config: Config) -> None:
 
 
 def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
-    """Report lines on the columns that are used, and on fields that would be used if their keys were set."""
+    """Return lines (label, text) for a report: which optional columns are used, and which are in the data but not used."""
     used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
     unread = [
         with_set_keys(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
@@ -218,7 +224,7 @@ def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
 
 
 def with_set_keys(message: str, split: str) -> str:
-    """Replace `data.train.` in a message by the keys of the set that the message is about."""
+    """Replace `data.train.` in a message by the configuration key of the set `split`, such as `data.validation.`."""
     kind, _, name = split.partition("-")
     if kind == "train":
         keys = f"data.train[{name}]" if name else "data.train"
@@ -238,7 +244,7 @@ def _with_path(given: DatasetFields, split: str) -> DatasetFields:
 
 
 def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
-    """Convert a share of the work, from 0 to 1, to steps of a progress bar."""
+    """Return a function that takes the fraction of the work that is done, and advances a progress bar accordingly."""
     done = 0
 
     def progress(share: float) -> None:

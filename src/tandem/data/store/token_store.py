@@ -1,4 +1,4 @@
-"""TokenStore: the tokenised preferences of one set, memory-mapped from an Arrow file in a folder named after its content."""
+"""TokenStore: the tokenised preferences of one set, memory-mapped from a folder with tokens.arrow and a manifest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tandem.storage.cache import read_manifest
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many rows were accepted, bad and filtered (by reason); together they are all rows."""
+    """The number of rows of a set: in total, accepted, bad (by reason) and filtered (by reason)."""
 
     rows: int
     accepted: int
@@ -29,7 +29,7 @@ class Counts:
 class TokenStore:
     """The tokenised preferences of one set, read from disk on access.
 
-    The manifest and all columns are validated when a store is opened; an invalid one raises ValueError.
+    The constructor validates the manifest and all columns, and raises ValueError if they are not valid.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):
@@ -69,12 +69,12 @@ class TokenStore:
         return (self[i] for i in range(len(self)))
 
     def place(self, index: int) -> str:
-        """The file and line that a preference was read from, such as pairs.jsonl:3."""
+        """Return the file and line that a preference was read from, such as pairs.jsonl:3."""
         return self._file.text("place", index)
 
     @cached_property
     def digests(self) -> NDArray[np.uint64]:
-        """A digest of the tokens of each preference (`writer.digest_of`)."""
+        """A digest of the tokens of each preference, as computed by `writer.digest_of`."""
         return self._file.numbers("digest")
 
     @cached_property
@@ -88,7 +88,7 @@ class TokenStore:
 
     @cached_property
     def num_completion_tokens(self) -> NDArray[np.int64]:
-        """The number of tokens of all completions of each preference."""
+        """The total number of completion tokens of each preference."""
         return self._file.sizes("completions")
 
     @cached_property
@@ -98,7 +98,7 @@ class TokenStore:
 
     @cached_property
     def completion_lengths(self) -> NDArray[np.int32]:
-        """The number of tokens of every completion, in the order of the preferences."""
+        """The number of tokens of each completion: all completions of preference 0, then those of preference 1, and so on."""
         return self._file.values("lengths")
 
     @cached_property

@@ -1,7 +1,7 @@
-"""The file format of tokens.arrow: its version and schema, and functions that write and read preferences.
+"""Defines the file format of tokens.arrow: its version, its schema, and functions that write and read preferences.
 
-A row is a preference. Optional columns of `tandem.columns`, such as weight, are stored only if the configuration names
-their field, so adding one to tandem does not change existing files.
+A row is a preference. Optional columns of `tandem.columns`, such as weight, are stored only if a setting such as
+weight_key names their field. So existing files stay valid if tandem gets a new optional column.
 """
 
 from collections.abc import Iterable
@@ -43,12 +43,12 @@ OPTIONAL = pa.schema({column.stored_as: _type_of(column) for column in OPTIONAL_
 
 
 def schema_with(columns: Iterable[str]) -> pa.Schema:
-    """The schema of a file with the given optional columns."""
+    """Return the schema of a file with the optional columns `columns`."""
     return pa.schema([*SCHEMA, *(OPTIONAL.field(COLUMNS[name].stored_as) for name in columns)])
 
 
 def as_stream(rows: list[TokenizedPreference], digests: bytes, columns: Iterable[str] = ()) -> bytes:
-    """Write preferences as an Arrow stream of one record batch."""
+    """Return preferences as an Arrow stream with one record batch."""
     schema = schema_with(columns)
     arrays = {**_token_arrays(rows), **_column_arrays(rows, columns_in_use(columns))}
     arrays["digest"] = pa.array(np.frombuffer(digests, np.dtype("<u8")))
@@ -84,15 +84,15 @@ def _column_arrays(rows: list[TokenizedPreference], columns: list[Column]) -> di
 
 
 def _lists(values: NDArray[Any], sizes: list[int]) -> pa.LargeListArray:
-    """Make a list column from the concatenated values and the number of values in each row."""
+    """Return a list column. `values`: the concatenated values of all rows. `sizes`: the number of values in each row."""
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
-    """Convert unscored positions per completion to positions in the concatenated completions.
+    """Convert positions within each completion to positions in the concatenated completions.
 
-    Completions of 4 and 5 tokens, unscored [1] and [2] -> 1, 6.
+    Completions of 4 and 5 tokens with unscored positions [1] and [2] are returned as [1, 6].
     """
     if not row.unscored:
         return NO_POSITIONS
@@ -102,7 +102,10 @@ def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
 
 
 class TokensFile:
-    """Reads tokens.arrow as numpy arrays: a row takes one offset lookup and one slice, without Python objects per token."""
+    """Reads tokens.arrow as numpy arrays.
+
+    Reading a row takes one offset lookup and one slice, without a Python object per token.
+    """
 
     def __init__(self, path: Path):
         self._batches = open_batches(path, SCHEMA, OPTIONAL)
@@ -135,7 +138,7 @@ class TokensFile:
         )
 
     def _unscored(self, index: int, lengths: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
-        """The unscored positions of each completion; the inverse of `_flat_unscored`."""
+        """Return the unscored positions within each completion. This is the inverse of `_flat_unscored`."""
         flat = self.row("unscored", index)
         if not len(flat):
             return ()
@@ -157,7 +160,7 @@ class TokensFile:
         return self._batches[batch].column(name)[i].as_py()
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """The values of a column with one number per row."""
+        """Return the values of a column that has one number per row."""
         return np.concatenate([np.zeros(0, np.uint64), *(batch.column(name).to_numpy() for batch in self._batches)])
 
     def sizes(self, name: str) -> NDArray[np.int64]:
@@ -175,7 +178,7 @@ class TokensFile:
 
 
 def _as_lists(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """The offsets and values of a list column. A column of numbers is treated as lists of one number."""
+    """Return the offsets and values of a list column. A column of numbers is treated as lists of one number each."""
     if isinstance(column, pa.LargeListArray):
         return column.offsets.to_numpy(), column.values.to_numpy()
     return np.arange(len(column) + 1), column.to_numpy()

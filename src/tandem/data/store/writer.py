@@ -1,4 +1,4 @@
-"""Tokenises and checks the rows of a set chunk by chunk (Recipe), and writes the results to disk (write_store)."""
+"""Tokenises and checks the rows of a set in chunks (Recipe), and writes the results to disk (write_store)."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ SWAPPED = "preferences that another row has with chosen and rejected swapped"
 
 @dataclass(slots=True)
 class ChunkResult:
-    """The accepted rows of a chunk, its rejects, and its notes."""
+    """The result of tokenising a chunk: the accepted rows, the rejected rows, and notes on problems."""
 
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class ChunkResult:
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
     def note(self, note: str, place: str) -> None:
-        """Count a note about a row."""
+        """Count a note: a text about a problem in the row at `place`."""
         self.notes[note] += 1
         self.noted_at.setdefault(note, place)
 
@@ -63,7 +63,7 @@ class ChunkResult:
 class Recipe:
     """The settings, other than the template, that determine how the rows of a set are tokenised.
 
-    Calling it tokenises a chunk; this happens in a worker process.
+    Calling a Recipe tokenises one chunk of rows. This happens in a worker process.
     """
 
     keys: DatasetFields
@@ -110,7 +110,7 @@ class Recipe:
         monitor: RowMonitor,
         number: int,
     ) -> list[TokenizedPreference | RowError]:
-        """Encode rendered rows. Time and memory are limited in proportion to the texts, because a tokenizer may hang."""
+        """Encode rendered rows, with limits on time and memory in case the tokenizer hangs. The limits grow with the texts."""
         characters = sum(item[1].num_characters for item in rendered if not isinstance(item, RowError))
         monitor.start_row(number, extra_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
         with bounded_memory(ENCODE_BYTES + characters * BYTES_PER_CHARACTER):
@@ -121,7 +121,7 @@ class Recipe:
     def _render_some(
         self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], monitor: RowMonitor
     ) -> list[tuple[Preference, Rendered] | RowError]:
-        """Render the next rows: all that are left in the chunk, or fewer if their texts exceed CHARACTERS_AT_ONCE."""
+        """Render the next rows of the chunk. Stop once the rendered texts exceed CHARACTERS_AT_ONCE in total."""
         rendered, characters = [], 0
         with bounded_memory():
             for number, row in rows:
@@ -156,9 +156,10 @@ def accept_rows(
     default_scores: tuple[float | None, float | None] = (None, None),
     columns: tuple[str, ...] = (),
 ) -> ChunkResult:
-    """Add tokenised rows to the result: truncate or reject over-long ones, fill in default scores, and make notes.
+    """Add tokenised rows to `result`, and return `result`. `columns`: the optional columns to store.
 
-    columns: the optional columns to store.
+    Over-long rows are truncated or rejected, missing scores are set to `default_scores`, and rows with problems
+    are counted in the notes of `result`.
     """
     accepted, lengths = [], []
     for row in rows:
@@ -186,7 +187,7 @@ def write_store(
 ) -> dict[str, Any]:
     """Write `tokens.arrow` and `rejects.jsonl` to a folder, and return the counts and notes for its manifest.
 
-    rejects_bytes: the maximum size of `rejects.jsonl`. Rejects beyond it are counted but not listed.
+    `rejects_bytes`: the maximum size of `rejects.jsonl`. Rejected rows that do not fit are counted but not listed.
     """
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
@@ -232,7 +233,10 @@ def write_store(
 
 
 class _RejectsFile:
-    """`rejects.jsonl`: one line per reject, up to a maximum size, then one line with the number of unlisted rejects."""
+    """Writes `rejects.jsonl`: one line per rejected row, up to a maximum size.
+
+    If some rows do not fit, the last line gives their number.
+    """
 
     def __init__(self, path: Path, max_bytes: int):
         self._file, self._max_bytes = path.open("w", encoding="utf-8"), max_bytes
@@ -260,9 +264,10 @@ class _RejectsFile:
 
 
 def count_repeats(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Count rows that repeat another row, and rows that another row has with chosen and rejected swapped.
+    """Count preferences that repeat an earlier one, and preferences that another row has with chosen and rejected swapped.
 
-    Returns the counts by note, and the place of the first such row by note. `tokens`: the file that has the places.
+    Return two dicts with the keys REPEATED and SWAPPED: the counts, and the file and line of the first such preference.
+    `tokens`: the tokens.arrow file, which contains the file and line of each preference.
     """
     order = np.argsort(digests, kind="stable")
     in_order = digests[order]
@@ -294,7 +299,10 @@ def _place_of(tokens: Path, row: int) -> str:
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float = MAX_EXPANSION) -> tuple[str, str]:
-    """The name of the files' format, and the reason: it was configured, or the first row with a known format has it."""
+    """Return the name of the files' format and the reason for it.
+
+    The format is the configured one, or else that of the first row with a known format.
+    """
     if keys.dataset_name != "auto":
         return keys.dataset_name, "set by data.*.dataset_name"
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
@@ -317,7 +325,7 @@ def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
 
 
 def row_range(chunk: Chunk) -> str:
-    """The place of a chunk's rows: pairs.jsonl:1-1000."""
+    """Return the file and the line numbers of a chunk's rows, such as pairs.jsonl:1-1000."""
     return f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}"
 
 
@@ -329,7 +337,7 @@ def _as_reject(row: RowError) -> dict[str, str]:
 
 
 def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:
-    """Replace missing scores by the defaults, if there are any."""
+    """Replace missing scores: by `best` for the best completions, by `other` for all others. None leaves a score missing."""
     if best is None and other is None:
         return row
     losers = {loser for _, loser in row.pairs}
@@ -344,9 +352,9 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 
 
 def digest_of(row: TokenizedPreference) -> bytes:
-    """A digest of a preference's tokens, which does not depend on the order of the completions.
+    """Return a digest of a preference's tokens. It does not depend on the order of the completions.
 
-    The digests of a pair and of the same pair with chosen and rejected swapped differ only in the last bit.
+    If the chosen and rejected completion of a single pair are swapped, only the last bit of the digest changes.
     """
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
     pairs = pair_bytes(row)
@@ -358,6 +366,6 @@ def digest_of(row: TokenizedPreference) -> bytes:
 
 
 def pair_bytes(row: TokenizedPreference) -> list[tuple[bytes, bytes]]:
-    """The tokens of each pair's winner and loser as bytes, sorted."""
+    """Return (tokens of the winner, tokens of the loser) for each pair, as bytes, in sorted order."""
     completions = [completion.tobytes() for completion in row.completions]
     return sorted((completions[winner], completions[loser]) for winner, loser in row.pairs)

@@ -19,17 +19,20 @@ BPE = 2
 
 
 class SentencePiece:
-    """A SentencePiece model with the part of the Hugging Face tokenizer interface that is used here.
+    """A SentencePiece model with the part of the Hugging Face tokenizer interface that tandem uses.
 
-    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. The library encodes control symbols
-    (such as EOS) as plain text. Here they become their ids, and the text between two of them is encoded separately. No
-    BOS is added, as in the library and NeMo Aligner.
+    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. A control symbol, such as EOS, gets
+    its own id; the sentencepiece library would encode it as plain text. The text between two control symbols is encoded
+    separately. No BOS is added, as in the library and in NeMo Aligner.
 
-    A completion is encoded as a continuation of its prompt. Encoded separately, it would get a space before it, and the
-    model may drop a line break at the end of the prompt. As in NeMo Aligner, prompt and completion are encoded together
-    and the ids of the prompt are removed, except that no token crosses the boundary. "Q:" then "Yes" gives Yes, not ▁Yes.
-    "Q: " then "Yes" gives ▁Yes if the model strips spaces at the end of texts (then the prompt's ids do not include the
-    space), else Yes.
+    A completion is encoded as a continuation of its prompt: both are normalised together, and the text after the
+    prompt is encoded. NeMo Aligner encodes both together and removes the ids of the prompt; here no token crosses the
+    boundary. If a completion were encoded separately, a space would be added before it, and a line break at the end of
+    the prompt might be dropped.
+
+    Examples: after the prompt "Q:", the completion "Yes" gives the piece Yes, not ▁Yes. After the prompt "Q: ", the result
+    depends on the model. If the model strips spaces at the end of a text, the ids of the prompt do not include the space,
+    and "Yes" gives the piece ▁Yes. Otherwise "Yes" gives the piece Yes.
     """
 
     added_tokens_decoder: dict[int, Any] = {}  # all symbols are in the model
@@ -76,14 +79,21 @@ class SentencePiece:
         return {"input_ids": self.encode(text)[0]}
 
     def encode(self, prompt: str, completions: Sequence[str] = ()) -> list[list[int]]:
-        """The ids of a rendered prompt, followed by the ids of each completion as a continuation of the prompt."""
+        """Return the ids of a rendered prompt, followed by the ids of each completion.
+
+        Each completion is encoded as a continuation of the prompt.
+        """
         ids, followed = self.encode_turns(prompt, [[completion] for completion in completions])
         return [ids, *(parts[0] for parts in followed)]
 
     def encode_turns(
         self, prompt: str, completions: Sequence[Sequence[str]]
     ) -> tuple[list[int], list[list[list[int]]]]:
-        """The ids of a prompt, and of each completion's parts. Every part is encoded as a continuation of the previous one."""
+        """Return the ids of a prompt, and the ids of every part of each completion.
+
+        Each part is encoded as a continuation of the text before it: the prompt, or the previous part of the same
+        completion.
+        """
         ids, before_all = self._encode(prompt, "")
         encoded = []
         for parts in completions:
@@ -95,7 +105,7 @@ class SentencePiece:
         return ids, encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the pieces, including leading spaces."""
+        """Return the text of the pieces, including leading spaces."""
         spelled = b""
         for id in ids:
             piece = self._raw.id_to_piece(id)
@@ -110,7 +120,10 @@ class SentencePiece:
         (Path(folder) / "tokenizer.model").write_bytes(self.model)
 
     def _encode(self, text: str, before: str) -> tuple[list[int], str]:
-        """Encode a text that continues `before`. Return its ids, and the plain text before whatever follows it."""
+        """Encode a text that continues the plain text `before`.
+
+        Return the ids, and the plain text that the next part will continue: everything since the last control symbol.
+        """
         ids: list[int] = []
         for run in self._runs(text):
             if isinstance(run, int):
@@ -122,7 +135,7 @@ class SentencePiece:
         return ids, before
 
     def _runs(self, text: str) -> Iterator[str | int]:
-        """Split a text into plain text and ids of control symbols: "Yes</s>" -> "Yes", 2."""
+        """Split a text into plain text and ids of control symbols: "Yes</s>" gives "Yes" and 2."""
         plain = ""
         for part, parse_special in split_shielded(text):
             if not parse_special and part in self._framing:
@@ -145,7 +158,7 @@ class SentencePiece:
             yield plain
 
     def _encode_continuation(self, before: str, text: str) -> list[int]:
-        """Encode a text that continues `before`: normalise both together, then remove the normalised `before`."""
+        """Encode `text` as a continuation of `before`: normalise both together, then remove the normalised `before`."""
         both, first = self._raw.normalize(before + text), self._raw.normalize(before)
         if both.startswith(first):
             return self._normalized.encode(both[len(first) :])
@@ -156,9 +169,11 @@ class SentencePiece:
         return self._normalized.encode(normalized.removeprefix(prefix))
 
     def _make_hub(self, file: Path) -> Any:
-        """Make a transformers tokenizer: a converted one if it gives the same ids, else a wrapper of the sentencepiece library.
+        """Make a transformers tokenizer that gives the same ids.
 
-        The wrapper decodes byte pieces as text such as <0x0A>, and some model types do not support it (`check_export`).
+        The model is converted if that keeps all ids. Otherwise the tokenizer is a wrapper of the sentencepiece library.
+        The wrapper decodes byte pieces as text such as <0x0A>. Some model types do not support the wrapper (see
+        `check_export`).
         """
         from transformers import PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -183,7 +198,7 @@ class SentencePiece:
 
 
 def _without_normalizer(proto: Any) -> bytes:
-    """A copy of the model without a normaliser, for texts that are already normalised."""
+    """Return a copy of the model without a normaliser, for texts that are already normalised."""
     # Copies only the fields that encoding needs. Some releases of the library check the self-test samples of a file when
     # they load it, and those samples need the original normaliser.
     bare = type(proto)(pieces=proto.pieces, trainer_spec=proto.trainer_spec, normalizer_spec=proto.normalizer_spec)
@@ -194,10 +209,11 @@ def _without_normalizer(proto: Any) -> bytes:
 
 
 def _converts_exactly(proto: Any) -> bool:
-    """Whether `convert` gives exactly the same ids: true for BPE models whose normaliser does not change characters.
+    """Whether the tokenizer made by `convert` gives the same ids as the model for every text.
 
-    For other models, some texts would get other ids: the tokenizers library sums the scores of a unigram model in another
-    precision, and applies character rules only to complete graphemes ("ｶﾞ" stays two characters).
+    This is true for BPE models whose normaliser does not change characters. For other models, some texts would get other
+    ids: the tokenizers library sums the scores of a unigram model in another precision, and applies character rules only
+    to complete graphemes ("ｶﾞ" stays two characters).
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     plain = not spec.precompiled_charsmap and spec.escape_whitespaces and not trainer.treat_whitespace_as_suffix
@@ -241,7 +257,7 @@ def convert(proto: Any) -> Any:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """The merges of a BPE model, best score first. They are derived from the pieces: SentencePiece does not store merges."""
+    """Return the merges of a BPE model, best score first. SentencePiece stores only pieces, so merges are computed from them."""
     score = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     halves = ((whole[:at], whole[at:]) for whole in score for at in range(1, len(whole)))
     merges = [pair for pair in halves if pair[0] in score and pair[1] in score]

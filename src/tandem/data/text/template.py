@@ -38,7 +38,7 @@ MAX_RENDERED = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a completion's text. Assistant turns are scored; tool turns and headers between them are not."""
+    """A part of the text of a completion. Assistant turns are scored; tool turns and the turn headers after them are not."""
 
     text: str
     scored: bool = True
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The texts of one preference. Each completion ends with the template's end-of-turn token, or with EOS."""
+    """The rendered texts of one preference. Each completion ends with the template's end-of-turn token, or with EOS."""
 
     prompt: str
     completions: tuple[tuple[Part, ...], ...]
@@ -59,7 +59,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """A tokenizer and the chat template that is used with it; `source` is None for raw text."""
+    """A tokenizer and its chat template. `source`: the text of the chat template, or None if prompts are used as raw text."""
 
     tokenizer: Any
     source: str | None
@@ -86,9 +86,9 @@ class Template:
         object.__setattr__(self, "_continuation_encoder", begins if other is backend else WordEncoder(other))
 
     def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[IntArray]:
-        """The token ids of each text, without BOS or EOS.
+        """Return the token ids of each text, without BOS or EOS.
 
-        begins: whether the texts begin a sequence. If they continue one, no space is added before them.
+        `begins`: whether the texts begin a sequence. If they continue one, no space is added before them.
         """
         encoder = self._start_encoder if begins else self._continuation_encoder
         if encoder is None:
@@ -98,12 +98,12 @@ class Template:
 
     @property
     def turn_tokens(self) -> re.Pattern[str]:
-        """A pattern that matches turn markers, which a prompt should not contain before it is rendered."""
+        """A pattern that matches turn markers. The template adds turn markers, so a prompt in the data should not contain any."""
         return self._chat.turn_tokens
 
     @property
     def pads_with_end(self) -> bool:
-        """Whether the template may end turns with the padding token, which is not EOS."""
+        """Whether the template contains the padding token, and this token is not EOS. The padding token may then end turns."""
         pad = self.tokenizer.pad_token
         return bool(pad) and pad != self.tokenizer.eos_token and pad in (self.source or "")
 
@@ -144,7 +144,7 @@ class Template:
         return self._shielded_in(turn)
 
     def _shielded_in(self, value: Any) -> Any:
-        """Apply `_shielded` to every text inside a value."""
+        """Apply `_shielded` to every text inside a nested value."""
         if isinstance(value, str):
             return self._shielded(value)
         if isinstance(value, Mapping):
@@ -152,19 +152,29 @@ class Template:
         return [self._shielded_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _shielded(self, content: str) -> str:
-        """Mark special tokens in the text of a message, so that they are encoded as plain text (see data/text/chat.py)."""
+        """Put SHIELD around special tokens in the text of a message, so that they are encoded as plain text."""
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
-        """Render a fixed conversation, for the fingerprint: templates may depend on the date."""
+        """Render a fixed conversation, and return the text.
+
+        The text is part of the fingerprint of a store, because a template may write the date.
+        """
         return self._render_probe_conversation()[1]
 
     def example(self) -> Conversation | None:
-        """A short conversation that the template accepts; None without a template."""
+        """Return a short conversation that the template accepts.
+
+        Return None if there is no template, or if the template rejects every conversation that is tried.
+        """
         return self._render_probe_conversation()[0]
 
     def _render_probe_conversation(self) -> tuple[Conversation | None, str]:
-        """A conversation that the template accepts, and its text; (None, "") if it rejects them with and without system turn."""
+        """Return a conversation that the template accepts, and its rendered text.
+
+        The conversation is tried first without a system turn, then with one. If the template rejects the
+        conversation in both forms, or if there is no template, return (None, "").
+        """
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:
                 [text] = self._apply(_Context(messages, [], "the chat template"), [[]], add_generation_prompt=True)
@@ -199,7 +209,7 @@ class Template:
             )
 
     def _completion(self, before: "_Context", prompt: str, answer: Conversation, first: str) -> tuple[Part, ...]:
-        """Split an answer into parts: assistant turns, and the text between them.
+        """Split the rendered text of an answer into parts: assistant turns, and the text between them.
 
         user: 2+2? | assistant: calls add | tool: 4 | assistant: Four.
                      scored       not scored, with     scored
@@ -224,10 +234,11 @@ class Template:
         return tuple(parts)
 
     def _assistant_text(self, rest: str, message: dict[str, Any], *, is_last: bool) -> str:
-        """Cut `rest`, the text that the template renders for an assistant turn, after its end-of-turn token.
+        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the rendered text from this turn on.
 
-        Some templates open the next turn after the answer, so the first end-of-turn token after the content is used. A tool
-        call may begin with a special token, so in a turn with calls the token must be followed only by white space.
+        The turn ends at the first end-of-turn token after its content, because some templates also write the beginning of the
+        next turn. In a turn with tool calls, special tokens may be part of a call. Such a turn ends at the token that is
+        followed only by white space.
         """
         content, tail = (message["content"] or "").strip(), self._chat.tail
         if message.get("tool_calls") or not content:
@@ -241,7 +252,11 @@ class Template:
         return text if is_last or rest.startswith(text) else rest
 
     def _ended(self, text: str, after: int, ends: re.Pattern[str]) -> str:
-        """Cut a text after its end-of-turn token, or add EOS. "Yes<|im_end|>\\n" -> "Yes<|im_end|>"; "Yes" -> "Yes</s>"."""
+        """Cut off a text after its end-of-turn token. If the text has no end-of-turn token, add EOS.
+
+        "Yes<|im_end|>\\n" is returned as "Yes<|im_end|>", and "Yes" as "Yes</s>". `after`: the position from which to
+        search. If `after` is 0, the token must be followed by nothing but white space.
+        """
         if after:
             end = ends.search(text, after)
         else:
@@ -249,7 +264,7 @@ class Template:
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
     def _check_calls(self, before: "_Context", answer: Conversation) -> None:
-        """Refuse a template that silently leaves out tool calls: the answer would become an empty turn.
+        """Raise a RowError if the template silently leaves out tool calls. The answer would become an empty turn.
 
         The calls are rendered with unique names, because the name of a tool may also appear elsewhere in the text.
         """
@@ -270,7 +285,7 @@ class Template:
             )
 
     def _apply(self, before: "_Context", several: list[Conversation], *, add_generation_prompt: bool) -> list[str]:
-        """Render the conversation `before` with each of the continuations in `several`."""
+        """Render the messages of `before`, followed by each continuation in `several`. Return one text per continuation."""
         try:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
@@ -302,7 +317,7 @@ class _Context:
 
 
 def _text_after(rendered: str, rendered_so_far: str, place: str) -> str:
-    """The text after `rendered_so_far`. Raises RowError if `rendered` does not begin with it."""
+    """Return the part of `rendered` after `rendered_so_far`. Raise a RowError if `rendered` does not begin with that text."""
     if rendered.startswith(rendered_so_far):
         return rendered[len(rendered_so_far) :]
     at = next((i for i, (a, b) in enumerate(zip(rendered_so_far, rendered, strict=False)) if a != b), len(rendered))
@@ -316,7 +331,7 @@ def _text_after(rendered: str, rendered_so_far: str, place: str) -> str:
 
 
 def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
-    """The template that `policy.tokenizer` selects."""
+    """Return the template that the settings in `policy.tokenizer` select."""
     given = config.chat_template
     if given is None:
         source = None
@@ -341,7 +356,7 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
 
 
 def _check_kwargs(source: str | None, given: dict[str, Any]) -> None:
-    """Refuse chat_template_kwargs that the template does not use: they would be silently ignored."""
+    """Raise a ConfigError if chat_template_kwargs has a value that the template does not use. It would be silently ignored."""
     if not given:
         return
     if source is None:
@@ -354,18 +369,18 @@ def _check_kwargs(source: str | None, given: dict[str, Any]) -> None:
         return
     if unread := sorted(given.keys() - read):
         raise ConfigError(
-            f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template does not use this value. It uses "
+            f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template does not use this value. The template uses "
             f"{listed(sorted(read))}."
         )
 
 
 def as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages of a prompt; a text is a user turn."""
+    """Return the messages of a prompt. A text becomes a single user turn."""
     return (Message("user", prompt),) if isinstance(prompt, str) else prompt
 
 
 def as_answer(answer: str | tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages of a completion; a text is an assistant turn."""
+    """Return the messages of a completion. A text becomes a single assistant turn."""
     return (Message("assistant", answer),) if isinstance(answer, str) else answer
 
 

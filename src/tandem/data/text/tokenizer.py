@@ -36,8 +36,8 @@ PROBES = (PLAIN_TEXT, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<ex
 def load_tokenizer(name: Path) -> Any:
     """Load a tokenizer from a folder or from a SentencePiece model (a file ending in .model). It must have an EOS token.
 
-    Malicious files can make the libraries hang or take all memory. So files with new content are first loaded in a separate
-    process, which can be killed.
+    Malicious files can make the libraries hang or take all memory. So a tokenizer that has not been loaded before is
+    first loaded in a separate process, which can be killed.
     """
     files = [name] if name.is_file() else _files_of(name)
     for file in files:
@@ -55,7 +55,10 @@ def load_tokenizer(name: Path) -> Any:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files in a folder that transformers may read for a tokenizer. A link out of the folder is refused."""
+    """Return the files in a folder that transformers may read for a tokenizer.
+
+    Raise a ConfigError if a file is a link to outside the folder.
+    """
     inside = (*folder.glob("*"), *folder.glob(f"{MORE_TEMPLATES}/*"))
     files = sorted(file for file in inside if file.suffix in READ_SUFFIXES)
     for file in files:
@@ -64,7 +67,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _try_out(name: Path, num_bytes: int) -> None:
-    """Load and test a tokenizer in a separate process, which can be killed."""
+    """Load and test a tokenizer in a separate process, which is killed if it takes too much time or memory."""
 
     def work() -> None:
         from tandem.data.text.word_cache import WordEncoder  # here, because it imports this module
@@ -91,7 +94,7 @@ def _try_out(name: Path, num_bytes: int) -> None:
 
 
 def _check_usable(tokenizer: Any, name: Path) -> None:
-    """Refuse a tokenizer that cannot encode and decode texts. Loading it does not check all settings in its files."""
+    """Raise a ConfigError if a tokenizer cannot encode and decode texts. Loading a tokenizer does not check all its settings."""
     try:
         if not isinstance(tokenizer, SentencePiece):
             tokenizer.get_vocab()
@@ -124,9 +127,9 @@ def _load(name: Path) -> Any:
 
 
 def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
-    """Refuse a SentencePiece model if `AutoTokenizer` would give other ids once the model is exported.
+    """Raise a ConfigError if `AutoTokenizer` would give other ids than the SentencePiece model after an export.
 
-    For some model types, transformers ignores the tokenizer class that is set in the folder.
+    For some model types, transformers ignores the tokenizer class that is set in the exported folder.
     """
     from transformers import AutoTokenizer
 
@@ -147,7 +150,7 @@ def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
 
 
 def state_of(tokenizer: Any) -> str:
-    """A hash of everything that determines how a tokenizer encodes texts."""
+    """Return a hash of everything that determines how a tokenizer encodes texts."""
     if isinstance(tokenizer, SentencePiece):
         return hashlib.sha256(tokenizer.model).hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -156,9 +159,9 @@ def state_of(tokenizer: Any) -> str:
 
 
 def _state_in_python(tokenizer: Any) -> str:
-    """The state of a tokenizer implemented in Python: its class, vocabulary, files, settings and added tokens.
+    """Return the state of a tokenizer that is implemented in Python: its class, vocabulary, files, settings and added tokens.
 
-    The files are included because the vocabulary alone may not be enough: in CTRL, merges.txt determines how text is split.
+    The vocabulary alone may not be enough. In CTRL, for example, the file merges.txt determines how a text is split.
     """
     with tempfile.TemporaryDirectory() as folder:
         with suppress(NotImplementedError):  # it has no files
@@ -176,7 +179,7 @@ def _state_in_python(tokenizer: Any) -> str:
 
 
 def fast_backend(tokenizer: Any) -> Any | None:
-    """The Rust backend of a tokenizer, if it has one that gives the same ids; else None.
+    """Return the Rust backend of a tokenizer if it gives the same ids as the tokenizer, else None.
 
     Calling the backend directly takes two thirds of the time, because offsets and other unused objects are not created.
     """
@@ -193,9 +196,11 @@ def fast_backend(tokenizer: Any) -> Any | None:
 
 
 def without_dummy_prefix(backend: Any) -> Any:
-    """A copy of the backend that does not add a space before every text, as Llama 2 and Mistral do; others are not copied.
+    """Return a backend that does not add a space before every text.
 
-    It encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second space.
+    The backends of Llama 2 and Mistral add such a space. For such a backend, return a changed copy; otherwise return
+    `backend`. The result encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second
+    space.
     """
     # Only the components are compared: JSON of the full backend, with its vocabulary, takes half a second.
     steps = {name: component_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
@@ -209,12 +214,12 @@ def without_dummy_prefix(backend: Any) -> Any:
 
 
 def component_state(component: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON; None if there is none."""
+    """Return a normalizer or pre-tokenizer as JSON, or None if `component` is None."""
     return None if component is None else json.loads(component.__getstate__())
 
 
 def _without_prefix(step: Any) -> Any:
-    """Remove the part of a normalizer or pre-tokenizer (as JSON) that adds a space before the text."""
+    """Return a normalizer or pre-tokenizer (as JSON) without the step that adds a space before the text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Metaspace":

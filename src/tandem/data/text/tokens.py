@@ -21,7 +21,7 @@ BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPreference:
-    """Token ids of a prompt and of each completion. `pairs` are (winner, loser), as indices of completions.
+    """Token ids of a prompt and of each completion. Each pair is (winner, loser), given as indices of completions.
 
     All tokens of a completion are scored, except those at the positions in `unscored` (tool turns).
     """
@@ -35,17 +35,20 @@ class TokenizedPreference:
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def values(self, column: str) -> tuple[float, ...]:
-        """The values of a column: one per completion, or one for the preference. If the data has none, the default."""
+        """Return the values of a column: one per completion, or one for the preference.
+
+        If the data does not have the column, every value is the default of the column.
+        """
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """The score of each completion; NaN if the data has none."""
+        """The score of each completion; NaN for a completion without a score."""
         return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
-        """The positions of the scored tokens of a completion."""
+        """Return the positions of the scored tokens of a completion."""
         positions = np.arange(len(self.completions[completion]), dtype=np.int32)
         return np.delete(positions, self.unscored[completion]) if self.unscored else positions
 
@@ -56,10 +59,12 @@ class TokenizedPreference:
 
 
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
-    """The pairs (better, worse); equal ranks form no pair.
+    """Return pairs of completions as (index of the better one, index of the worse one). Equal ranks form no pair.
 
-    ranks (0, 2, 1): best_worst -> (0,1); adjacent -> (0,2), (2,1); all -> (0,2), (0,1), (2,1)
-    ranks (0, 0, 1): best_worst -> (0,2); adjacent -> (0,2), (1,2); all -> (0,2), (1,2)
+    Examples, with the pairs for each value of `pairing`:
+
+    ranks (0, 2, 1): best_worst (0,1); adjacent (0,2), (2,1); all (0,2), (0,1), (2,1)
+    ranks (0, 0, 1): best_worst (0,2); adjacent (0,2), (1,2); all (0,2), (1,2)
     """
     order = sorted(range(len(ranks)), key=lambda i: ranks[i])
     if pairing == "best_worst":
@@ -84,7 +89,7 @@ def tokenize(
     max_length: int,
     overlong: str = "drop",
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Tokenise every preference, in order. A row that cannot be used is a RowError in the output."""
+    """Tokenise every preference, in order. For a row that cannot be used, yield a RowError."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
         for row in encode([render(item, template, pairing) for item in batch], template, pairing):
@@ -92,7 +97,7 @@ def tokenize(
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """A preference (without unpaired completions) and its rendered texts; or a RowError."""
+    """Return a preference and its rendered texts, or a RowError. Completions that are in no pair are removed."""
     if isinstance(item, RowError):
         return item
     try:
@@ -107,7 +112,7 @@ def pairs_of(preference: Preference, pairing: str) -> tuple[tuple[int, int], ...
 
 
 def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
-    """Remove the completions that are in no pair, such as those between best and worst."""
+    """Remove the completions that are in no pair. With pairing=best_worst, these are all except the best and the worst."""
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
@@ -119,7 +124,7 @@ def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
 def encode(
     batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Encode the texts of a batch together."""
+    """Encode the texts of a batch together. Yield a TokenizedPreference or a RowError for each item."""
     encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
         if isinstance(item, RowError):
@@ -137,7 +142,7 @@ def encode_prompt(text: str, template: Template) -> IntArray:
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
-    """The ids of each row's prompt, and of every part of its completions. No token crosses a boundary between parts."""
+    """Return the ids of each row's prompt, and of every part of its completions. No token spans two parts."""
     bos = _bos(template.tokenizer) if template.source is None else []
     return [
         (np.concatenate([_ids(bos), prompt]) if row.adds_bos and prompt[: len(bos)].tolist() != bos else prompt, parts)
@@ -159,9 +164,9 @@ def _encode_rendered(rows: list[Rendered], template: Template) -> list[tuple[Int
 
 
 def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[IntArray]:
-    """The token ids of each text. Special tokens between shields are encoded as plain text.
+    """Return the token ids of each text. Special tokens between SHIELD characters are encoded as plain text.
 
-    begins: whether the texts begin a sequence or continue one.
+    `begins`: True if the texts begin a sequence, False if they continue one.
     """
     if not texts:
         return []
@@ -186,7 +191,7 @@ def _checked(
     parts: tuple[tuple[Part, ...], ...],
     pairing: str,
 ) -> TokenizedPreference | RowError:
-    """The tokenised preference, or a RowError if its prompt is empty or no pair has different completions."""
+    """Return the tokenised preference, or a RowError if the prompt is empty or the completions of every pair are equal."""
     place = preference.place
     completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
     pairs = _differing_pairs(pairs_of(preference, pairing), completions)
@@ -211,7 +216,7 @@ def _checked(
 def _differing_pairs(
     pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """The pairs that have two different completions."""
+    """Return the pairs whose two completions differ."""
     return tuple(
         (winner, loser)
         for winner, loser in pairs
@@ -221,7 +226,11 @@ def _differing_pairs(
 
 
 def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
-    """The positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
+    """Return the positions of the tokens that are not scored, for each completion.
+
+    A completion with parts of 2, 3 (not scored) and 1 tokens gives the positions 2, 3, 4. If all tokens are scored,
+    return ().
+    """
     if all(part.scored for several in parts for part in several):
         return ()
     flags = [
@@ -232,7 +241,11 @@ def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]
 
 
 def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
-    """Truncate an over-long preference as `data.overlong` sets, or return a RowError. Others are returned unchanged."""
+    """Return a preference of at most `max_length` tokens. A preference that is short enough is returned unchanged.
+
+    An over-long preference is truncated if `overlong` is truncate_prompt or truncate_completion. For other values of
+    `overlong`, or if truncation is not possible, return a RowError.
+    """
     if row.longest <= max_length:
         return row
     limit = f"policy.max_total_sequence_length={max_length}"
@@ -255,6 +268,6 @@ def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> Toke
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """A list with the BOS id, if the tokenizer adds it before plain text; else an empty list."""
+    """Return a list with the BOS id if the tokenizer adds BOS before plain text, else an empty list."""
     ids = tokenizer("a")["input_ids"]
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []

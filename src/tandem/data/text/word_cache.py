@@ -1,8 +1,8 @@
 """Encodes texts with a tokenizer's Rust backend, and caches the ids of words. The ids are exactly those of the backend.
 
 The backend spends most of its time on splitting a text with a Unicode regular expression. With the patterns listed here,
-a space after a letter, a digit or an ASCII sign always begins a new match. So a text can be cut before such spaces, and the
-pieces can be encoded separately with the same ids. Most pieces are words that are already in the cache.
+a space after a letter, a digit or an ASCII sign always begins a new match. So a text can be cut before such spaces, and
+encoding the pieces separately gives the same ids. Most pieces are words that are already in the cache.
 """
 
 import re
@@ -60,7 +60,7 @@ PROBES = (
 
 
 class WordEncoder:
-    """A backend with a cache of words. Ids are cached as bytes, so that those of a text are joined without decoding."""
+    """Encodes texts with a backend and a cache of words. The cache holds ids as bytes, which are fast to join."""
 
     def __init__(self, backend: Any):
         self._backend = backend
@@ -74,7 +74,10 @@ class WordEncoder:
         return WordEncoder, (self._backend,)
 
     def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[IntArray]:
-        """The token ids of each text, without BOS or EOS. Special tokens are parsed, or encoded as plain text."""
+        """Return the token ids of each text, without BOS or EOS.
+
+        `parse_special`: whether special tokens in a text get their own ids. Otherwise they are encoded as plain text.
+        """
         if not self.cuts or not parse_special:
             encoded = self._backend_ids(texts, parse_special=parse_special)
         else:
@@ -103,10 +106,12 @@ class WordEncoder:
         return encoded
 
     def _add_new(self, words: set[str], known: dict[str, bytes], *, prefix: str) -> Iterable[str]:
-        """Add new words to the cache, and return those to remove after use: words that contain an added token.
+        """Add new words to the cache. Return the words that contain an added token.
 
-        The last word of a turn is followed by the template's end-of-turn token. The combination rarely occurs again, so its
-        parts are cached separately: "moon?<|im_end|>" -> " moon?" and <|im_end|>.
+        The caller deletes the returned words from the cache after use.
+
+        The last word of a turn is followed by the template's end-of-turn token. The combination rarely occurs again, so
+        its parts are cached separately: "moon?<|im_end|>" is cached as " moon?" and "<|im_end|>".
         """
         new = words.difference(known)
         split_words = {word: self._token.split(prefix + word) for word in new if self._token.search(word)}
@@ -135,14 +140,14 @@ class WordEncoder:
 
 
 def _any_token(backend: Any) -> re.Pattern[str]:
-    """A pattern that finds added tokens as the backend does: at each position, the longest one that begins there."""
+    """Return a pattern that finds added tokens as the backend does: of the tokens that begin at a position, the longest."""
     added = backend.get_added_tokens_decoder().values()
     tokens = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def _can_be_cut(backend: Any) -> bool:
-    """Whether all components of the backend are known to give the same ids if a text is cut at spaces."""
+    """Whether the backend is known to give the same ids if a text is cut at spaces and the pieces are encoded separately."""
     from tokenizers.models import BPE
 
     steps = _steps(backend.pre_tokenizer)
@@ -180,7 +185,7 @@ def _covers(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as JSON."""
+    """Return the steps of a normalizer or pre-tokenizer, each as JSON."""
     state = component_state(component)
     if state is None:
         return []

@@ -18,12 +18,23 @@ from tandem.model.files.folder import (
     refuse_wrong_types,
     weight_files,
 )
-from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_run, refuse_outside
+from tandem.storage.cache import (
+    cache_dir,
+    content_of,
+    fingerprint,
+    is_checkpoint,
+    is_run,
+    refuse_outside,
+    sha256_of,
+)
 
 if TYPE_CHECKING:
     import torch
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
+LICENCE_FILES = ["README.md", "LICENSE*"]
+MODEL_KEYS = ("policy.model_name", "reference.model")  # keys that also accept a run or a checkpoint
+EXPORT_VERSION = 1  # increased whenever the same checkpoint would be exported differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,7 @@ class ModelSource:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The dtype in which the model was published."""
+        """The dtype of the model's weights according to config.json; float32 if config.json does not name one."""
         import torch
 
         given = self.config.get_text_config().dtype or self.config.dtype or torch.float32
@@ -56,13 +67,13 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
-    """Find the policy's model, policy.model_name."""
+    """Find the model that policy.model_name names."""
     refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
 
 
 def refuse_revision(policy: PolicyConfig) -> None:
-    """Refuse policy.revision for a local folder: only models on the hub have revisions."""
+    """Raise ConfigError if policy.revision is set for a model that is not on the hub, because only hub models have revisions."""
     name, revision = policy.model_name, policy.revision
     if revision is not None and (name == EMBEDDED or Path(name).is_dir()):
         what = "the embedded model" if name == EMBEDDED else "a folder"
@@ -73,13 +84,11 @@ def refuse_revision(policy: PolicyConfig) -> None:
 
 
 def check_folder(key: str, name: str, folder: Path) -> None:
-    """Refuse a folder without a model, and name what it holds instead."""
+    """Raise ConfigError if a folder does not hold a model. The message says what the folder holds instead."""
     if (folder / "config.json").is_file():
         return
     hint = ""
-    if is_checkpoint(folder):
-        hint = " It is a checkpoint: the model of a run is in the run's subfolder model."
-    elif _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
+    if _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
         hint = f" It is an adapter: give its base model here, and set policy.lora.adapter={name}."
     elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
         hint = f" It is a tokenizer: to use it, set policy.tokenizer.name={name}."
@@ -87,9 +96,9 @@ def check_folder(key: str, name: str, folder: Path) -> None:
 
 
 def find_source(key: str, name: str, revision: str | None) -> ModelSource:
-    """Find a model that is embedded, local or on the hub. Refuse one that needs Python code from its repository.
+    """Find a model that is embedded, local or on the hub. Raise ConfigError if the model needs Python code from its repository.
 
-    `key` is the configuration key that names it.
+    `key`: the configuration key that names the model.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -119,27 +128,39 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
 
 
 def check_path(key: str, name: str) -> None:
-    """Refuse a local path that does not exist or holds no model. Imports, creates and downloads nothing."""
+    """Raise ConfigError if a local path does not exist or holds no model.
+
+    Creates and downloads nothing, and imports no libraries.
+    """
     if name == EMBEDDED:
         return
     refuse_run(key, name)
-    if Path(name).is_dir():
+    if is_checkpoint(Path(name)):
+        checkpoint_export(key, name)
+    elif Path(name).is_dir():
         check_folder(key, name, _folder(key, name, None))
     else:
         refuse_missing(key, name)
 
 
 def refuse_run(key: str, name: str) -> None:
-    """Refuse a run directory, and name the model folder inside it."""
+    """Raise ConfigError if `name` is a run directory that cannot be used for `key`. The message says what to use instead.
+
+    policy.model_name and reference.model accept the directory of a finished run, and use the model that the run exported.
+    """
     if not is_run(Path(name)):
         return
     model = Path(name) / "model"
     if not model.is_dir():
+        newest = Path(name) / "checkpoints" / "latest"
+        hint = f" Or give one of its checkpoints: {key}={newest}" if key in MODEL_KEYS and newest.is_dir() else ""
         raise ConfigError(
             f"{key} = {name}: {name} is a run directory; its model will be in {model} once the run is finished. Finish it: "
-            f"tandem train --resume {name}"
+            f"tandem train --resume {name}{hint}"
         )
-    if _is_adapter(model) and key in ("policy.model_name", "reference.model"):
+    if key in MODEL_KEYS and not _is_adapter(model):
+        return
+    if key in MODEL_KEYS:
         raise ConfigError(
             f"{key} = {name}: {name} is a run directory; its model in {model} is an adapter. Give the adapter's base model "
             f"here, and set policy.lora.adapter={model}."
@@ -152,12 +173,12 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def weights_of(source: ModelSource) -> list[Path]:
-    """The files that a model's weights are read from. Other files in its folder are ignored."""
+    """Return the files that a model's weights are read from. Other files in the model's folder are ignored."""
     return weight_files(source.key, source.name, source.folder, read_json(source.folder / "config.json"))
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """Hash everything that decides what the model computes: its weight files and its configuration."""
+    """Return a hash of everything that determines what a model computes: its weight files and its configuration."""
     described = read_json(source.folder / "config.json")
     files = weights_of(source)
     with ThreadPoolExecutor() as threads:
@@ -167,13 +188,13 @@ def weights_fingerprint(source: ModelSource) -> str:
 
 
 def find_tokenizer(policy: PolicyConfig, source: ModelSource) -> Path:
-    """Return the folder (or SentencePiece file) of the tokenizer: policy.tokenizer.name, or by default the model's own."""
+    """Return the folder (or SentencePiece file) of the tokenizer: policy.tokenizer.name, or by default the model's folder."""
     name = policy.tokenizer.name
     return source.folder if name is None else _named_tokenizer(name)
 
 
 def find_tokenizer_without_torch(policy: PolicyConfig) -> Path:
-    """Like `find_tokenizer`, but does not build the weights of the embedded model, which needs torch."""
+    """Like `find_tokenizer`, but does not need torch: for the embedded model, only the tokenizer is built, not the weights."""
     if policy.model_name != EMBEDDED:
         return find_tokenizer(policy, find_model(policy))
     from tandem.model.files.tiny import tiny_tokenizer
@@ -198,9 +219,29 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
         from tandem.model.files.tiny import tiny_model
 
         return tiny_model()
+    if is_checkpoint(Path(name)):
+        folder = checkpoint_export(key, name)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{key} = {name}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
+                f"{name}, and give the folder that it writes."
+            )
+        return folder
+    if is_run(Path(name)):
+        return (Path(name) / "model").resolve()
     if Path(name).is_dir():
         return Path(name).resolve()
-    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors"])
+    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors", *LICENCE_FILES])
+
+
+def checkpoint_export(key: str, name: str) -> Path:
+    """Return the cache folder for the model exported from a checkpoint. Its name is a hash of the checkpoint's manifest."""
+    manifest = Path(name) / "manifest.json"
+    if not manifest.is_file():
+        raise ConfigError(
+            f"{key} = {name}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+        )
+    return cache_dir() / "models" / f"checkpoint-{fingerprint(EXPORT_VERSION, sha256_of(manifest))[:16]}"
 
 
 def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
@@ -224,7 +265,10 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Refuse a name that has the form of a local path. Call it if no such folder exists; other names may be on the hub."""
+    """Raise ConfigError if `name` looks like a local path. Call this only if no local folder has this name.
+
+    A name that does not look like a path is accepted, because it may be the name of a hub repository.
+    """
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
 
@@ -236,5 +280,5 @@ def _is_known(model_type: Any) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Return an unexpected error's type and text, as part of a sentence."""
+    """Return the type and text of an unexpected error, to quote in a message."""
     return f"{type(error).__name__}: {one_line(error)}"

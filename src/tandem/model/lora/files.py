@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.model.files.folder import check_weight_file, read_json
 from tandem.model.files.source import download, refuse_run
-from tandem.storage.cache import content_of
+from tandem.storage.cache import content_of, is_checkpoint
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -43,26 +43,29 @@ class TrainedAdapter:
     shapes: dict[str, dict[str, tuple[int, ...]]]  # module -> {"A": [dim, in], "B": [out, dim]}
 
     def weights(self) -> dict[str, Tensor]:
-        """Load the adapter's tensors, named as in the model: model.layers.0.self_attn.q_proj.lora_A"""
+        """Return the adapter's tensors by their names in the model, such as model.layers.0.self_attn.q_proj.lora_A."""
         from safetensors.torch import load_file
 
         tensors = load_file(self.folder / WEIGHTS_FILE)
         return {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
 
     def content(self) -> list[Any]:
-        """Everything that decides what the adapter computes, for a fingerprint."""
+        """Return everything that determines what the adapter computes, to be hashed."""
         return [content_of(self.folder / WEIGHTS_FILE), self.dim, self.alpha, self.rslora]
 
 
 def read_adapter(name: str) -> TrainedAdapter:
-    """Read an adapter from a local folder or the hub. Refuse one that is not plain LoRA weights in safetensors."""
+    """Read an adapter from a local folder or the hub. Raise ConfigError unless it is plain LoRA with weights in safetensors."""
     key = f"policy.lora.adapter = {name}"
     refuse_run("policy.lora.adapter", name)
     folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter. Give a folder saved by peft."
+        hint = (
+            f"It is a checkpoint: run tandem export {name} --adapter first."
+            if is_checkpoint(folder)
+            else "Give a folder saved by peft."
         )
+        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter. {hint}")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
             f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."
@@ -86,7 +89,7 @@ def read_adapter(name: str) -> TrainedAdapter:
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter. `config` is a peft configuration; tensors are named as in the model (…q_proj.lora_A)."""
+    """Write an adapter to `folder`. `config`: a peft configuration. `tensors`: named as in the model (…q_proj.lora_A)."""
     from safetensors.torch import save_file
 
     named = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
@@ -123,5 +126,7 @@ def _read_shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None
     if half := next((module for module, sides in shapes.items() if len(sides) < 2), None):
-        raise ConfigError(f"{key}: holds only one of the two weights of {half}. Is it complete?")
+        raise ConfigError(
+            f"{key}: has only one of the two weights (lora_A, lora_B) of {half}, so it is incomplete. Download it again."
+        )
     return shapes

@@ -15,7 +15,7 @@ from tandem.model.lora.layers import LoraPlan, plan_lora
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device of a run, and how the run is computed on it."""
+    """The device of a run, and the precision, adapters and compilation chosen for the device."""
 
     device: torch.device
     precision: str
@@ -32,7 +32,10 @@ def this_device() -> torch.device:
 def check_machine(
     config: Config, source: ModelSource, device: torch.device, mesh: MeshShape = SINGLE_RANK_MESH
 ) -> Machine:
-    """Choose precision, adapters and compilation for this device; refuse settings that it does not support."""
+    """Choose precision, adapters and compilation for this device.
+
+    Raise an error for settings that the device does not support.
+    """
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"

@@ -1,0 +1,53 @@
+"""Exports checkpoints to the cache, if the configuration names them as models.
+
+`model/files/source.py` finds the exports in the cache, so each checkpoint is exported only once.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from tandem.config.schema import Config
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text
+from tandem.errors import CheckpointError
+from tandem.isolation import isolated_environment
+from tandem.model.files.source import checkpoint_export
+from tandem.storage.cache import check_cache_dir, is_checkpoint
+
+# Environment variables that are not passed on: the child process is not a rank of this run, and must not fail where tests make
+# this run fail.
+OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TANDEM_FAIL_AT")
+
+
+def export_named_checkpoints(config: Config, say: Callable[[str], None]) -> None:
+    """Export each checkpoint that policy.model_name or reference.model names, unless its export is already in the cache.
+
+    A separate process exports the checkpoint, so that this process uses no memory for it, and the export waits for no other rank.
+    """
+    named = {"policy.model_name": config.policy.model_name, "reference.model": config.reference.model}
+    for key, name in named.items():
+        if name is None or not is_checkpoint(Path(name)) or checkpoint_export(key, name).is_dir():
+            continue
+        check_cache_dir()
+        say(f"Exporting {name} to the cache ({key})")
+        merged = ["--merged"] if _has_adapters(Path(name)) else []
+        out = ["--out", str(checkpoint_export(key, name))]
+        command = [sys.executable, "-P", "-m", "tandem", "export", name, "--no-measure", "--quiet", *merged, *out]
+        environment = {
+            key: value for key, value in isolated_environment().items() if not key.startswith(OF_THIS_PROCESS)
+        }
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            said = done.stderr.strip().removeprefix("tandem: error: ").splitlines() or [f"exit code {done.returncode}"]
+            raise CheckpointError(f"{key} = {name}: this checkpoint cannot be exported: {said[0][:1000]}")
+
+
+def _has_adapters(place: Path) -> bool:
+    try:
+        config = yaml.safe_load(read_yaml_text(place / "config.yaml"))
+        return bool(config["policy"]["lora"]["enabled"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, YamlLimitError):
+        return False  # the export reports what is wrong with the file
