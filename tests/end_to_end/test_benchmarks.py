@@ -76,6 +76,12 @@ def test_adapters(bench):
     assert max(row["difference"] for row in found.values()) < 1e-5
 
 
+def test_generate(bench):
+    found = last_line(bench("generate", "--num-prompts", 3, "--max-new-tokens", 2, "--batch-size", 2))
+    assert found["same"] == {"plain": 1.0, "one": 1.0, "padded": 1.0}
+    assert set(found["tokens_per_second"]) == set(found["same"])
+
+
 def test_head(bench):
     sizes = ("--tokens", 16, "--hidden", 8, "--vocabulary", 64, "--repeats", 1)
     found = last_line(bench("head", *sizes))["found"]

@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from tandem.config.sections.policy import Tokenizer as TokenizerConfig
-from tandem.data.formats.preference import Message, Preference
+from tandem.data.formats.preference import Message, Preference, TextOrMessages
 from tandem.data.formats.prompt_files import read_text_file, why_unreadable
 from tandem.data.read.sources import RowError
 from tandem.data.text.chat import (
@@ -110,8 +110,7 @@ class Template:
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
             return self._render_raw(preference)
-        messages, tools = self._shielded_turns(as_messages(preference.prompt)), self._shielded_in(preference.tools)
-        before = _Context(messages, list(tools), preference.place)
+        before = self._context(preference.prompt, preference.tools, preference.place)
         answers = [self._shielded_turns(as_answer(completion.answer)) for completion in preference.completions]
         [prompt] = self._apply(before, [[]], add_generation_prompt=True)
         # The first turns of all answers are rendered in one call, because a call takes about as long for several.
@@ -122,6 +121,16 @@ class Template:
         for answer in answers:
             self._check_calls(before, answer)
         return Rendered(prompt, completions, adds_bos=False)
+
+    def render_prompt(self, prompt: TextOrMessages, tools: tuple[Any, ...], place: str) -> str:
+        """The text of a prompt that a model is to answer, as `render` writes it before every completion."""
+        if self.source is None:
+            self._refuse_messages(prompt, place)
+            return str(prompt)
+        return self._apply(self._context(prompt, tools, place), [[]], add_generation_prompt=True)[0]
+
+    def _context(self, prompt: TextOrMessages, tools: tuple[Any, ...], place: str) -> "_Context":
+        return _Context(self._shielded_turns(as_messages(prompt)), list(self._shielded_in(tools)), place)
 
     def _shielded_turns(self, messages: tuple[Message, ...]) -> Conversation:
         return [
@@ -176,13 +185,7 @@ class Template:
         return None, ""
 
     def _render_raw(self, preference: Preference) -> Rendered:
-        if not isinstance(preference.prompt, str):
-            raise RowError(
-                preference.place,
-                "messages without a template",
-                "the prompt is a list of messages, but there is no chat template to render it. "
-                "Set policy.tokenizer.chat_template=FILE.jinja, or use prompts of plain text.",
-            )
+        self._refuse_messages(preference.prompt, preference.place)
         answers = [completion.answer for completion in preference.completions]
         if preference.tools or not all(isinstance(answer, str) for answer in answers):
             raise RowError(
@@ -193,7 +196,17 @@ class Template:
             )
         # Raw text counts as rendered: special tokens in it are parsed, and one at its end is the end of turn.
         completions = tuple((Part(self._ended(str(answer), 0, self._ends)),) for answer in answers)
-        return Rendered(preference.prompt, completions, adds_bos=True)
+        return Rendered(str(preference.prompt), completions, adds_bos=True)
+
+    def _refuse_messages(self, prompt: TextOrMessages, place: str) -> None:
+        """Refuse messages where there is no template."""
+        if not isinstance(prompt, str):
+            raise RowError(
+                place,
+                "messages without a template",
+                "the prompt is a list of messages, but there is no chat template to render it. "
+                "Set policy.tokenizer.chat_template=FILE.jinja, or use prompts of plain text.",
+            )
 
     def _completion(self, before: "_Context", prompt: str, answer: Conversation, first: str) -> tuple[Part, ...]:
         """Split the rendered text of an answer into parts: assistant turns, and the text between them.

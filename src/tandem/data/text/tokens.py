@@ -125,7 +125,6 @@ def encode(
     batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
     """Encode the texts of a batch together. Yield a TokenizedPreference or a RowError for each item."""
-    bos = _bos(template.tokenizer) if template.source is None else []
     encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
         if isinstance(item, RowError):
@@ -133,13 +132,26 @@ def encode(
             continue
         preference, rendered = item
         prompt, completions = next(encoded)
-        if rendered.adds_bos and prompt[: len(bos)].tolist() != bos:
-            prompt = np.concatenate([_ids(bos), prompt])
         yield _checked(preference, prompt, completions, rendered.completions, pairing)
+
+
+def encode_prompt(text: str, template: Template) -> IntArray:
+    """The ids of a prompt that `Template.render_prompt` wrote: those of the same prompt in a preference."""
+    [(prompt, _)] = _encode([Rendered(text, (), adds_bos=template.source is None)], template)
+    return prompt
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
     """Return the ids of each row's prompt, and of every part of its completions. No token spans two parts."""
+    bos = _bos(template.tokenizer) if template.source is None else []
+    return [
+        (np.concatenate([_ids(bos), prompt]) if row.adds_bos and prompt[: len(bos)].tolist() != bos else prompt, parts)
+        for row, (prompt, parts) in zip(rows, _encode_rendered(rows, template), strict=True)
+    ]
+
+
+def _encode_rendered(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
+    """The same without BOS."""
     if isinstance(template.tokenizer, SentencePiece):
         turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
         encoded = [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]

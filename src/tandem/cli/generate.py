@@ -1,0 +1,199 @@
+"""`tandem generate`: completions of prompts, by one model or two."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cli.app import LOADING_MESSAGE, app, expand_home_callback
+from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.generate.generate import Generation, Named
+    from tandem.generate.records import EngineSettings, Prompt, Sampling
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN",
+        callback=expand_home_callback,
+        help="A model folder, a hub name, embedded, or a run directory (its exported model). With http: a name on the server.",
+    ),
+]
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BASE", callback=expand_home_callback, help="Also ask this model, and show both side by side."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="Sample with this temperature. Default: greedy.")]
+TopP = Annotated[float | None, typer.Option(metavar="P", help="Sample from the most probable tokens up to this share.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest completion, in tokens.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of sampling. Default: 0.")]
+EngineOption = Annotated[str, typer.Option(metavar="NAME", help="transformers, vllm or http.")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", callback=expand_home_callback, help="A .jinja file, or none for plain text."),
+]
+BaseUrl = Annotated[str | None, typer.Option(metavar="URL", help="http: the server, such as http://localhost:8000/v1.")]
+ApiKeyEnv = Annotated[str | None, typer.Option(metavar="NAME", help="http: environment variable that holds the key.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="http: longest wait for an answer.")]
+
+
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        callback=expand_home_callback,
+        help="Rows with prompt or messages (JSONL, CSV, Parquet), preference data, a .txt of prompts, or embedded.",
+    ),
+]
+OnePrompt = Annotated[str | None, typer.Option(metavar="TEXT", help="A single prompt.")]
+Samples = Annotated[int, typer.Option("--samples", "-n", metavar="K", help="Completions per prompt.")]
+BatchSize = Annotated[str, typer.Option(metavar="N", help="Sequences at a time, or auto.")]
+BatchingOption = Annotated[str, typer.Option(metavar="HOW", help="auto, padded or continuous.")]
+VllmPython = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", callback=expand_home_callback, help="vllm: the Python interpreter that has vLLM."),
+]
+Endpoint = Annotated[str, typer.Option(metavar="NAME", help="http: chat or completions.")]
+Concurrency = Annotated[int, typer.Option(metavar="N", help="http: requests at a time.")]
+TokenIds = Annotated[bool, typer.Option("--token-ids", help="http: ask for token ids (vLLM servers).")]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", callback=expand_home_callback, help="Write JSON lines to FILE, or continue an incomplete one."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines as in --out; with --out, print a summary.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only completions, warnings and errors.")]
+
+
+@app.command("generate")
+def generate_completions(
+    model: Model,
+    prompts: Prompts = None,
+    prompt: OnePrompt = None,
+    compare: Compare = None,
+    samples: Samples = 1,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = None,
+    engine: EngineOption = "transformers",
+    batch_size: BatchSize = "auto",
+    batching: BatchingOption = "auto",
+    chat_template: ChatTemplate = None,
+    vllm_python: VllmPython = None,
+    base_url: BaseUrl = None,
+    endpoint: Endpoint = "chat",
+    api_key_env: ApiKeyEnv = None,
+    timeout: Timeout = 300.0,
+    concurrency: Concurrency = 8,
+    token_ids: TokenIds = False,
+    out: Out = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate completions of prompts, greedily or sampled."""
+    from tandem.generate.generate import name_models
+    from tandem.generate.records import EngineSettings, make_sampling
+
+    if (prompts is None) == (prompt is None):
+        raise ConfigError("Give either --prompts FILE or --prompt TEXT.")
+    sampling = make_sampling(
+        num_samples=samples, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
+    )
+    settings = EngineSettings(
+        name=engine,  # type: ignore[arg-type]
+        batch_size=parse_batch_size(batch_size),
+        batching=batching,  # type: ignore[arg-type]
+        chat_template=chat_template,
+        vllm_python=vllm_python,
+        base_url=base_url,
+        endpoint=endpoint,  # type: ignore[arg-type]
+        api_key_env=api_key_env,
+        timeout_seconds=timeout,
+        concurrency=concurrency,
+        token_ids=token_ids,
+    )
+    models = name_models(model, compare, settings)
+    _generate(models, sampling, settings, prompts=prompts, prompt=prompt, out=out, as_json=as_json, quiet=quiet)
+
+
+def _generate(
+    models: "Sequence[Named]",
+    sampling: "Sampling",
+    settings: "EngineSettings",
+    *,
+    prompts: str | None,
+    prompt: str | None,
+    out: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Read the prompts, generate, and print or write the completions."""
+    from tandem.generate.generate import generate_prompts
+    from tandem.generate.prompts import one_prompt, prompts_from
+
+    found, num_skipped = (one_prompt(prompt), 0) if prompt is not None else prompts_from(prompts or "")
+
+    from tandem.report.reporter import Reporter
+
+    # Messages and the progress bar go to standard error, so that standard output holds only completions.
+    reporter = Reporter("quiet" if quiet else "normal", as_json=True)
+    if num_skipped:
+        reporter.warn(f"{num_skipped:,} rows of {prompts} have no usable prompt, and were skipped.")
+    if settings.name != "http":
+        reporter.say(LOADING_MESSAGE)
+    streams = prompt is not None and len(models) == 1 and sampling.num_samples == 1 and out is None and not as_json
+    generation = generate_prompts(
+        models,
+        found,
+        sampling,
+        settings,
+        out=out,
+        progress=reporter.progress,
+        write=write_at_once if streams else None,
+        num_skipped=num_skipped,
+    )
+    _show(generation, found, sampling.num_samples, as_json=as_json, quiet=quiet, streamed=streams)
+
+
+def _show(
+    generation: "Generation", prompts: "Sequence[Prompt]", samples: int, *, as_json: bool, quiet: bool, streamed: bool
+) -> None:
+    from tandem.generate import show
+    from tandem.generate.output import as_line
+    from tandem.terminal.console import SafeConsole
+
+    if as_json and generation.out is not None:
+        print(json.dumps(show.as_json(generation)))
+    elif as_json:
+        for record in generation.records:
+            print(as_line(record))
+    elif streamed:
+        is_cut = generation.records[0]["completions"][0]["finish"] == "length"
+        write_at_once(" [cut at the limit]\n" if is_cut and not quiet else "\n")
+    elif generation.out is not None:
+        if not quiet:
+            print(show.summary(generation, samples))
+    else:
+        show.show_records(generation, prompts, SafeConsole())
+
+
+def write_at_once(text: str) -> None:
+    """Print a piece of text without a newline."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def parse_batch_size(given: str) -> int | None:
+    if given == "auto":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"--batch-size {given}: give auto or a number of sequences from 1.") from None

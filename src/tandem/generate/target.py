@@ -1,0 +1,138 @@
+"""Finds what MODEL|RUN names: a model folder, a hub name, the embedded model, or the model of a run. Does not import torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.sections.policy import Tokenizer as TokenizerConfig
+from tandem.config.sections.section import EMBEDDED
+from tandem.config.yaml_text import YamlLimitError, read_yaml_text
+from tandem.data.text.template import Template, make_template
+from tandem.data.text.tokenizer import load_tokenizer
+from tandem.errors import ConfigError
+from tandem.model.files.folder import read_json
+from tandem.model.files.source import ModelSource, find_source, weights_fingerprint
+from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_export
+from tandem.terminal.commands import tandem_command
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model to use: its name as given, where its weights are, the adapter on top of them, and its chat template."""
+
+    name: str
+    model: str  # a folder, a hub name, or embedded
+    adapter: Path | None = None
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundModel:
+    """A model whose files have been checked: no weights are loaded yet."""
+
+    target: Target
+    source: ModelSource
+    template: Template
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest sequence that the model was made for; None if its configuration does not say."""
+        return getattr(self.source.config.get_text_config(), "max_position_embeddings", None)
+
+    def fingerprint(self) -> str:
+        """Names the content of the weights, the adapter and the template."""
+        adapter = self.target.adapter
+        parts = [content_of(adapter / ADAPTER_WEIGHTS), read_json(adapter / ADAPTER_CONFIG)] if adapter else []
+        return fingerprint(weights_fingerprint(self.source), self.template.source, self.template.kwargs, *parts)
+
+
+def find_target(option: str, name: str) -> Target:
+    """Resolve MODEL|RUN. A run stands for the model in its folder `model`, with the chat template that it trained with."""
+    folder = Path(name)
+    if name == EMBEDDED or not folder.exists():
+        _refuse_missing_folder(option, name)
+        return Target(name, name)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{option} {name}: a file, not a folder. Give a model folder, a hub name, or a run directory."
+        )
+    if is_checkpoint(folder):
+        raise ConfigError(
+            f"{option} {name}: a checkpoint, not a model. Export it, and give the folder that is written: "
+            f"{tandem_command('export', name)}"
+        )
+    if (folder / "config.yaml").is_file() and not is_export(folder):
+        return _run_target(option, name, folder)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        return _adapter_target(option, name, folder, TokenizerConfig())
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{option} {name}: neither a model (it has no config.json) nor a run (it has no config.yaml). Give a model folder, a "
+            "hub name, or a run directory."
+        )
+    return Target(name, name)
+
+
+def open_target(option: str, target: Target, chat_template: str | None = None) -> FoundModel:
+    """Find and check the files of a model, and load its tokenizer. chat_template: a file, or none for raw text."""
+    source = find_source(option, target.model, None)
+    settings = target.tokenizer
+    if chat_template is not None:
+        given = None if chat_template == "none" else chat_template
+        settings = settings.model_copy(update={"chat_template": given, "chat_template_kwargs": {}})
+    try:
+        template = make_template(load_tokenizer(target.adapter or source.folder), settings)
+    except ConfigError as error:
+        raise ConfigError(in_words_of_options(str(error))) from None
+    return FoundModel(target, source, template)
+
+
+def in_words_of_options(message: str) -> str:
+    """A message about a configuration key, about the option of this command that sets the same."""
+    key, option = "policy.tokenizer.chat_template", "--chat-template"
+    return message.replace(f"{key} = ", f"{option} ").replace(f"{key}=", f"{option} ")
+
+
+def _refuse_missing_folder(option: str, name: str) -> None:
+    """Refuse a path that does not exist. Any name that may be on the hub is accepted: runs/x is a path if there is runs/."""
+    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and Path(name).parent.is_dir())
+    if name != EMBEDDED and (looks_local or name.count("/") > 1):
+        raise ConfigError(f"{option} {name}: no such directory. Give a model folder, a hub name, or a run directory.")
+
+
+def _run_target(option: str, name: str, run: Path) -> Target:
+    model = run / "model"
+    if not is_export(model):
+        raise ConfigError(
+            f"{option} {name}: a run without a model: {model} is written when the run is finished. Finish it with "
+            f"{tandem_command('train', '--resume', name)}, or export a checkpoint with {tandem_command('export', name)}."
+        )
+    settings = _stored_tokenizer(run)
+    if (model / ADAPTER_CONFIG).is_file():
+        return _adapter_target(option, name, model, settings)
+    return Target(name, str(model), tokenizer=settings)
+
+
+def _adapter_target(option: str, name: str, folder: Path, settings: TokenizerConfig) -> Target:
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{option} {name}: an adapter whose {ADAPTER_CONFIG} names no base model. Merge it into its base "
+            "model, and give that."
+        )
+    return Target(name, base, adapter=folder, tokenizer=settings)
+
+
+def _stored_tokenizer(run: Path) -> TokenizerConfig:
+    """The template settings of a run. Its model folder holds the template itself, so a template file is not read again."""
+    try:
+        stored: Any = yaml.safe_load(read_yaml_text(run / "config.yaml"))
+        given = stored["policy"]["tokenizer"]
+        template, kwargs = given.get("chat_template", "default"), given.get("chat_template_kwargs") or {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, YamlLimitError):
+        return TokenizerConfig()
+    return TokenizerConfig(chat_template=None if template is None else "default", chat_template_kwargs=dict(kwargs))
