@@ -28,7 +28,7 @@ class CommandGroup(TyperGroup):
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-HELP_ORDER = ("train", "inspect", "prepare", "config", "fail-points")
+HELP_ORDER = ("train", "eval", "inspect", "prepare", "config", "fail-points")
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
 INTERRUPT_HINTS = {"prepare": ". No incomplete files were kept; run the same command to start again."}
 

@@ -76,8 +76,9 @@ def measure(
     batch_size: int,
     max_batches: int | None = None,
     check: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda num_preferences: None,
 ) -> PairTable:
-    """Measure every pair of a set, or only the first `max_batches` portions of it."""
+    """Measure every pair of a set, or only the first `max_batches` portions of it. Both callbacks follow each pack."""
     measured = portions(packer, batch_size)[:max_batches]
     packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()
@@ -87,6 +88,7 @@ def measure(
             ledger.add(outcome)
             fail_point("validation.pack")
             check()
+            progress(len(outcome.pack.preferences))
     ledger.send()
     table, _ = ledger.read(context.ranks)
     check_pairs(table, np.concatenate(measured), packer.store)

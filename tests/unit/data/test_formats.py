@@ -28,7 +28,7 @@ def texts_and_ranks(preference):
 
 def test_the_schema_names_the_formats_that_are_read():
     assert set(get_args(DatasetName)) - {"auto"} == set(FORMATS) == set(GOOD)
-    assert len(FORMATS) == 13
+    assert len(FORMATS) == 14
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -294,6 +294,7 @@ TOLD_BY = {
     "HelpSteer3": "context, response1, response2, overall_preference",
     "aligner": "prompt, chosen_response, rejected_response",
     "scored": "prompt, completions",
+    "best_of_n": "prompt, chosen, rejected",
     "sharegpt": "conversations, chosen, rejected",
     "alpaca": "instruction, chosen, rejected",
     "alpaca_pair": "instruction, output",

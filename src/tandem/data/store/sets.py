@@ -73,7 +73,7 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
         with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
-            return open_store(path, given, template, config.data, length, _steps(advance), processes)
+            return open_store(path, given, template, config.data, length, percent_of(advance), processes)
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
@@ -231,7 +231,7 @@ def _with_path(given: DatasetFields, split: str) -> DatasetFields:
     return given.model_copy(update={**published, **({"subset": given.subset} if given.subset else {})})
 
 
-def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
+def percent_of(advance: Callable[..., None]) -> Callable[[float], None]:
     """A share of the work, as steps of a bar."""
     done = 0
 

@@ -1,17 +1,23 @@
 """Finds sequences that are longer than the positions a model has, or than it was trained with."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from tandem.data.store.sets import Sets
+from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
 
 # Model types with a table of positions that is neither an embedding nor a buffer.
 TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
+
+
+class Splits(Protocol):
+    """Sets by name, such as those of a run."""
+
+    def by_split(self) -> dict[str, Preferences]: ...
 
 
 def position_limit(config: Any) -> int | None:
@@ -34,7 +40,7 @@ def position_limit(config: Any) -> int | None:
     return max([limit, *extended])
 
 
-def check_positions(sets: Sets, *models: ModelSource | None) -> None:
+def check_positions(sets: Splits, *models: ModelSource | None) -> None:
     """Refuse sequences longer than a model's table of positions: the forward pass would fail on them."""
     for source, limit, found in _longer(sets, models):
         if _has_table(source):
@@ -43,7 +49,7 @@ def check_positions(sets: Sets, *models: ModelSource | None) -> None:
             )
 
 
-def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]:
+def long_sequence_warnings(sets: Splits, *models: ModelSource | None) -> list[str]:
     """Return a warning for each set with sequences longer than a model was trained for."""
     return [
         f"{found}, and the model was trained for {limit:,} (max_position_embeddings): beyond that its log-probabilities are "
@@ -52,7 +58,7 @@ def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]
     ]
 
 
-def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
+def _longer(sets: Splits, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
     """Yield a model, its limit and the start of a sentence, for each set that has sequences beyond the limit."""
     for source in models:
         if source is None or (limit := position_limit(source.config)) is None:
