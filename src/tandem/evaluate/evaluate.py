@@ -98,7 +98,7 @@ def run_request(request: Request, reporter: Reporter) -> Evaluation:
         harness=_tasks(request, reporter),
         skipped={one.set.name: one.set.skipped for one in measured.sets if one.set.skipped},
         seconds=seconds,
-        pairs_per_second=total.num_pairs / seconds,
+        pairs_per_second=total.num_pairs / measured.seconds,
     )
 
 

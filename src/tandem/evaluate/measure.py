@@ -1,6 +1,7 @@
 """Measures a model on sets: loads it and its reference, packs the pairs, and returns a PairTable for each set."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ class Measured:
     scored_by: ScoredBy
     dpo: Dpo
     precision: str
+    seconds: float  # of the model's own computation, without loading, tokenising and the reference
 
     @property
     def has_rewards(self) -> bool:
@@ -125,7 +127,7 @@ def _measure_policy(
     if compared is not None and reference_source is not None:
         references = [*loader.references(compared, reference_source, opened.sets, packers, reporter)]
     policy = loader.load(subject.model, source, machine)
-    tables = []
+    tables, started = [], time.perf_counter()
     for one, packer, reference in zip(opened.sets, packers, references, strict=True):
         context = StepContext(reference=reference, dpo=subject.dpo, ranks=ranks, precision=machine.precision)
         with (
@@ -141,6 +143,7 @@ def _measure_policy(
         scored_by="implicit reward" if rewards else "log-probability",
         dpo=subject.dpo,
         precision=machine.precision,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -165,6 +168,7 @@ def _score_with_classifier(
     precision = subject.config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
+    started = time.perf_counter()
     tables = measure_scores(source, opened.sets, device, precision, reporter.progress)
     return Measured(
         sets=tuple(MeasuredSet(one, table) for one, table in zip(opened.sets, tables, strict=True)),
@@ -173,6 +177,7 @@ def _score_with_classifier(
         scored_by="model score",
         dpo=subject.dpo,
         precision=precision,
+        seconds=time.perf_counter() - started,
     )
 
 

@@ -130,8 +130,8 @@ class Evaluation:
     comparison: Comparison | None = None
     harness: tuple[HarnessResult, ...] = ()
     skipped: dict[str, dict[str, int]]  # by set: rows that were left out, by reason
-    seconds: float
-    pairs_per_second: float | None
+    seconds: float  # with loading and tokenising
+    pairs_per_second: float | None  # of the model alone, without loading, tokenising and the reference
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""

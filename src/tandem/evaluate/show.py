@@ -147,7 +147,7 @@ def _show_benchmark(found: Benchmark, printer: _Printer) -> None:
 
 
 def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
-    names = {name: label.replace("log-probability", "logp") for name, label in METRICS.items()}
+    names = {"accuracy": "reward", "logps_accuracy": "logp", "logps_per_token_accuracy": "logp per token"}
     rows = [
         [
             names[one.metric],
@@ -160,10 +160,10 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         ]
         for one in found.differences
     ]
-    printer.say(f"\n{model} (A) against {found.against} (B), {found.num_pairs:,} pairs")
+    printer.say(f"\nAccuracy of {model} (A) against {found.against} (B), {found.num_pairs:,} pairs")
     if found.num_left_out:
         printer.say(f"{found.num_left_out:,} pairs that only one of them could read are left out")
-    printer.table("", ["metric", "A", "B", "A - B", "95 % interval", "better/ worse", "p"], rows)
+    printer.table("", ["metric", "A", "B", "A - B", "95 % interval", "better/worse", "p"], rows)
     rows = [
         [
             _shortened(pair.place, 40),
@@ -174,7 +174,7 @@ def _show_comparison(model: str, found: Comparison, printer: _Printer) -> None:
         for pair in found.pairs[:SHOWN_PAIRS]
     ]
     printer.table(
-        f"Pairs that they order differently, by {names[found.metric]}", ["of", "pair", "margin A", "margin B"], rows
+        f"Pairs that they order differently by {names[found.metric]}", ["of", "pair", "margin A", "margin B"], rows
     )
 
 
