@@ -20,7 +20,6 @@ from tandem.model.files.source import find_source
 from tandem.terminal.commands import install_command
 
 PACKAGE = "lm_eval"
-SHOWN_LINES = 5  # of the harness' errors
 STDERR = "_stderr"
 
 
@@ -78,10 +77,10 @@ def _run(name: str, request: dict[str, Any]) -> dict[str, Any]:
             check=False,
         )
         if ended.returncode != 0 or not answer.is_file():
-            lines = [line for line in ended.stderr.splitlines() if line.strip()][-SHOWN_LINES:]
+            said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}, without a message"]
             raise TandemError(
-                f"--lm-eval {','.join(request['tasks'])}: the LM Evaluation Harness failed on {name} (exit code "
-                f"{ended.returncode}):\n" + "\n".join(f"  {line}" for line in lines)
+                f"--lm-eval {','.join(request['tasks'])}: the LM Evaluation Harness failed on {name}: {said[0]}\n"
+                "Check the names of the tasks, --include-path and the connection, which its own tasks need for their data."
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 

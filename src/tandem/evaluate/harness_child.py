@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tandem.model.files.source import describe
+
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Evaluate one model on tasks with the harness' Python interface."""
@@ -25,16 +27,19 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         batch_size="auto" if torch.cuda.is_available() else 8,
         log_samples=False,
     )
-    # Groups are listed with their tasks. Only numbers are kept: names and formats are the harness' own.
+    # Groups are listed with their tasks. Names and counts, whose keys have no filter, are left out.
     return {
-        task: {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        task: {key: value for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
         for task, metrics in found["results"].items()
     }
 
 
 def main() -> None:
-    """Read a request, and write the results."""
-    results = run(json.load(sys.stdin))
+    """Read a request, and write the results. An error is one line on standard error: the last of what the harness prints."""
+    try:
+        results = run(json.load(sys.stdin))
+    except Exception as error:
+        sys.exit(describe(error))
     Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
 
 
