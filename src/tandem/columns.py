@@ -1,4 +1,4 @@
-"""Numbers that rows of a data set may give besides texts. Each is declared here, once, and carried by name to the loss.
+"""Data columns: numbers that a row may give in addition to texts. Each is declared here once, and reaches the loss by name.
 
 TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions, the record that losses read.
 """
@@ -11,22 +11,22 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number per completion or per preference."""
+    """A number in the data, one per completion or one per preference."""
 
     name: str
     per: Literal["completion", "preference"]
-    default: float  # where the data gives none; NaN: there is no value
-    key: str | None = None  # the key of a data set that names its field in the rows; None: formats find it themselves
-    least: float = -math.inf
+    default: float  # used if the data gives no value; NaN: no value
+    key: str | None = None  # the data set's key that names the field in rows; None: the data format defines it
+    least: float = -math.inf  # smallest allowed value
     dtype: Literal["float32"] = "float32"
 
     @property
     def stored_as(self) -> str:
-        """Its field in tokens.arrow, where a row is a preference: scores, a list; weight, a number."""
+        """Name of the field in tokens.arrow: `scores` is a list per preference, `weight` is a number."""
         return f"{self.name}s" if self.per == "completion" else self.name
 
     def count(self, num_completions: int) -> int:
-        """How many values a preference has."""
+        """Return how many values a preference has."""
         return num_completions if self.per == "completion" else 1
 
 
@@ -38,10 +38,11 @@ COLUMNS = {
         Column(name="margin", per="preference", default=0.0, key="margin_key"),
     )
 }
-NAMED = tuple(column for column in COLUMNS.values() if column.key is not None)
+# Present only if a key of the data set names their field.
+OPTIONAL_COLUMNS = tuple(column for column in COLUMNS.values() if column.key is not None)
 
 
-def in_use(given: Iterable[str]) -> list[Column]:
-    """The columns that formats read, and those of the rest that are given, in the order of their declaration."""
+def columns_in_use(given: Iterable[str]) -> list[Column]:
+    """Return all columns except the optional ones that are not `given`, in the order of declaration."""
     names = set(given)
     return [column for column in COLUMNS.values() if column.key is None or column.name in names]

@@ -1,4 +1,4 @@
-"""The record between model and loss: one entry per completion of a micro-batch. Pairs are indices into it."""
+"""The record that losses and metrics read: one entry per completion of a micro-batch. Pairs are indices into it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,14 +31,14 @@ class ChosenRejected:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Which completions form the pairs, and which is the best of each preference: indices into the completions."""
+    """Which completions form pairs, and which is the best of each preference, as indices into the completions."""
 
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """A number per completion as one for each completion of each pair."""
+        """Given one value per completion, return the values of the chosen and the rejected completion of each pair."""
         return ChosenRejected(values[self.winners], values[self.losers])
 
 
@@ -46,7 +46,7 @@ class Pairing:
 class Completions:
     """A micro-batch as the losses and metrics read it.
 
-    Two preferences, of two and three completions, the second with two pairs:
+    Example: two preferences, with two completions and one pair, and with three completions and two pairs:
     policy [5], preference 0 0 1 1 1, winners 0 2 2, losers 1 3 4, best 0 2.
     Only `policy` and `policy_prefix` carry a gradient.
     """
@@ -54,21 +54,21 @@ class Completions:
     policy: Tensor  # [completions] float64: log pi, summed over the scored tokens
     reference: Tensor  # [completions] float64: log ref; zeros without a reference
     num_tokens: Tensor  # [completions] int64: scored tokens
-    drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens: an estimate of the KL
-    preference: Tensor  # [completions] int64: the preference it belongs to
+    drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens; estimates the KL
+    preference: Tensor  # [completions] int64: index of its preference in the micro-batch
     pairing: Pairing
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of columns.py that the micro-batch has, by name
-    log_likeliness: Tensor | None = None  # [completions]: what WPO weighs by (loss/pairs.py)
-    # With LD-DPO, of each pair: sums over as many first tokens as its shorter completion has.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # data columns (columns.py) of the micro-batch, by name
+    wpo_log_weights: Tensor | None = None  # [completions], only with WPO (loss/pairs.py)
+    # Only with LD-DPO: sums over the first n tokens of both completions, where n is the length of the pair's shorter completion.
     policy_prefix: ChosenRejected | None = None
     reference_prefix: ChosenRejected | None = None
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """A number per completion as one for each completion of each pair."""
+        """Given one value per completion, return the values of the chosen and the rejected completion of each pair."""
         return self.pairing.both(values)
 
     def per_pair(self, values: Tensor) -> Tensor:
-        """A number per preference as one per pair. Of the example above: [a, b] -> [a, b, b]"""
+        """Expand one value per preference to one per pair. In the example above: [a, b] -> [a, b, b]"""
         return values[self.preference[self.pairing.winners]]
 
 
@@ -81,16 +81,16 @@ class CompletionLogps:
 
 
 class _SumSegments(torch.autograd.Function):
-    """Sums over contiguous segments. The backward only reads, so no atomic addition makes it vary between runs.
+    """Sums over contiguous segments. The backward pass needs no atomic additions, so it is deterministic.
 
-    In float64: a running sum in float32 loses digits with every token, and losses take differences of sums.
+    Sums are in float64: in float32 they would lose digits with every token, and losses are differences of sums.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor, segment: Tensor) -> Tensor:
         ctx.save_for_backward(segment)
         ctx.dtype = values.dtype
-        # unsafe: without the check of the lengths, which would wait for the device; they come from a Pack.
+        # unsafe=True skips the check of the lengths, which would wait for the device. They come from a Pack.
         return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _SumSegments(torch.autograd.Function):
 def sum_completions(token_logps: Tensor, lengths: Tensor, completion: Tensor) -> CompletionLogps:
     """Sum scored tokens per completion.
 
-    `token_logps` and `completion` may be padded at the end; padding belongs to one completion more, which is left out.
+    `token_logps` and `completion` may be padded at the end. Padding counts as one additional completion, which is dropped.
     lengths [2, 1], completion [0, 0, 1, 2, 2]: tokens [a, b, c, -, -] -> [a + b, c]
     """
     padding = len(token_logps) - lengths.sum()

@@ -82,7 +82,7 @@ def export_model(
     def write(aside: Path) -> None:
         tensors = merge_adapters(policy.model, full) if adapted else full
         state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
-        _save(policy.model, config, state, aside, dtype)
+        _save(policy, config, state, aside, dtype)
         _save_tokenizer(template, aside)
 
     _publish(folder, write, measure, ranks)
@@ -118,9 +118,9 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        ranks.agreed(lambda: write(aside), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: write(aside), on=ranks.is_first)
         measure(aside)
-        ranks.agreed(stack.close, by=ranks.is_first)
+        ranks.run_or_stop_all(stack.close, on=ranks.is_first)
 
 
 def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
@@ -152,16 +152,14 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
+def _save(policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    empty.generation_config = model.generation_config
+        empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
+    empty.generation_config = policy.model.generation_config
     empty.save_pretrained(str(folder), state_dict=state)
 
 

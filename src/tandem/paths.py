@@ -16,7 +16,7 @@ from tandem.train.run.directory import choose_run_dir, is_finished, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
-    """Check the paths of a run. A finished run needs neither its model nor its data, unless `per_pair` measures them again."""
+    """Check the paths of a run. A finished run does not need its model and data, unless `per_pair` is given."""
     if per_pair is not None:
         from tandem.report.per_pair import check_per_pair
 
@@ -26,11 +26,11 @@ def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> No
 
 
 def check_resumed(run: Path) -> None:
-    """Refuse a directory given to --resume that is not a run, with a message that says what it is."""
+    """Refuse a directory given to --resume that is not a run."""
     if is_checkpoint(run):
         raise CheckpointError(
-            f"--resume {run}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
-            f"{run.resolve().parent.parent}"
+            f"--resume {run}: a checkpoint, not a run. Give the run directory, and it resumes from its newest intact checkpoint: "
+            f"--resume {run.resolve().parent.parent}"
         )
     refuse_links(run)
     if not (run / "config.yaml").is_file():
@@ -69,7 +69,7 @@ def check_data(sets: Mapping[str, DatasetFields]) -> None:
     for name, one in sets.items():
         path = one.data_path
         if path is None or path == EMBEDDED or is_hub_name(path) or (Path(path) / "manifest.json").is_file():
-            continue  # checked later: known by its format, bundled, on the hub, or prepared
+            continue  # a format with a default path, the embedded data, a hub dataset or a prepared folder: checked later
         try:
             find_files(path, one)
         except DataError as error:

@@ -22,11 +22,12 @@ from tandem.evaluate.classifier import is_classifier, measure_scores
 from tandem.evaluate.records import ScoredBy
 from tandem.evaluate.request import DataRequest, ModelRequest, Subject
 from tandem.evaluate.sets import EvaluationSet, open_evaluation_sets
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions, position_limit
 from tandem.model.distributed.layers import compile_layers, freeze, shard
 from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.model.files.source import ModelSource, find_source, find_tokenizer
-from tandem.model.load import attention_kind, check_packable, load_policy
+from tandem.model.load import attention_kind, load_policy
 from tandem.model.lora.layers import load_adapted, start_fingerprint
 from tandem.model.policy import Policy
 from tandem.model.reference import CachedReference, NoReference, Reference, cached_reference, reference_name

@@ -84,7 +84,15 @@ def open_evaluation_sets(
             kind, fields = _kind_and_fields(one, subject)
             with bar(f"Tokenising {Path(one.name).name}", PERCENT, unit="%") as advance:
                 try:
-                    store = open_store(one.path, fields, template, settings, max_length, percent_of(advance), processes)
+                    store = open_store(
+                        one.path,
+                        fields,
+                        template,
+                        settings,
+                        max_length,
+                        progress=percent_of(advance),
+                        processes=processes,
+                    )
                 except (ConfigError, DataError) as error:
                     raise type(error)(str(error).replace("data.train.", "data.default.")) from None
             labels = _labels(one, fields, by) if by is not None or kind != "pairs" else {}

@@ -1,8 +1,8 @@
-"""Every loss, declared where it is defined: Pairs in, one value per pair out. docs/losses.md says when to choose which.
+"""All losses. Each takes Pairs and returns one value per pair. See docs/losses.md for when to use which.
 
-In the formulas r_c and r_r are the ratios, d = r_c - r_r, s is the sigmoid and eps the label smoothing. The name of a loss
-is that of its function, and its keyword arguments are keys of section dpo (`beta`: reference_policy_kl_penalty).
-Configuration imports this module, which therefore imports torch only when a loss is computed.
+In the formulas, r_c and r_r are the log-ratios of the chosen and the rejected completion, d = r_c - r_r, s is the sigmoid and eps
+the label smoothing. A loss has the name of its function. Its keyword arguments are keys of section dpo (`beta` is
+reference_policy_kl_penalty). Configuration imports this module, so it imports torch only when a loss is computed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["LOSSES"]
 
 LOG_2 = math.log(2)
 
-# A mean log-probability nearer to 0 is rounding noise in float32; the odds of a certain completion are infinite.
+# Mean log-probabilities are capped here. Closer to 0 they are rounding noise in float32, and at 0 the odds are infinite.
 NEARLY_CERTAIN = -1e-6
 
 
-# The paper has 0.1 and 0.5; 0.01 is usual since Zephyr.
+# The paper uses 0.1 and 0.5; since Zephyr, 0.01 is common.
 @loss(
     aliases=("sigmoid",),
     start=LOG_2,
@@ -36,9 +36,9 @@ NEARLY_CERTAIN = -1e-6
 def dpo(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """-(1 - eps) log s(beta d) - eps log s(-beta d). Eq. 7 of arXiv:2305.18290; eps > 0 is conservative DPO.
 
-    With a margin m in the data, beta d - m takes the place of beta d: arXiv:2402.10571.
+    With a margin m in the data, beta d - m replaces beta d: arXiv:2402.10571.
     """
-    return _smoothed(_beyond_margin(beta * pair.ratios.margin, pair), label_smoothing)
+    return _smoothed(_minus_margin(beta * pair.ratios.margin, pair), label_smoothing)
 
 
 @loss(start=lambda beta: 1 / (4 * beta**2))
@@ -55,13 +55,13 @@ def rpo_sq(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
 
 @loss(columns=("score",))
 def rpo_bwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(given || implied) of the preference's probability: s(g) and s(beta d). arXiv:2406.11704, 2502.00203."""
+    """KL(s(g) || s(beta d)): the preference as given by scores vs. implied by the policy. arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(gt_reward_scale * pair.scores.margin, beta * pair.ratios.margin)
 
 
 @loss(columns=("score",))
 def rpo_fwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(implied || given) of the preference's probability: s(beta d) and s(g). arXiv:2406.11704, 2502.00203."""
+    """KL(s(beta d) || s(g)): the preference as implied by the policy vs. given by scores. arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(beta * pair.ratios.margin, gt_reward_scale * pair.scores.margin)
 
 
@@ -118,8 +118,8 @@ def sppo_hard(pair: Pairs, *, beta: float) -> Tensor:
     return (pair.ratios.chosen - target).square() + (pair.ratios.rejected + target).square()
 
 
-# Sorted over the batch, values belong to no pair: a pair's WPO weight has nothing to multiply. aot compares
-# log-probabilities before their ratio is taken, so an f-divergence would have no effect.
+# After sorting over the batch, a value belongs to no single pair, so WPO's weight of a pair cannot be applied. aot does not read
+# ratios, so an f-divergence would have no effect.
 @loss(scope="batch", input_settings=("preference_average_log_probs", "ld_alpha"), start=LOG_2)
 def aot(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """dpo of the sorted margins of the policy less the sorted margins of the reference. arXiv:2406.05882, paired."""
@@ -154,7 +154,7 @@ def discopop(pair: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     """(1 - m) (-log s(z)) + m exp(-z), z = beta d, m = s(z / tau). Eq. 5 of arXiv:2406.08414."""
     logits = beta * pair.ratios.margin
     logistic = (-logits / discopop_tau).sigmoid() * -_log_sigmoid(logits)
-    # exp(-z) alone overflows where m has long vanished; for tau <= 1 their product never exceeds 1 there.
+    # exp(-z) alone overflows for very negative z, where m is nearly 0. There m exp(-z) is at most 1 for tau <= 1.
     return logistic + (_log_sigmoid(logits / discopop_tau) - logits).exp()
 
 
@@ -167,7 +167,7 @@ def discopop(pair: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
 )
 def sigmoid_norm(pair: Pairs, *, beta: float) -> Tensor:
     """-log s(beta (r_c / n_c - r_r / n_r)). Length-normalized DPO, arXiv:2411.15124."""
-    return -_log_sigmoid(_beyond_margin(beta * (pair.ratios / pair.num_tokens).margin, pair))
+    return -_log_sigmoid(_minus_margin(beta * (pair.ratios / pair.num_tokens).margin, pair))
 
 
 @loss(
@@ -204,20 +204,20 @@ def _log_sigmoid(logits: Tensor) -> Tensor:
     return logsigmoid(logits)
 
 
-def _beyond_margin(logits: Tensor, pair: Pairs) -> Tensor:
-    """z - m, where the data gives a margin m."""
+def _minus_margin(logits: Tensor, pair: Pairs) -> Tensor:
+    """Subtract the margin, if the data gives one."""
     return logits if pair.required_margin is None else logits - pair.required_margin
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """The form of conservative DPO: the label is wrong with probability eps."""
+    """Conservative DPO's loss of logits z: -log s(z), if the label is wrong with probability eps."""
     return -(1 - label_smoothing) * _log_sigmoid(logits) - label_smoothing * _log_sigmoid(-logits)
 
 
 def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL of two coins given by their logits."""
-    heads = p.sigmoid() * (_log_sigmoid(p) - _log_sigmoid(q))
-    return heads + (-p).sigmoid() * (_log_sigmoid(-p) - _log_sigmoid(-q))
+    """KL divergence of two Bernoulli distributions, given by their logits."""
+    positive = p.sigmoid() * (_log_sigmoid(p) - _log_sigmoid(q))
+    return positive + (-p).sigmoid() * (_log_sigmoid(-p) - _log_sigmoid(-q))
 
 
 def _sorted(values: Tensor) -> Tensor:
@@ -225,6 +225,6 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _log_odds(mean_logp: Tensor) -> Tensor:
-    """log p - log(1 - p) for log p <= 0; log(-expm1) keeps the digits of 1 - p where p is close to 1."""
+    """log p - log(1 - p), from log p <= 0. log(-expm1(log p)) keeps the digits of 1 - p if p is close to 1."""
     logp = mean_logp.clamp(max=NEARLY_CERTAIN)
     return logp - (-logp.expm1()).log()

@@ -1,4 +1,4 @@
-"""Sizes in; Bins out: which items go together, so that the sizes in no bin pass its capacity."""
+"""Bin packing: groups items of given sizes so that no bin exceeds the capacity."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -7,20 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from tandem.packing.layout import IntArray
+
 Sizes = Sequence[int] | NDArray[np.integer]
 
-# Distinct sizes an exact fit chooses from, spread over all that fit. Of a million realistic lengths, 128 in place of 64
-# saved two bins in 179,414 at best.
+# An exact fit considers at most this many distinct sizes, spread over all that fit. With 128 instead of 64, packing a million
+# realistic lengths saved at most two of 179,414 bins.
 NUM_CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """Indices of items, bin by bin.
-
-    [[1, 0], [2, 3, 4]] is order 1 0 2 3 4, bounds 0 2 5
-    """
+    """Indices of items, bin by bin: [[1, 0], [2, 3, 4]] is stored as order 1 0 2 3 4, bounds 0 2 5."""
 
     order: IntArray  # [items]
     bounds: IntArray  # [bins + 1]; bin i is order[bounds[i] : bounds[i + 1]]
@@ -37,31 +35,33 @@ class Bins:
 
 
 def first_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Largest first, each into the first bin with room. Ties keep their order, so the result is reproducible.
+    """Place items from largest to smallest, each in the first bin with room. Items of equal size keep their order.
 
     sizes [3, 7, 5, 4], capacity 10 -> [[1, 0], [2, 3]]
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, _largest_first(sizes), capacity)
 
 
 def first_fit_shuffle(sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """In an order drawn from the seed, each into the first bin with room: a little less full, but sizes mix in a bin.
+    """Place items in a random order, given by the seed, each in the first bin with room.
 
-    sizes [3, 7, 5, 4], capacity 10, drawn order 2 0 1 3 -> [[2, 0], [1], [3]]
+    Bins are slightly less full than with first fit decreasing, but each holds a mix of sizes.
+    sizes [3, 7, 5, 4], capacity 10, random order 2 0 1 3 -> [[2, 0], [1], [3]]
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, np.random.default_rng(seed).permutation(len(sizes)), capacity)
 
 
 def exact_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Each bin takes the largest item left and whichever others fill it best. Never more bins than first fit decreasing.
+    """Fill one bin after another with the largest remaining item and those others that fill the bin best.
 
+    Never takes more bins than first fit decreasing.
     sizes [4, 4, 3, 3, 3, 3], capacity 10 -> [[0, 2, 3], [1, 4, 5]], where first fit decreasing takes three bins
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     order = _largest_first(sizes)
-    bins = _grouped(order, _exact_fit(sizes, capacity))
+    bins = _to_bins(order, _exact_fit(sizes, capacity))
     fewest_possible = -(-int(sizes.sum()) // capacity)
     if len(bins) > fewest_possible:
         bins = min(bins, _first_fit(sizes, order, capacity), key=len)
@@ -72,13 +72,13 @@ ALGORITHMS = {"first_fit_decreasing": first_fit_decreasing, "exact_fit_decreasin
 
 
 def pack_into_bins(algorithm: str, sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """Bins by the algorithm of that name. Only the shuffle reads the seed."""
+    """Pack with the algorithm of this name. Only first_fit_shuffle uses the seed."""
     if algorithm == "first_fit_shuffle":
         return first_fit_shuffle(sizes, capacity, seed)
     return ALGORITHMS[algorithm](sizes, capacity)
 
 
-def _checked(sizes: Sizes, capacity: int) -> IntArray:
+def _check_sizes(sizes: Sizes, capacity: int) -> IntArray:
     sizes = np.asarray(sizes, np.int64)
     if len(sizes) and sizes.max() > capacity:
         raise ValueError(f"a size of {sizes.max()} does not fit a bin of {capacity}")
@@ -91,10 +91,10 @@ def _largest_first(sizes: IntArray) -> IntArray:
     return np.argsort(-sizes, kind="stable")
 
 
-def _grouped(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
-    """Items in the order they were placed, and the bin each went to, as Bins.
+def _to_bins(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
+    """Make Bins from the items in the order in which they were placed, and the bin of each.
 
-    order 1 2 0 3 into bins 0 1 0 1 -> order 1 0 2 3, bounds 0 2 4
+    order 1 2 0 3 placed in bins 0 1 0 1 -> order 1 0 2 3, bounds 0 2 4
     """
     bins = np.asarray(bin_of, np.int64)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(bins))])
@@ -105,11 +105,12 @@ def _grouped(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
 
 
 def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
-    """Each item, in the order given, into the first bin with room, or into a new one.
+    """Place items in the given order, each in the first bin with room, or in a new bin.
 
-    Most go to the newest bin, whose room is a plain variable; the older ones are searched only when one has room.
+    Most items go to the newest bin, so its room is kept in a variable. Older bins are searched only if one has enough room.
     """
-    # What two neighbouring bins hold passes one capacity, or the second's first item would be in the first.
+    # Two neighbouring bins together hold more than one capacity, or else the second bin's first item would be in the first
+    # bin. This limits the number of bins.
     older = _OlderBins(max_bins=2 * int(sizes.sum()) // capacity + 1)
     newest, room = 0, capacity
     bin_of: list[int] = []
@@ -118,17 +119,17 @@ def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
             bin_of.append(older.place(size))
             continue
         if size > room:
-            older.add(newest, room)
+            older.set_room(newest, room)
             newest, room = newest + 1, capacity
         room -= size
         bin_of.append(newest)
-    return _grouped(order, bin_of)
+    return _to_bins(order, bin_of)
 
 
 class _OlderBins:
-    """The room of each bin, in a tree whose node k holds the larger of its children 2k and 2k + 1.
+    """The room left in each bin, in a binary tree: node k holds the larger value of its children 2k and 2k + 1.
 
-    Bins 0, 1, 2 with rooms 3, 0, 5 (-1: no bin yet):
+    Bins 0, 1 and 2 with room for 3, 0 and 5 (-1: no bin yet):
 
         node 1              5
         nodes 2 3       3       5
@@ -141,17 +142,17 @@ class _OlderBins:
         self.most_room = -1
 
     def place(self, size: int) -> int:
-        """The first bin with room for an item, which is now in it. Some bin must have that room."""
+        """Put an item in the first bin with enough room, and return the bin. Some bin must have enough room."""
         rooms, num_leaves, node = self.rooms, self.num_leaves, 1
         while node < num_leaves:
             node *= 2
             if rooms[node] < size:
                 node += 1
-        self.add(node - num_leaves, rooms[node] - size)
+        self.set_room(node - num_leaves, rooms[node] - size)
         return node - num_leaves
 
-    def add(self, bin: int, room: int) -> None:
-        """Set the room left in a bin, new or known."""
+    def set_room(self, bin: int, room: int) -> None:
+        """Set the room left in a bin, which may be new."""
         rooms, node = self.rooms, bin + self.num_leaves
         rooms[node] = room
         while node > 1:
@@ -169,9 +170,10 @@ class _OlderBins:
 
 
 def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The bin of each item, items largest first. Equal sizes are interchangeable, so only their counts are handled.
+    """Return the bin of each item, for items from largest to smallest.
 
-    What fills one bin best fills the next best too while the items last, so a filling is repeated until a size runs out.
+    Items of equal size are interchangeable, so only their number matters. The best way to fill one bin is also the best for the
+    next bin, so it is repeated until one of its sizes runs out.
     """
     left = dict(enumerate(np.bincount(sizes).tolist()))
     distinct = [size for size, count in left.items() if count]
@@ -186,13 +188,13 @@ def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
             if not left[size]:
                 del distinct[bisect_left(distinct, size)]
         num_bins += repeats
-    return _spelled_out(rows)
+    return _expand(rows)
 
 
-def _spelled_out(rows: list[tuple[int, int, int, int]]) -> IntArray:
-    """Rows of (size, copies in a bin, first bin, number of bins) as the bin of each item, items largest first.
+def _expand(rows: list[tuple[int, int, int, int]]) -> IntArray:
+    """Expand rows of (size, copies in a bin, first bin, number of bins) to the bin of each item, from largest to smallest.
 
-    (4, 1, 0, 2), (3, 2, 0, 2) -> 0 1 for the items of size 4, 0 0 1 1 for those of size 3
+    (4, 1, 0, 2), (3, 2, 0, 2) -> 0 1 for the items of size 4, 0 0 1 1 for the items of size 3
     """
     size, copies, first_bin, num_bins = np.array(rows, np.int64).reshape(-1, 4).T
     by_size = np.argsort(-size, kind="stable")
@@ -203,7 +205,7 @@ def _spelled_out(rows: list[tuple[int, int, int, int]]) -> IntArray:
 
 
 def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[int, int]:
-    """How many items of each size go into the next bin: one of the largest, and those that fill the rest of it best."""
+    """Choose how many items of each size go into the next bin: one of the largest, and the others that fill the bin best."""
     largest = distinct[-1]
     room = capacity - largest
     left[largest] -= 1
@@ -215,7 +217,7 @@ def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[i
 
 
 def _candidates(distinct: list[int], room: int) -> list[int]:
-    """Sizes up to the room, largest first; when there are many, some from the largest to the smallest."""
+    """Return the sizes that fit in the room, largest first. Of many, return NUM_CANDIDATES, evenly spread."""
     num = bisect_right(distinct, room)
     if num <= NUM_CANDIDATES:
         return distinct[:num][::-1]
@@ -224,9 +226,10 @@ def _candidates(distinct: list[int], room: int) -> list[int]:
 
 
 def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
-    """Copies of each size whose sum comes closest to the room: a subset sum, in favour of the sizes named first.
+    """Choose copies of each size whose sum comes closest to the room (subset sum). Prefers the first of the available sizes.
 
-    Sums that can be reached are the bits of a number: from 1 (bit 0, the empty sum), a 3 makes 1001, another 1001001.
+    The sums that can be reached are the bits of an integer. It starts as 1: bit 0, the empty sum. An item of size 3 makes it
+    binary 1001, another one 1001001.
     """
     within_room = (1 << (room + 1)) - 1
     reached = [1]
@@ -235,7 +238,7 @@ def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
         reached.append((reached[-1] | reached[-1] << size * copies) & within_room)
         pieces.append((size, copies))
         if reached[-1].bit_length() > room:
-            break  # the room itself can be reached
+            break  # the bin can be filled completely
     total = reached[-1].bit_length() - 1
     filling: dict[int, int] = {}
     for (size, copies), before in zip(reversed(pieces), reversed(reached[:-1]), strict=True):
@@ -246,7 +249,7 @@ def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
 
 
 def _pieces(available: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Copies in lots that make up every number of them: 6 copies of a size as lots of 1, 2 and 3."""
+    """Split the copies of a size into lots that can make up any smaller number of copies: 6 copies into lots of 1, 2 and 3."""
     for size, copies in available:
         lot = 1
         while copies:

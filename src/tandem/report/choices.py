@@ -10,7 +10,8 @@ from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, reads, spelled
 from tandem.config.schema import Config
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import Sets, columns_in_words
-from tandem.model.load import describe_attention, dropouts
+from tandem.model.architecture import architecture_of
+from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
 from tandem.terminal.printable import listed
 from tandem.train.adamw import state_bytes
@@ -177,7 +178,7 @@ def _reference(setup: Setup) -> str:
 
 
 def _dropout(setup: Setup) -> str:
-    of_adapters, of_model = setup.config.policy.lora.dropout, dropouts(setup.source.config)
+    of_adapters, of_model = setup.config.policy.lora.dropout, architecture_of(setup.source.config).random_settings
     used = f"{of_adapters:g} of the adapters' inputs, in training steps" if of_adapters else "0"
     return f"{used} (the model's dropout of {of_model} is switched off)" if of_model else used
 

@@ -1,4 +1,4 @@
-"""Cache directories, and atomic publishing of files and folders: written under a temporary name, synced, then renamed."""
+"""The cache directory, manifests, and atomic writing of files and folders: under a temporary name, then synced and renamed."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from tandem.storage.ownership import (
     temporary_folder,
 )
 
-# Hashing runs at about 0.7 GB/s, so the hash of a smaller file is not worth remembering.
+# Hashes of larger files are stored in the cache. Hashing runs at about 0.7 GB/s, so smaller files are hashed each time.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any manifest has
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # much larger than any real manifest
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
@@ -42,7 +42,7 @@ def check_cache_dir() -> None:
     Also removes temporary folders that killed processes on this machine left there.
     """
     folder = cache_dir()
-    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to a writable directory.")
     for kind in (*PUBLISHED_IN_CACHE, *NOTED_IN_CACHE):
         refuse_other_than_folder(folder / kind)
     for kind in PUBLISHED_IN_CACHE:
@@ -50,7 +50,7 @@ def check_cache_dir() -> None:
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:
-    """Refuse a directory that cannot be created or written. what: its name in the message; instead: what to do."""
+    """Refuse a directory that cannot be created or written. The message begins with `what` and ends with `instead`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -65,9 +65,9 @@ def real_path(path: str | Path) -> Path:
 
 
 def outside_of(folder: Path, file: Path) -> Path | None:
-    """Where a file really is, if a link leads out of its folder. Links into the hub's cache are allowed.
+    """The target of a file that links to outside its folder; None for any other file.
 
-    models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
+    Links within the hub's cache are allowed: models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
     """
     target = real_path(file)
     in_hub_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
@@ -75,7 +75,7 @@ def outside_of(folder: Path, file: Path) -> Path | None:
 
 
 def refuse_outside(folder: Path, file: Path) -> None:
-    """Refuse a link out of a stranger's folder: its target, a file of the user's, would become part of the exported model."""
+    """Refuse a link out of a downloaded folder: a private file of the user could become part of the exported model."""
     if target := outside_of(folder, file):
         raise ConfigError(
             f"{file}: a link to {target}, outside the model's folder. Model files are read only from that folder. Replace the "
@@ -89,9 +89,9 @@ def sha256_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """SHA-256 of a file. For a large file it is remembered by path, size, times and inode, so that it is hashed once.
+    """The SHA-256 of a file. Hashes of large files are cached by path, size, times and inode.
 
-    The modification time alone is not enough: archives and copies restore old ones. The change time (ctime) cannot be set.
+    The times include ctime, which cannot be set: archives and copies may restore an old modification time.
     """
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
@@ -101,7 +101,7 @@ def content_of(path: Path) -> str:
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
     digest = sha256_of(path)
-    with suppress(OSError):  # where the cache cannot be written, it is hashed again the next time
+    with suppress(OSError):  # without a writable cache, the file is hashed again the next time
         note.parent.mkdir(parents=True, exist_ok=True)
         with replacing(note) as file:
             file.write(digest)
@@ -109,7 +109,7 @@ def content_of(path: Path) -> str:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short name for content: the start of the SHA-256 of its parts as canonical JSON."""
+    """A short hash: the first 32 hexadecimal digits of the SHA-256 of the parts as canonical JSON."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -121,7 +121,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,9 +130,9 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, what: str) -> None:
-    """Replace a file so that at any moment it is either the complete old or the complete new one.
+    """Replace the content of a file atomically: readers see either the old or the new text, never a part.
 
-    `what` names its fail point.
+    what: the name of the fail point, for tests that kill the process here.
     """
     with replacing(path, what) as file:
         file.write(text)
@@ -140,9 +140,9 @@ def write_atomically(path: Path, text: str, what: str) -> None:
 
 @contextmanager
 def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Yield a file open for writing; on success it replaces the one at `path` in one rename. A link there is replaced too.
+    """Yield a temporary file open for writing. On success it replaces the file or link at `path` in one rename.
 
-    `what` names its fail point.
+    what: the name of the fail point, for tests that kill the process here.
     """
     aside, descriptor = create_temporary(path)
     try:
@@ -163,10 +163,10 @@ def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> I
 
 @contextmanager
 def published(folder: Path, what: str) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `folder`; on success it becomes `folder` in one rename.
+    """Yield an empty temporary folder next to `folder`. On success it becomes `folder` in one rename.
 
-    If the process is killed at any moment, `folder` is either absent or complete. If two processes write the same content,
-    the first wins. `what` names its fail points.
+    So `folder` is always either absent or complete, even if the process is killed. If two processes write the same folder,
+    the first one's is kept. what: the name of the fail points, for tests that kill the process here.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as aside:
@@ -188,7 +188,7 @@ def published(folder: Path, what: str) -> Iterator[Path]:
 
 
 def _follow_umask(folder: Path) -> None:
-    """Give every file the mode of the marker, which follows the umask. safetensors makes files readable by the owner only."""
+    """Give every file the mode of the marker, which follows the umask. safetensors creates files that only the owner can read."""
     mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -196,28 +196,28 @@ def _follow_umask(folder: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of a run, which is neither a run nor a model."""
+    """Whether a folder is a checkpoint of a run."""
     return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory, which contains a model but is not one."""
+    """Whether a folder is a run directory."""
     return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder holds an exported model or adapter."""
+    """Whether a folder contains an exported model or adapter."""
     described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     return described and any(folder.glob("*.safetensors"))
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and the manifest's own fingerprint.
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and a fingerprint of the manifest.
 
-    known: hashes of files that need not be read again, by their names in the folder.
+    known: hashes that are already known, by file name; these files are not read.
     """
-    besides = ("manifest.json", MARKER)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in besides]
+    excluded = ("manifest.json", MARKER)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in excluded]
     names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read back
@@ -226,17 +226,17 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
 
 
 def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
-    """Read `manifest.json` and verify every file that it lists; raise ValueError with the first one that is wrong.
+    """Read `manifest.json` and verify the SHA-256 of every file that it lists. Raise ValueError for the first wrong file.
 
-    needed: files that the manifest must list because they will be read.
+    needed: files that the manifest must list.
     """
     manifest = intact_manifest(folder)
     for name in needed:
         if name not in manifest["files"]:
-            raise ValueError(f"{folder}/manifest.json does not name {name}")
+            raise ValueError(f"{folder}/manifest.json does not list {name}")
     for name, digest in manifest["files"].items():
         if not _is_inside(name):
-            raise ValueError(f"{folder}/manifest.json names {name!r}, which is not a file of its folder")
+            raise ValueError(f"{folder}/manifest.json lists {name!r}, which is not a file of its folder")
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -246,7 +246,7 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError if it is not a plain file, not JSON or too large. A pipe is refused: it may never end."""
+    """Read a JSON file. Raise ValueError if it is not a plain file (a pipe may never end), not JSON, or too large."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -259,7 +259,7 @@ def read_json(path: Path) -> Any:
 
 
 def intact_manifest(folder: Path) -> dict[str, Any]:
-    """Read `manifest.json` without verifying the files that it lists; ValueError if it is missing or damaged."""
+    """Read `manifest.json` without verifying the files that it lists. Raise ValueError if it is missing or damaged."""
     try:
         manifest = read_json(folder / "manifest.json")
         manifest["files"].items()

@@ -9,6 +9,7 @@ from torch import nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
@@ -64,15 +65,17 @@ class MemoryEstimate:
 def estimate_memory(
     source: ModelSource,
     policy: PolicyConfig,
+    device: torch.device,
+    *,
     lora: LoraPlan | None,
     precision: str,
-    num_ranks: int,
-    device: torch.device,
+    mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
-    return MemoryEstimate(num, _fixed_bytes(num, policy, lora, precision, num_ranks), per_token, head)
+    fixed = _fixed_bytes(num, policy, lora, precision, mesh)
+    return MemoryEstimate(num_weights=num, fixed=fixed, per_token=per_token, head=head)
 
 
 def auto_row_length(
@@ -213,17 +216,17 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_ranks: int) -> float:
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape) -> float:
     """Bytes for weights, gradients and optimizer states, which are sharded over ranks, except quantised weights."""
     states = state_bytes(policy.optimizer.state_dtype)
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
-    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_ranks == 1 else 0
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
         trained = lora.num_trained * (8 + copy + states)
-        return frozen + trained / num_ranks if lora.quantization else (frozen + trained) / num_ranks
+        return frozen + trained / mesh.shard if lora.quantization else (frozen + trained) / mesh.shard
     weights = (4 if policy.weights == "float32" else 2) + 4  # gradients are summed in float32
-    return num * (weights + copy + states) / num_ranks
+    return num * (weights + copy + states) / mesh.shard
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:

@@ -125,7 +125,7 @@ class PairLedger:
         preference, winner, loser = places
         columns = dict(zip(self._names, numbers, strict=True))
         own = PairTable(sft=sft, preference=preference, winner=winner, loser=loser, columns=columns)
-        return _joined(ranks.gather(own)), also.tolist()
+        return _joined(ranks.gather_parts(own)), also.tolist()
 
 
 @dataclass(frozen=True, slots=True)

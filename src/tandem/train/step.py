@@ -89,8 +89,8 @@ class PendingStep:
         if not (np.isfinite(table["loss"]).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._non_finite_message(table, norm, store))
         metrics = summarise(table, self.context.dpo, self.context.precision, store)
-        of_workers = self.context.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
-        num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
+        parts = self.context.ranks.gather_parts((self.num_tokens, self.num_positions, self.clock.seconds()))
+        num_tokens, num_positions, seconds = zip(*parts, strict=True)
         return StepReport(
             metrics={**metrics, "grad_norm": norm},
             num_pairs=self.batch.num_pairs,

@@ -7,8 +7,8 @@ import torch
 
 from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 from tandem.config.sections.dpo import Dpo
-from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import Pairs, PairSums, log_likeliness, pair_sums, prefix_sums
+from tandem.loss.objective import PairLoss, pair_loss, pairs_from_sums
+from tandem.loss.pairs import Pairs, PairSums, pair_sums, prefix_sums, wpo_log_weights
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
@@ -58,7 +58,7 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
         preference=inputs.preference,
         pairing=pairing,
         columns=inputs.columns,
-        log_likeliness=None if squares is None else log_likeliness(tokens.detach(), squares, *segments),
+        wpo_log_weights=None if squares is None else wpo_log_weights(tokens.detach(), squares, *segments),
         policy_prefix=prefix(tokens),
         reference_prefix=prefix(reference_tokens),
     )
@@ -96,10 +96,10 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
 
     columns = [stacked(view) for view in views]
     rows = torch.cat([torch.cat(list(by_name.values()), dim=1) for by_name in columns])
-    joined, own = ranks.concatenate(rows)
+    joined, own = ranks.concatenate_parts(rows)
     both = {
         name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
     }
     policy = both["policy"].map(lambda values: values.requires_grad_())
     sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], scores=both["scores"])
-    return JoinedPairs(compare(sums, dpo), policy, own)
+    return JoinedPairs(pairs_from_sums(sums, dpo), policy, own)

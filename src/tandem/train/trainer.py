@@ -13,12 +13,12 @@ from tandem.config.load import LoadedConfig
 from tandem.config.losses import far_from_published
 from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
-from tandem.data.store.sets import of_set
+from tandem.data.store.sets import with_set_keys
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
-from tandem.packing.packer import Share
+from tandem.packing.packer import RankShare
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
 from tandem.report.reporter import Reporter
@@ -71,10 +71,11 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             reporter.result(run)
             return run
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
-    share = Share(ranks.number, ranks.count)
+    share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
-    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, share, memory))
+    given = {"share": share, "memory": memory, "mesh": ranks.shape}
+    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, **given))
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
@@ -85,7 +86,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
-        ranks.agreed(lambda: _claim_directories(stack, run, setup, loaded), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: _claim_directories(stack, run, setup, loaded), on=ranks.is_first)
         reporter.say(f"Run directory: {run}{', resumed' if checkpoints(kept) else ''}")
         if extended_from is not None:
             reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
@@ -395,5 +396,5 @@ def _write_rejects(setup: Setup, run: Path) -> None:
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:
                     reject = json.loads(line)
-                    reject["message"] = of_set(reject["message"], split)
+                    reject["message"] = with_set_keys(reject["message"], split)
                     out.write(json.dumps({"split": split, **reject}) + "\n")

@@ -101,9 +101,9 @@ def test_folders_and_files_that_are_no_models_are_refused(tmp_path, data):
         refused(str(tmp_path), [data]) == f"MODEL = {tmp_path}: {tmp_path} holds no config.json, so it is not a model."
     )
     assert refused(data, [data]) == f"MODEL = {data}: a file, not a model folder or a run. Give the folder."
-    assert refused("./nope", [data]) == "MODEL = ./nope: no such directory."
-    assert refused("embedded", [data], reference="./nope") == "--reference = ./nope: no such directory."
-    assert refused("embedded", [data], against="./nope") == "--against = ./nope: no such directory."
+    assert refused("./nope", [data]) == "MODEL = ./nope: no such directory. Check the path."
+    assert refused("embedded", [data], reference="./nope") == "--reference = ./nope: no such directory. Check the path."
+    assert refused("embedded", [data], against="./nope") == "--against = ./nope: no such directory. Check the path."
 
 
 def test_missing_data_is_refused(run, data, tmp_path):

@@ -221,8 +221,8 @@ def test_a_run_with_a_file_that_is_a_link_is_refused_and_what_it_points_to_stays
     before = victim.read_bytes()
     link.symlink_to(victim)
     message = (
-        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in its place, or "
-        "remove the link."
+        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or replace "
+        "it by a copy of the file."
     )
     loaded = load_config(None, [*SHORT, f"run.dir={run}"])
     assert refusal(check_resumed, run) == message
@@ -274,7 +274,10 @@ def test_a_fresh_run_never_gets_the_directory_of_another_whatever_its_name(tmp_p
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "model", "samples"])
 def test_a_file_where_a_run_writes_a_directory_is_refused_and_a_linked_directory_is_not(run, tmp_path, name):
     (run / name).write_text("mine")
-    assert refusal(refuse_links, run) == f"{run}/{name}: a file, where tandem writes a directory. Move it elsewhere."
+    assert (
+        refusal(refuse_links, run)
+        == f"{run}/{name}: a file, but tandem writes a directory with this name. Move it elsewhere."
+    )
     (run / name).unlink()
     (tmp_path / "elsewhere").mkdir()
     (run / name).symlink_to(tmp_path / "elsewhere")

@@ -78,7 +78,8 @@ def best_of_n(row: SourceRow, keys: DatasetFields) -> Preference:
     for rank, key in enumerate((keys.chosen_key, keys.rejected_key)):
         texts = field_of(row.value, key, row)
         if not isinstance(texts, list) or not texts:
-            raise RowError(row.place, "wrong type", f"{key}: {describe(texts)}, not a list of completions.")
+            what = "an empty list" if texts == [] else describe(texts)
+            raise RowError(row.place, "wrong type", f"{key}: {what}, not a list of completions.")
         completions += [Completion(completion_of(row, text, f"{key}[{i}]"), rank) for i, text in enumerate(texts)]
     return checked(Preference(prompt_of(row, keys.prompt_key), tuple(completions), row.place))
 

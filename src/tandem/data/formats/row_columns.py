@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tandem.columns import COLUMNS, NAMED
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.preference import Preference, number_of
 from tandem.data.read.sources import RowError, SourceRow
@@ -31,12 +31,12 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 
 def unread_in(notes: Mapping[str, int]) -> list[str]:
     """Return the columns that the notes of a set report as not read."""
-    return [column.name for column in NAMED if unread_note(column.name) in notes]
+    return [column.name for column in OPTIONAL_COLUMNS if unread_note(column.name) in notes]
 
 
 def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
     """Yield the columns that the row has a value for, but that are not configured."""
-    for column in NAMED:
+    for column in OPTIONAL_COLUMNS:
         given = row.value.get(column.name)
         if column.name not in keys.columns and column.name not in keys.columns.values() and given not in (None, ""):
             yield column.name

@@ -10,9 +10,9 @@ from tandem.data.text.chat import split_shielded
 
 SPACE = "▁"  # how SentencePiece writes a space
 # User-defined symbols that frame a conversation (NeMo's template; T5's sentinels, special in transformers too). A model
-# file does not distinguish them from other user-defined symbols, such as runs of spaces or HTML_TAGS tags.
+# file does not distinguish them from other user-defined symbols, such as runs of spaces or HTML tags.
 FRAMING_SYMBOL = re.compile(r"<extra_id_\d+>")
-EXPORT_MARKER = "sentencepiece_model"  # marks an exported folder; others may contain a tokenizer.model too
+EXPORT_MARKER = "sentencepiece_model"  # key in tokenizer_config.json of folders that tandem exported
 # Types of pieces and models, as numbered in the file.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 BPE = 2
@@ -21,14 +21,15 @@ BPE = 2
 class SentencePiece:
     """A SentencePiece model with the part of the Hugging Face tokenizer interface that is used here.
 
-    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. That function encodes control symbols
-    (such as EOS) as plain text; here they become their ids, and the text between two of them is encoded separately. No
-    BOS is added: neither the library nor NeMo Aligner does.
+    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. The library encodes control symbols
+    (such as EOS) as plain text. Here they become their ids, and the text between two of them is encoded separately. No
+    BOS is added, as in the library and NeMo Aligner.
 
-    A completion is not encoded alone: SentencePiece would add a space before it, and may have dropped a line break at the
-    end of the prompt. It gets the ids of prompt and completion together, without the prompt's, as in NeMo Aligner, except
-    that no token crosses the boundary. "Q:" then "Yes" gives Yes, not ▁Yes. "Q: " then "Yes" gives ▁Yes if the model
-    strips spaces from the end of texts (then the prompt's ids do not include the space), else Yes.
+    A completion is encoded as a continuation of its prompt. Encoded separately, it would get a space before it, and the
+    model may drop a line break at the end of the prompt. As in NeMo Aligner, prompt and completion are encoded together
+    and the ids of the prompt are removed, except that no token crosses the boundary. "Q:" then "Yes" gives Yes, not ▁Yes.
+    "Q: " then "Yes" gives ▁Yes if the model strips spaces at the end of texts (then the prompt's ids do not include the
+    space), else Yes.
     """
 
     added_tokens_decoder: dict[int, Any] = {}  # all symbols are in the model
@@ -75,14 +76,14 @@ class SentencePiece:
         return {"input_ids": self.encode(text)[0]}
 
     def encode(self, prompt: str, completions: Sequence[str] = ()) -> list[list[int]]:
-        """The ids of a rendered prompt, then of each completion as a continuation of the prompt."""
+        """The ids of a rendered prompt, followed by the ids of each completion as a continuation of the prompt."""
         ids, followed = self.encode_turns(prompt, [[completion] for completion in completions])
         return [ids, *(parts[0] for parts in followed)]
 
     def encode_turns(
         self, prompt: str, completions: Sequence[Sequence[str]]
     ) -> tuple[list[int], list[list[list[int]]]]:
-        """The same for completions in parts, each a continuation of the previous one."""
+        """The ids of a prompt, and of each completion's parts. Every part is encoded as a continuation of the previous one."""
         ids, before_all = self._encode(prompt, "")
         encoded = []
         for parts in completions:
@@ -109,7 +110,7 @@ class SentencePiece:
         (Path(folder) / "tokenizer.model").write_bytes(self.model)
 
     def _encode(self, text: str, before: str) -> tuple[list[int], str]:
-        """The ids of a text that continues `before`, and the plain text that the next text continues."""
+        """Encode a text that continues `before`. Return its ids, and the plain text before whatever follows it."""
         ids: list[int] = []
         for run in self._runs(text):
             if isinstance(run, int):
@@ -144,20 +145,20 @@ class SentencePiece:
             yield plain
 
     def _encode_continuation(self, before: str, text: str) -> list[int]:
-        """The ids of a text that continues another: both are normalised together, and the first part is removed."""
-        whole, first = self._raw.normalize(before + text), self._raw.normalize(before)
-        if whole.startswith(first):
-            return self._normalized.encode(whole[len(first) :])
-        # The normaliser merges characters across the boundary ("e" and a combining accent), so the text is encoded alone,
-        # without its space.
-        alone = self._raw.normalize(text)
+        """Encode a text that continues `before`: normalise both together, then remove the normalised `before`."""
+        both, first = self._raw.normalize(before + text), self._raw.normalize(before)
+        if both.startswith(first):
+            return self._normalized.encode(both[len(first) :])
+        # The normaliser merged characters across the boundary ("e" and a combining accent), so the text is encoded
+        # separately, without the space that this adds.
+        normalized = self._raw.normalize(text)
         prefix = SPACE if self._proto.normalizer_spec.add_dummy_prefix else ""
-        return self._normalized.encode(alone.removeprefix(prefix))
+        return self._normalized.encode(normalized.removeprefix(prefix))
 
     def _make_hub(self, file: Path) -> Any:
-        """The tokenizer as a transformers class: converted if that is exact, else a wrapper of the same library.
+        """Make a transformers tokenizer: a converted one if it gives the same ids, else a wrapper of the sentencepiece library.
 
-        The wrapper decodes byte pieces as <0x0A>, and some model types do not support it (`check_export`).
+        The wrapper decodes byte pieces as text such as <0x0A>, and some model types do not support it (`check_export`).
         """
         from transformers import PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -168,7 +169,7 @@ class SentencePiece:
             "pad_token": self.pad_token,
         }
         others = [token for token in self._pieces(CONTROL) if token not in named.values()]
-        # EXPORT_MARKER is kept in tokenizer_config.json of the folder.
+        # transformers writes EXPORT_MARKER to tokenizer_config.json.
         options = {**named, "extra_special_tokens": others, EXPORT_MARKER: "tokenizer.model"}
         if _converts_exactly(self._proto):
             return PreTrainedTokenizerFast(tokenizer_object=convert(self._proto), **options)
@@ -182,9 +183,9 @@ class SentencePiece:
 
 
 def _without_normalizer(proto: Any) -> bytes:
-    """The same model for texts that are already normalised."""
-    # Only the fields that encoding needs: the self-test samples in the file, which some releases of the library check
-    # when loading, only hold with the original normaliser.
+    """A copy of the model without a normaliser, for texts that are already normalised."""
+    # Copies only the fields that encoding needs. Some releases of the library check the self-test samples of a file when
+    # they load it, and those samples need the original normaliser.
     bare = type(proto)(pieces=proto.pieces, trainer_spec=proto.trainer_spec, normalizer_spec=proto.normalizer_spec)
     spec = bare.normalizer_spec
     spec.precompiled_charsmap = b""
@@ -193,10 +194,10 @@ def _without_normalizer(proto: Any) -> bytes:
 
 
 def _converts_exactly(proto: Any) -> bool:
-    """Whether `convert` gives exactly the same ids: true for byte-pair models that do not change characters.
+    """Whether `convert` gives exactly the same ids: true for BPE models whose normaliser does not change characters.
 
-    The tokenizers library sums the scores of a unigram model in another precision, and applies character rules only to
-    complete graphemes ("ｶﾞ" stays two characters), so some texts get other ids.
+    For other models, some texts would get other ids: the tokenizers library sums the scores of a unigram model in another
+    precision, and applies character rules only to complete graphemes ("ｶﾞ" stays two characters).
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     plain = not spec.precompiled_charsmap and spec.escape_whitespaces and not trainer.treat_whitespace_as_suffix
@@ -204,7 +205,7 @@ def _converts_exactly(proto: Any) -> bool:
 
 
 def convert(proto: Any) -> Any:
-    """Convert a byte-pair model to a `tokenizers.Tokenizer`, which `AutoTokenizer` loads for nearly every model type."""
+    """Convert a BPE model to a `tokenizers.Tokenizer`, which `AutoTokenizer` loads for nearly every model type."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
@@ -240,7 +241,7 @@ def convert(proto: Any) -> Any:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs that merge into a piece, best score first: SentencePiece stores scores of pieces, not merges."""
+    """The merges of a BPE model, best score first. They are derived from the pieces: SentencePiece does not store merges."""
     score = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     halves = ((whole[:at], whole[at:]) for whole in score for at in range(1, len(whole)))
     merges = [pair for pair in halves if pair[0] in score and pair[1] in score]

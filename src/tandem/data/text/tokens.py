@@ -21,7 +21,7 @@ BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPreference:
-    """Token ids of a prompt and of each completion; pairs are (winner, loser), indices into the completions.
+    """Token ids of a prompt and of each completion. `pairs` are (winner, loser), as indices of completions.
 
     All tokens of a completion are scored, except those at the positions in `unscored` (tool turns).
     """
@@ -31,18 +31,17 @@ class TokenizedPreference:
     pairs: tuple[tuple[int, int], ...]
     place: str
     unscored: tuple[IntArray, ...] = ()  # per completion; empty if all tokens are scored
-    columns: Mapping[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # the columns of `tandem.columns` that the data has
+    # The values of the columns of `tandem.columns` that the data has, by name.
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def values(self, column: str) -> tuple[float, ...]:
-        """The values of a column: one per completion, or a single one; defaults if the data has none."""
+        """The values of a column: one per completion, or one for the preference. If the data has none, the default."""
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """Per completion; NaN if the data has none."""
+        """The score of each completion; NaN if the data has none."""
         return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
@@ -52,7 +51,7 @@ class TokenizedPreference:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the prompt and the longest completion."""
+        """The number of tokens of the prompt plus the longest completion."""
         return len(self.prompt) + max(map(len, self.completions))
 
 
@@ -66,7 +65,7 @@ def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...
     if pairing == "best_worst":
         candidates = [(order[0], order[-1])]
     elif pairing == "adjacent":
-        # Every completion of a rank with every completion of the next rank that occurs.
+        # Every completion of one rank with every completion of the next worse rank.
         levels = [list(level) for _, level in groupby(order, key=lambda i: ranks[i])]
         candidates = [pair for better, worse in pairwise(levels) for pair in product(better, worse)]
     else:
@@ -85,7 +84,7 @@ def tokenize(
     max_length: int,
     overlong: str = "drop",
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Tokenise every preference, in order; rows that cannot be used become or stay errors."""
+    """Tokenise every preference, in order. A row that cannot be used is a RowError in the output."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
         for row in encode([render(item, template, pairing) for item in batch], template, pairing):
@@ -93,7 +92,7 @@ def tokenize(
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """A preference with its rendered texts; an error is returned unchanged."""
+    """A preference (without unpaired completions) and its rendered texts; or a RowError."""
     if isinstance(item, RowError):
         return item
     try:
@@ -108,7 +107,7 @@ def pairs_of(preference: Preference, pairing: str) -> tuple[tuple[int, int], ...
 
 
 def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
-    """The preference without completions that are in no pair, such as those between best and worst."""
+    """Remove the completions that are in no pair, such as those between best and worst."""
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
@@ -135,7 +134,7 @@ def encode(
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
-    """The ids of each row's prompt, and of every part of its completions; no token crosses a boundary between them."""
+    """The ids of each row's prompt, and of every part of its completions. No token crosses a boundary between parts."""
     if isinstance(template.tokenizer, SentencePiece):
         turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
         encoded = [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
@@ -148,7 +147,10 @@ def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, li
 
 
 def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[IntArray]:
-    """Token ids of texts, which begin a sequence or continue one; shielded special tokens are encoded as plain text."""
+    """The token ids of each text. Special tokens between shields are encoded as plain text.
+
+    begins: whether the texts begin a sequence or continue one.
+    """
     if not texts:
         return []
     encoded = template.encode(texts, begins=begins)
@@ -172,6 +174,7 @@ def _checked(
     parts: tuple[tuple[Part, ...], ...],
     pairing: str,
 ) -> TokenizedPreference | RowError:
+    """The tokenised preference, or a RowError if its prompt is empty or no pair has different completions."""
     place = preference.place
     completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
     pairs = _differing_pairs(pairs_of(preference, pairing), completions)
@@ -196,7 +199,7 @@ def _checked(
 def _differing_pairs(
     pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """The pairs whose completions differ."""
+    """The pairs that have two different completions."""
     return tuple(
         (winner, loser)
         for winner, loser in pairs
@@ -217,7 +220,7 @@ def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]
 
 
 def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
-    """The preference if it is within the limit; else truncated as `data.overlong` says, or an error."""
+    """Truncate an over-long preference as `data.overlong` sets, or return a RowError. Others are returned unchanged."""
     if row.longest <= max_length:
         return row
     limit = f"policy.max_total_sequence_length={max_length}"
@@ -240,6 +243,6 @@ def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> Toke
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """The BOS id if the tokenizer adds one before plain text, as a list; else an empty list."""
+    """A list with the BOS id, if the tokenizer adds it before plain text; else an empty list."""
     ids = tokenizer("a")["input_ids"]
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []

@@ -56,6 +56,7 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
+    """Find the policy's model, policy.model_name."""
     refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
 
@@ -112,7 +113,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}.") from None
-    with suppress(ValueError):  # several language models in one: load.check_packable refuses it
+    with suppress(ValueError):  # several language models in one: architecture.check_packable refuses it
         refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 
@@ -223,9 +224,9 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Refuse a name that is clearly a local path, given that no such folder exists; any other may be a hub name."""
+    """Refuse a name that has the form of a local path. Call it if no such folder exists; other names may be on the hub."""
     if name.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"{key} = {name}: no such directory.")
+        raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
 
 
 def _is_known(model_type: Any) -> bool:
@@ -235,5 +236,5 @@ def _is_known(model_type: Any) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """An unexpected error's type and text, as part of a sentence."""
+    """Return an unexpected error's type and text, as part of a sentence."""
     return f"{type(error).__name__}: {one_line(error)}"

@@ -104,14 +104,14 @@ class Saver:
         self._took(time.perf_counter() - started)
         if ranked:
             spared = snapshot.progress.spared
-            ranks.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=ranks.is_first)
+            ranks.run_or_stop_all(lambda: prune(self.folder, self._keep, self._ranking, spared), on=ranks.is_first)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     """Write `step_N` under a temporary name. Each rank writes its parts; the first renames the folder and updates `latest`."""
     place = folder / f"step_{snapshot.progress.step}"
     if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped at this step
-        ranks.agreed(lambda: point(folder / "latest", place), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: point(folder / "latest", place), on=ranks.is_first)
         return
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
@@ -133,8 +133,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
             stack.close()
             point(folder / "latest", place)
 
-        digests = dict(ranks.gather((name, ranks.agreed(write, by=True) or "")))
-        ranks.agreed(complete, by=ranks.is_first)
+        digests = dict(ranks.gather((name, ranks.run_or_stop_all(write, on=True) or "")))
+        ranks.run_or_stop_all(complete, on=ranks.is_first)
 
 
 def load_checkpoint(

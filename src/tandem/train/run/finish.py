@@ -46,7 +46,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
-    t.ranks.agreed(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), by=t.ranks.is_first)
+    t.ranks.run_or_stop_all(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), on=t.ranks.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"

@@ -114,7 +114,7 @@ def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) ->
                 "with the same command, data, model and versions of tandem, torch and transformers."
             )
 
-    ranks.agreed(compare, by=ranks.is_first)
+    ranks.run_or_stop_all(compare, on=ranks.is_first)
 
 
 def differences(of_ranks: list[dict[str, str]]) -> list[str]:

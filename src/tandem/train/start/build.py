@@ -93,7 +93,7 @@ class Training:
         """Generate the policy's answers, print them next to the reference's, and store both in samples/step_N.jsonl."""
         taken = samples.take(self.policy, self.ranks.device)
         step = self.progress.step
-        self.ranks.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.ranks.is_first)
+        self.ranks.run_or_stop_all(lambda: write_samples(self.run / "samples", step, taken), on=self.ranks.is_first)
         self.reporter.samples(step, taken)
 
     def write(self, report: ValidationReport) -> None:
@@ -295,13 +295,13 @@ def _restore_newest(
     """Load the newest intact checkpoint and return its progress; without checkpoints the run starts from the beginning."""
     place, damaged = ranks.from_first(lambda: newest_verified(folder))
     names = ("step_[0-9]+", "latest", "best")
-    ranks.agreed(lambda: remove_abandoned(folder, *names, is_held=True), by=ranks.is_first)
+    ranks.run_or_stop_all(lambda: remove_abandoned(folder, *names, is_held=True), on=ranks.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
     progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, ranks)
-    ranks.agreed(lambda: set_newer_aside(place), by=ranks.is_first)
+    ranks.run_or_stop_all(lambda: set_newer_aside(place), on=ranks.is_first)
     reporter.say(f"Resuming from {place}")
     return progress
 

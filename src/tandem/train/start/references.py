@@ -82,7 +82,7 @@ def make_references(
     if other is not None:
         weights = ranks.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
-    ranks.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=ranks.is_first_here)
+    ranks.run_or_stop_all(lambda: remove_abandoned(folder, ".+", is_held=False), on=ranks.is_first_here)
     places = _places_of_references(setup, run, folder, weights, ranks, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
@@ -102,8 +102,8 @@ def make_references(
                 # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
                 portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
             )
-    ranks.agreed(
-        lambda: write_atomically(run / REFERENCES_FILE, json.dumps(places, indent=1), "references"), by=ranks.is_first
+    ranks.run_or_stop_all(
+        lambda: write_atomically(run / REFERENCES_FILE, json.dumps(places, indent=1), "references"), on=ranks.is_first
     )
     return references
 
@@ -136,8 +136,8 @@ def _places_of_references(
             continue
         # If the old folder is gone, the values are not recomputed under its name: its name describes other settings.
         num_values = int(packer.store.num_scored_tokens.sum())
-        intact = ranks.agreed(
-            lambda place=folder / before, num=num_values: is_intact(place, num), by=ranks.is_first_here
+        intact = ranks.run_or_stop_all(
+            lambda place=folder / before, num=num_values: is_intact(place, num), on=ranks.is_first_here
         )
         if not ranks.highest(intact is False):  # on any machine
             places[name] = before

@@ -14,12 +14,14 @@ from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.model.load import attention_kind, check_packable
+from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
-from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
+from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
 from tandem.storage.cache import check_cache_dir, check_writable, real_path
 from tandem.train.memory import (
@@ -87,8 +89,9 @@ def set_up(
     config: Config,
     device: torch.device,
     bar: ProgressBar = no_bar,
-    share: Share = SINGLE_RANK,
+    share: RankShare = SINGLE_RANK,
     memory: int | None = None,
+    mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
@@ -102,7 +105,7 @@ def set_up(
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device)
     source = check_model(config)
-    machine = check_machine(config, source, device)
+    machine = check_machine(config, source, device, mesh)
     return fit_to_machine(open_inputs(config, source, bar), machine, share, memory)
 
 
@@ -147,7 +150,9 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     )
 
 
-def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
+def fit_to_machine(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> Setup:
     """Choose row lengths for the device and return the setup; refuse a run that does not fit in memory.
 
     memory: as in set_up.
@@ -155,9 +160,9 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     config, source = inputs.config, inputs.source
     plan = fit_plan(inputs, machine, share, memory)
     compiles = machine.compiles
-    if compiles or share.num_ranks > 1 or config.policy.activation_checkpointing != "none":
+    if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
         models = [one for one in (source, inputs.reference_source) if one is not None]
-        compiles = all(check_layers(one, config.policy, share.num_ranks) for one in models) and compiles
+        compiles = all(check_layers(one, config.policy, machine.mesh.num_ranks) for one in models) and compiles
     return Setup(
         config=config,
         device=machine.device,
@@ -171,13 +176,14 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
+def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
     """Choose row lengths for the device and plan the packing; refuse a run that does not fit in memory. memory: as in set_up.
 
     Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
-    need = estimate_memory(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
+    sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
+    need = estimate_memory(source, config.policy, device, **sizes)
     usual = auto_row_length(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
     for packer in (train, *validation.values()):
@@ -198,7 +204,7 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
 
 
 def _packers(
-    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
 ) -> tuple[Packer, dict[str, Packer]]:
     """Return the packers of the training set and of each validation set. All use the same row lengths, so layers compile once."""
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
