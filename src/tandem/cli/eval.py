@@ -39,7 +39,7 @@ def evaluate_model(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL|RUN", callback=expand_home_callback, help="Compare with another model on the same pairs."
+            metavar="OTHER", callback=expand_home_callback, help="Compare with another model or run on the same pairs."
         ),
     ] = None,
     beta: Annotated[
