@@ -4,9 +4,11 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from models import MODEL, model_folder, plain_token_logps, tiny_config
+from pyarrow import parquet
 from running import few_pairs, metrics_of, short_run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -283,3 +285,35 @@ def test_tables_fit_80_columns_and_show_hostile_names_as_text(other_model, tmp_p
     assert too_wide == []
     assert "reward accuracy" in out
     assert SimpleNamespace(**found.as_dict()).total["num_pairs"] == 94
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["dpo.preference_loss=simpo", "dpo.reference_policy_kl_penalty=2"],
+        ["policy.lora.enabled=true", "policy.lora.dim=4", "export.merge_lora=false"],
+    ],
+    ids=["without a reference", "adapters alone"],
+)
+def test_other_runs_have_the_numbers_of_their_last_validation(tmp_path, settings):
+    held_out = write(
+        tmp_path / "held_out.jsonl", [json.loads(line) for line in VALIDATION.read_text().splitlines()[:6]]
+    )
+    data = [few_pairs(tmp_path, 16), f"data.validation.data_path={held_out}", "dpo.val_at_end=true"]
+    folder = short_run(tmp_path / "run", *data, *settings)
+    found = evaluate(str(folder))
+    (last,) = metrics_of(folder, "exported-default")
+    assert found.scored_by == "implicit reward"
+    assert found.total.accuracy.value == pytest.approx(last["accuracy"])
+    assert found.total.rewards_margin.value == pytest.approx(last["rewards_margin_mean"], abs=1e-6)
+    assert (found.reference is None) == ("simpo" in settings[0])
+
+
+def test_prior_sets_are_recognised_by_the_name_of_the_file(other_model, tmp_path):
+    rows = [{"prompt": "Why?", "chosen": "So.", "rejected": "Not so at all."}]
+    prior = tmp_path / "anthropic_hhh-00000-of-00001.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), prior)
+    found = evaluate(other_model, [str(prior), write(tmp_path / "filtered.jsonl", REWARDBENCH)])
+    (only,) = found.benchmarks
+    assert only.sections == {"Chat": 1.0, "Reasoning": 1.0, "Prior Sets": 1.0}
+    assert only.num_prompts == {"anthropic_hhh": 1, "alpacaeval-easy": 1, "math-prm": 1, "hep-go": 1}
