@@ -69,6 +69,7 @@ def _load(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Any:
             f"{source.key} = {source.name}: {len(missing)} of its weights, such as {missing[0]}, are in none of its files and "
             "would be random. Is it a reward model, saved completely?"
         )
+    model.config.get_text_config().use_cache = False  # an argument of decoders only
     return model.eval()
 
 
@@ -93,11 +94,7 @@ def _scores(model: Any, store: TokenStore, device: torch.device, done: Any) -> l
         real = np.zeros((len(batch), width), np.int64)
         for row, (_, _, tokens) in enumerate(batch):
             ids[row, : len(tokens)], real[row, : len(tokens)] = tokens, 1
-        out = model(
-            input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=torch.from_numpy(real).to(device),
-            use_cache=False,
-        )
+        out = model(input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(real).to(device))
         for (index, number, _), score in zip(batch, out.logits[:, 0].double().tolist(), strict=True):
             scores[index][number] = score
         done(len(batch))

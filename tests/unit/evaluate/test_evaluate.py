@@ -67,9 +67,9 @@ def ranked(tmp_path):
     return write(tmp_path / "ranked.jsonl", RANKED)
 
 
-def reward_model(folder, num_labels=1, **changes):
-    """A Llama that gives a score to the last token, with the tokenizer of the small model."""
-    config = tiny_config("llama", vocab_size=2048, num_labels=num_labels, **changes)
+def reward_model(folder, num_labels=1, architecture="llama", **changes):
+    """A model that gives a score to a sequence: a Llama to its last token; with the tokenizer of the small model."""
+    config = tiny_config(architecture, vocab_size=2048, num_labels=num_labels, **changes)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
@@ -211,9 +211,13 @@ def test_rewardbench_files_are_recognised_by_their_columns(other_model, tmp_path
     assert second.score == pytest.approx((1 + expected) / 2)
 
 
+# In an encoder, padding that is not masked would change the score.
+REWARD_MODELS = {"padded": {}, "alone": {"pad_token_id": None}, "encoder": {"architecture": "bert"}}
+
+
 def test_a_reward_model_is_measured_by_its_scores(tmp_path, ranked):
     """Scores in padded batches, and one by one where the model has no padding token, are those of each sequence alone."""
-    for name, changes in {"padded": {}, "alone": {"pad_token_id": None}}.items():
+    for name, changes in REWARD_MODELS.items():
         folder = reward_model(tmp_path / name, **changes)
         request = check_request(folder, [ranked])
         measured = measure_model(request.subject, request.data, None, Reporter("quiet"))
