@@ -73,7 +73,9 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
         with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
-            return open_store(path, given, template, config.data, length, progress=percent_of(advance), processes=processes)
+            return open_store(
+                path, given, template, config.data, length, progress=percent_of(advance), processes=processes
+            )
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
