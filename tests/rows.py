@@ -30,6 +30,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "HelpSteer3": {"context": [ASKED], "response1": "yes", "response2": "no", "overall_preference": -2},
     "aligner": {"prompt": "Hi", "chosen_response": "yes", "rejected_response": "no"},
     "scored": {"prompt": "Hi", "completions": [{"completion": "yes", "score": 2}, {"completion": "no", "score": 1}]},
+    "best_of_n": {"prompt": "Hi", "chosen": ["yes"], "rejected": ["no"]},
     "sharegpt": {
         "conversations": [turn("human", "Hi")],
         "chosen": turn("gpt", "yes"),

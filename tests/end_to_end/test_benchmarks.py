@@ -122,6 +122,15 @@ def test_bare_loop(bench, token_pairs):
     assert all(0 < loss < 20 for loss in result["losses"])
 
 
+@pytest.mark.parametrize("options", [(), ("--live",)])
+def test_evaluate(bench, tmp_path, options):
+    given = ("--model", MODEL, "--pairs", 6, "--words", 5, "--folder", tmp_path / "made", *options)
+    result = last_line(bench("evaluate", *given))
+    # The model is its own reference, so every pair is a tie.
+    assert (result["num_pairs"], result["tandem"]["accuracy"]) == (6, 0.5)
+    assert result["tandem"]["pairs_per_second"] > 0
+
+
 def test_float8(bench, pairs):
     result = last_line(bench("float8", "--model", MODEL, "--data", pairs, "--preferences", 4))
     # Two cuts of a batch differ by rounding alone.
@@ -331,6 +340,7 @@ def python_without_trl(tmp_path) -> Path:
         ("packing", []),
         ("prepare", ["--tokenizer", MODEL]),
         ("curve", ["--model", MODEL, "--data", TRAIN]),
+        ("evaluate", []),
     ],
 )
 def test_an_interpreter_without_trl_is_reported(bench, python_without_trl, name, arguments):
@@ -348,6 +358,7 @@ def test_an_interpreter_without_trl_is_reported(bench, python_without_trl, name,
     ("name", "arguments"),
     [
         ("trl_steps", ["--shape", "tiny", "--data", "none"]),
+        ("trl_evaluate", ["--model", "none", "--reference", "none", "--data", "none"]),
         (
             "trl_curve",
             [*("--began", 0, "--model", "none", "--train", "none", "--held-out", "none"), "--settings", "{}"],

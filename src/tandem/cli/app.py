@@ -31,7 +31,7 @@ class CommandGroup(TyperGroup):
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-HELP_ORDER = ("train", "export", "generate", "chat", "inspect", "prepare", "config", "fail-points")
+HELP_ORDER = ("train", "eval", "export", "generate", "chat", "inspect", "prepare", "config", "fail-points")
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
 NOTHING_KEPT = ". No incomplete files were kept; run the same command to start again."
 GENERATED_KEPT = ". With --out, complete lines were kept; run the same command to continue."

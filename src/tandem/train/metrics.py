@@ -191,14 +191,14 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
     """Return all metrics of a step or a set. Metrics that are undefined for these pairs are left out."""
     band = TIE_BAND[precision]
     rounding = table.rounding(band)
-    accuracy = _above(table.margin, rounding)
+    accuracy = above(table.margin, rounding)
     preference, sft = table["loss"].mean(), table.sft.mean()
     metrics = {
         "loss": dpo.preference_loss_weight * preference + dpo.sft_loss_weight * sft,
         "preference_loss": preference,
         "sft_loss": sft,
         "accuracy": accuracy.mean(),
-        "logps_accuracy": _above(table["logp_chosen"] - table["logp_rejected"], band).mean(),
+        "logps_accuracy": above(table["logp_chosen"] - table["logp_rejected"], band).mean(),
         "rewards_chosen_mean": table["reward_chosen"].mean(),
         "rewards_rejected_mean": table["reward_rejected"].mean(),
         "rewards_margin_mean": table.margin.mean(),
@@ -215,7 +215,7 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
+def above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
     """Return 1 where the difference is above `band`, 0 where it is below -`band`, and 0.5 where it is in between."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
@@ -258,7 +258,7 @@ def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
     """
     given = np.isfinite(table["score_chosen"]) & np.isfinite(table["score_rejected"])
     difference = np.sign(table["score_chosen"] - table["score_rejected"])
-    agreement = _above(table.margin * difference, rounding)
+    agreement = above(table.margin * difference, rounding)
     return {
         **_means_where("scores_{}_mean", table["score_chosen"], {"chosen": given}),
         **_means_where("scores_{}_mean", table["score_rejected"], {"rejected": given}),

@@ -76,8 +76,12 @@ def measure(
     batch_size: int,
     max_batches: int | None = None,
     check: Callable[[], None] = lambda: None,
+    progress: Callable[[int], None] = lambda num_preferences: None,
 ) -> PairTable:
-    """Return the values of every pair of a set, or of the first `max_batches` groups of pairs (see `portions`)."""
+    """Return the values of every pair of a set, or of the first `max_batches` groups of pairs (see `portions`).
+
+    `check` and `progress` are called after each pack. `check` may raise to stop; `progress` gets the number of preferences.
+    """
     measured = portions(packer, batch_size)[:max_batches]
     packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()
@@ -87,6 +91,7 @@ def measure(
             ledger.add(outcome)
             fail_point("validation.pack")
             check()
+            progress(len(outcome.pack.preferences))
     ledger.send()
     table, _ = ledger.read(context.ranks)
     check_pairs(table, np.concatenate(measured), packer.store)

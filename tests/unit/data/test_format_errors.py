@@ -22,6 +22,7 @@ NEEDED = {
     "HelpSteer3": ["context", "response1", "response2", "overall_preference"],
     "aligner": ["prompt", "chosen_response", "rejected_response"],
     "scored": ["prompt", "completions"],
+    "best_of_n": ["prompt", "chosen", "rejected"],
     "sharegpt": ["conversations", "chosen", "rejected"],
     "alpaca": ["instruction", "rejected"],
     "alpaca_pair": ["instruction", "output"],

@@ -6,7 +6,7 @@ import pytest
 from rows import ASKED, GOOD, KEYS, NO, YES, group, pair, refusal, row, said, turn
 
 from tandem.config.sections.datasets import DatasetFields, DatasetName
-from tandem.data.formats.formats import FORMATS, IGNORED_PROMPT, detect_format, ranked, read_preference
+from tandem.data.formats.formats import FORMATS, IGNORED_PROMPT, RANKED, detect_format, ranked, read_preference
 from tandem.data.formats.preference import CONTRADICTED, Completion, Message
 from tandem.data.formats.prompt_files import Wording
 from tandem.data.read.sources import PAIR_SCORE_KEYS, RowError
@@ -28,7 +28,7 @@ def texts_and_ranks(preference):
 
 def test_the_schema_names_the_formats_that_are_read():
     assert set(get_args(DatasetName)) - {"auto"} == set(FORMATS) == set(GOOD)
-    assert len(FORMATS) == 13
+    assert len(FORMATS) == 14
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -36,7 +36,8 @@ def test_a_good_row_of_every_format_prefers_yes_to_no_as_the_answer_to_hi(name):
     preference = read(name)
     assert preference.prompt in ("Hi", (Message("user", "Hi"),))
     assert isinstance(preference.prompt, str) == (
-        name in ("BinaryPreferenceDataset", "aligner", "scored", "alpaca", "alpaca_pair", "question_responses")
+        name
+        in ("BinaryPreferenceDataset", "aligner", "scored", "best_of_n", "alpaca", "alpaca_pair", "question_responses")
     )
     assert texts_and_ranks(preference) == [("yes", 0), ("no", 1)]
     assert preference.place == "pairs.jsonl:3"
@@ -72,13 +73,23 @@ def test_a_helpsteer3_tie_is_filtered():
     )
 
 
+def test_lists_of_correct_and_incorrect_completions_have_two_ranks():
+    preference = read("best_of_n", chosen=["yes", "sure"], rejected=["no", "never", "not"])
+    assert texts_and_ranks(preference) == [("yes", 0), ("sure", 0), ("no", 1), ("never", 1), ("not", 1)]
+    assert refusal(FORMATS["best_of_n"].read, row(GOOD["best_of_n"] | {"chosen": []})) == (
+        "bad",
+        "wrong type",
+        "chosen: an empty list, not a list of completions.",
+    )
+
+
 def test_aligner_rows_keep_their_rewards_as_scores():
     preference = read("aligner", chosen_reward=2, rejected_reward=-0.5)
     assert preference.completions == (Completion("yes", 0, 2.0), Completion("no", 1, -0.5))
 
 
 @pytest.mark.parametrize("keys", PAIR_SCORE_KEYS)
-@pytest.mark.parametrize("name", [name for name in GOOD if name not in ("PreferenceDataset", "scored", "HelpSteer3")])
+@pytest.mark.parametrize("name", [name for name in GOOD if name not in RANKED])
 def test_every_format_reads_the_scores_of_chosen_and_rejected(name, keys):
     others = dict.fromkeys(key for names in PAIR_SCORE_KEYS for key in names if names != keys)
     preference = read(name, **others, **dict(zip(keys, (2, -0.5), strict=True)))
@@ -294,6 +305,7 @@ TOLD_BY = {
     "HelpSteer3": "context, response1, response2, overall_preference",
     "aligner": "prompt, chosen_response, rejected_response",
     "scored": "prompt, completions",
+    "best_of_n": "prompt, chosen, rejected",
     "sharegpt": "conversations, chosen, rejected",
     "alpaca": "instruction, chosen, rejected",
     "alpaca_pair": "instruction, output",

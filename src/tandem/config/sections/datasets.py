@@ -23,6 +23,7 @@ DatasetName = Literal[
     "Tulu3Preference",
     "aligner",
     "scored",
+    "best_of_n",
     "sharegpt",
     "alpaca",
     "alpaca_pair",

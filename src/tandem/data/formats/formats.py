@@ -27,7 +27,7 @@ from tandem.data.formats.preference import (
     with_system,
 )
 from tandem.data.formats.prompt_files import Wording
-from tandem.data.formats.rated import float_to_int, has_scores, ranked, scored
+from tandem.data.formats.rated import best_of_n, float_to_int, has_scores, is_list_of_texts, ranked, scored
 from tandem.data.read.sources import ANY_SCORE, PAIR_SCORE_KEYS, RowError, SourceRow, kind_of
 from tandem.terminal.printable import listed
 
@@ -204,6 +204,7 @@ def _is_answer(value: Any) -> bool:
 
 # In the order of detection. {prompt}, {chosen} and {rejected} are replaced by the configured keys.
 FORMATS: dict[str, Format] = {
+    "best_of_n": Format(best_of_n, ("{prompt}", "{chosen}", "{rejected}"), is_list_of_texts),
     "BinaryPreferenceDataset": Format(binary, ("{prompt}", "{chosen}", "{rejected}"), _is_answer),
     "PreferenceDataset": Format(ranked, ("context", "completions")),
     "HelpSteer3": Format(helpsteer3, ("context", "response1", "response2", "overall_preference")),
@@ -225,7 +226,7 @@ FORMATS: dict[str, Format] = {
 
 
 # Formats whose rows rank the completions. Labels in these rows are not checked.
-RANKED = ("PreferenceDataset", "HelpSteer3", "scored")
+RANKED = ("PreferenceDataset", "HelpSteer3", "scored", "best_of_n")
 NOTHING_FITS = ("BinaryPreferenceDataset", "no other format matches its keys")
 # Rows of alpaca and of alpaca_pair may have their completions under the configured keys.
 ALPACA_KEYS = FORMATS["alpaca"].required_keys

@@ -1,4 +1,4 @@
-"""Reads rows with two or more completions, each with a rank or a score, as Preferences."""
+"""Reads rows with two or more completions, each with a rank or a score, or in a list of correct ones, as Preferences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -76,6 +76,22 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
     order = sorted({score for _, score in answers}, reverse=True)
     completions = tuple(Completion(text, order.index(score), score) for text, score in answers)
     return checked(Preference(prompt_of(row, _prompt_key(row, keys)), completions, row.place))
+
+
+def best_of_n(row: SourceRow, keys: DatasetFields) -> Preference:
+    """RewardBench 2: a prompt, a list of correct completions and a list of incorrect ones, as texts."""
+    completions: list[Completion] = []
+    for rank, key in enumerate((keys.chosen_key, keys.rejected_key)):
+        texts = field_of(row.value, key, row)
+        if not isinstance(texts, list) or not texts:
+            what = "an empty list" if texts == [] else describe(texts)
+            raise RowError(row.place, "wrong type", f"{key}: {what}, not a list of completions.")
+        completions += [Completion(completion_of(row, text, f"{key}[{i}]"), rank) for i, text in enumerate(texts)]
+    return checked(Preference(prompt_of(row, keys.prompt_key), tuple(completions), row.place))
+
+
+def is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def has_scores(row: Mapping[str, Any], key: str) -> bool:

@@ -73,7 +73,9 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
         with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
-            return open_store(path, given, template, config.data, length, progress=_steps(advance), processes=processes)
+            return open_store(
+                path, given, template, config.data, length, progress=percent_of(advance), processes=processes
+            )
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
@@ -243,7 +245,7 @@ def _with_path(given: DatasetFields, split: str) -> DatasetFields:
     return given.model_copy(update={**published, **({"subset": given.subset} if given.subset else {})})
 
 
-def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
+def percent_of(advance: Callable[..., None]) -> Callable[[float], None]:
     """Return a function that takes the fraction of the work that is done, and advances a progress bar accordingly."""
     done = 0
 

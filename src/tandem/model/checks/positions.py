@@ -1,15 +1,21 @@
 """Finds sequences that are longer than a model's table of positions, or longer than the model was trained with."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from tandem.data.store.sets import Sets
+from tandem.data.store.selection import Preferences
 from tandem.errors import ConfigError
 from tandem.model.architecture import architecture_of
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
+
+
+class Splits(Protocol):
+    """Sets by name, such as those of a run."""
+
+    def by_split(self) -> dict[str, Preferences]: ...
 
 
 def position_limit(config: Any) -> int | None:
@@ -32,7 +38,7 @@ def position_limit(config: Any) -> int | None:
     return max([limit, *extended])
 
 
-def check_positions(sets: Sets, *models: ModelSource | None) -> None:
+def check_positions(sets: Splits, *models: ModelSource | None) -> None:
     """Raise ConfigError if a sequence is longer than a model's table of positions, because the forward pass would fail on it."""
     for source, limit, found in _longer(sets, models):
         if _has_table(source):
@@ -41,7 +47,7 @@ def check_positions(sets: Sets, *models: ModelSource | None) -> None:
             )
 
 
-def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]:
+def long_sequence_warnings(sets: Splits, *models: ModelSource | None) -> list[str]:
     """Return a warning for each set that has sequences longer than a model was trained for."""
     return [
         f"{found}, and the model was trained for {limit:,} (max_position_embeddings): beyond that its log-probabilities are "
@@ -50,7 +56,7 @@ def long_sequence_warnings(sets: Sets, *models: ModelSource | None) -> list[str]
     ]
 
 
-def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
+def _longer(sets: Splits, models: Iterable[ModelSource | None]) -> Iterator[tuple[ModelSource, int, str]]:
     """Yield (model, its position limit, start of a message) for each model and each set with sequences longer than the limit."""
     for source in models:
         if source is None or (limit := position_limit(source.config)) is None:

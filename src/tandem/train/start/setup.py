@@ -246,7 +246,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
             "take prompts from. Set data.validation, or set the number to 0."
         )
     for store in (sets.train, *sets.validation.values()):
-        _check_vocabulary(store, source)
+        check_vocabulary(store, source)
 
 
 def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
@@ -256,9 +256,16 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mode
         return None
     other = find_source("reference.model", name, None)
     check_packable(other, config.policy)
+    check_same_vocabulary(other, source, tokenizer)
+    return other
+
+
+def check_same_vocabulary(other: ModelSource, source: ModelSource, tokenizer: Any) -> None:
+    """Refuse a reference that does not have the vocabulary of the policy and its tokenizer."""
+    place = f"{other.key} = {other.name}"
     if other.vocabulary != source.vocabulary:
         raise ConfigError(
-            f"reference.model = {name}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
+            f"{place}: its vocabulary has {other.vocabulary} tokens and that of {source.name} has "
             f"{source.vocabulary}, but policy and reference must read the same tokens. Choose a reference with the same "
             "vocabulary."
         )
@@ -267,16 +274,15 @@ def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> Mode
         for token, number in tokenizer.get_vocab().items():
             if theirs.get(number, token) != token:
                 raise ConfigError(
-                    f"reference.model = {name}: token {number} is {theirs[number]!r} in its tokenizer and {token!r} in the "
+                    f"{place}: token {number} is {theirs[number]!r} in its tokenizer and {token!r} in the "
                     "policy's, but policy and reference must read the same tokens. Choose a reference with the same vocabulary."
                 )
-    return other
 
 
-def _check_vocabulary(store: Preferences, source: ModelSource) -> None:
+def check_vocabulary(store: Preferences, source: ModelSource) -> None:
     highest = store.highest_token_id
     if highest >= source.vocabulary:
         raise ConfigError(
-            f"policy.model_name = {source.name}: the tokenizer gives token id {highest}, but the model has only "
+            f"{source.key} = {source.name}: the tokenizer gives token id {highest}, but the model has only "
             f"{source.vocabulary} tokens. Use the tokenizer that belongs to the model (policy.tokenizer.name)."
         )

@@ -1,0 +1,112 @@
+"""Compares the speed of `tandem eval` with TRL's evaluation loop (DPOTrainer.evaluate) on the same pairs.
+
+    python benchmarks/evaluate.py --shape qwen2.5-0.5b --pairs 2048 [--trl-python PYTHON] [--live]
+    python benchmarks/evaluate.py --model FOLDER --reference FOLDER --data pairs.jsonl
+
+Both read the same token ids and compute the same rewards, and the accuracies are compared. The reference's log-probabilities are
+computed before the clock starts, or, with --live, by TRL in the loop, as by its default, and by tandem in a pass of its own,
+whose time is added. Each side runs once to warm up. Without --trl-python only tandem is timed. The last line is one JSON object.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trl_python
+from made_model import SHAPES, make_model
+from options import options_of
+from versus_trl import ratio, run
+
+from tandem.embedded.files import TRAIN, VALIDATION
+from tandem.evaluate.measure import MeasuredSet, measure_model
+from tandem.evaluate.request import check_request
+from tandem.model.files.tiny import tiny_model
+from tandem.report.reporter import Reporter
+from tandem.train.metrics import above
+
+
+def write_pairs(path: Path, num: int, words: int) -> Path:
+    """Write pairs of random words: prompts of `words` on average, completions of a quarter more, log-normal with sigma 0.7."""
+    chosen = random.Random(0)
+    rng = np.random.default_rng(0)
+    known = sorted({word for line in TRAIN.read_text().splitlines() for word in json.loads(line)["chosen"].split()})
+
+    def text(mean: float) -> str:
+        return " ".join(chosen.choices(known, k=max(2, int(rng.lognormal(np.log(mean) - 0.7**2 / 2, 0.7)))))
+
+    rows = [{"prompt": text(words), "chosen": text(1.25 * words), "rejected": text(1.25 * words)} for _ in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_ids(path: Path, one: MeasuredSet) -> Path:
+    """Write the tokens that tandem measured, for TRL."""
+    with path.open("w") as out:
+        for preference in one.set.store:
+            for winner, loser in preference.pairs:
+                ids = (preference.prompt, preference.completions[winner], preference.completions[loser])
+                names = ("prompt_ids", "chosen_ids", "rejected_ids")
+                out.write(json.dumps({name: part.tolist() for name, part in zip(names, ids, strict=True)}) + "\n")
+    return path
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, help="a random model of this shape, instead of --model")
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--reference", help="if not given, the same as the model")
+    parser.add_argument("--data", type=Path, help="pairs; if not given, --pairs of random words, or the bundled ones")
+    parser.add_argument("--pairs", type=int, help="make this many pairs of random words")
+    parser.add_argument("--words", type=int, default=100, help="mean words of a prompt")
+    parser.add_argument("--micro-batch", type=int, default=16, help="pairs in a batch of TRL")
+    parser.add_argument("--live", action="store_true", help="the reference is part of the timed loop")
+    parser.add_argument("--trl-python", help="a Python that has TRL")
+    parser.add_argument(
+        "--folder", type=Path, help="where models and pairs are written; if not given, a temporary folder"
+    )
+    o = parser.parse_args()
+    if o.trl_python:
+        trl_python.check(o.trl_python, "datasets", "trl")
+    folder = o.folder or Path(tempfile.mkdtemp(prefix="tandem-evaluate-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    model = str(make_model(o.shape, str(tiny_model()), folder / o.shape)) if o.shape else o.model
+    data = o.data or (write_pairs(folder / "pairs.jsonl", o.pairs, o.words) if o.pairs else VALIDATION)
+    request = check_request(model, [str(data)], reference=o.reference or model)
+    quiet = Reporter("quiet")
+    measure_model(request.subject, request.data, None, quiet)  # computes the reference and warms up
+    measured = measure_model(request.subject, request.data, None, quiet)
+    (only,) = measured.sets
+    seconds = measured.seconds
+    if o.live:
+        alone = check_request(o.reference or model, [str(data)])
+        seconds += measure_model(alone.subject, alone.data, None, quiet).seconds
+    found: dict[str, Any] = {
+        "benchmark": "evaluate",
+        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(o).items()},
+        "num_pairs": len(only.table),
+        "tandem": {
+            "pairs_per_second": round(len(only.table) / seconds, 2),
+            "accuracy": float(above(only.table.margin, 0.0).mean()),
+        },
+    }
+    if o.trl_python:
+        source = tiny_model() if model == "embedded" else Path(model)
+        other = tiny_model() if (o.reference or model) == "embedded" else Path(o.reference or model)
+        found["trl"] = run(
+            o.trl_python,
+            "trl_evaluate.py",
+            *("--model", str(source), "--reference", str(other), "--data", str(write_ids(folder / "ids.jsonl", only))),
+            *("--micro-batch", str(o.micro_batch), *(["--live"] if o.live else [])),
+        )
+        print(f"ratio {ratio(found['tandem'], found['trl'])}")
+    print(json.dumps(found))
+    if o.trl_python and found["trl"]["pairs_per_second"] is None:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Resolves what an evaluation is asked for: models, references, data and tasks. Checks them before torch is imported."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.load import load_config
+from tandem.config.losses import needs_reference
+from tandem.config.schema import Config
+from tandem.config.sections.datasets import DatasetFields
+from tandem.config.sections.dpo import Dpo
+from tandem.config.sections.policy import Lora
+from tandem.config.sections.policy import Policy as PolicyConfig
+from tandem.config.sections.section import EMBEDDED
+from tandem.embedded.files import VALIDATION
+from tandem.errors import CheckpointError, ConfigError
+from tandem.model.files.source import check_path, refuse_missing
+from tandem.paths import check_data
+from tandem.report.per_pair import check_per_pair
+from tandem.storage.cache import is_run
+from tandem.terminal.commands import key_of, override
+
+# Keys whose values the arguments give, or that have no effect here.
+GIVEN_BY_ARGUMENTS = (
+    "policy.model_name",
+    "policy.lora",
+    "reference",
+    "data.train",
+    "data.validation",
+    "data.val_data_paths",
+)
+TRAINING_ONLY = ("policy.optimizer", "policy.scheduler", "checkpointing", "export", "logger", "run")
+READING_KEYS = ("prompt_key", "chosen_key", "rejected_key")
+LENGTH_KEY = "policy.max_total_sequence_length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """A model to load: its settings, and the argument or option that names it, for messages."""
+
+    name: str
+    key: str
+    policy: PolicyConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model to measure, and the reference that its implicit rewards compare it with."""
+
+    name: str  # as given
+    model: ModelRequest
+    reference: ModelRequest | None
+    config: Config
+    dpo: Dpo  # whose implicit rewards are measured
+    run: Path | None
+    sets_length: bool  # whether the longest sequence is given, by the run or by an override
+    sets_fields: bool  # whether overrides say how data is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequest:
+    """A set to measure. fields: how to read it; None: decided by its first row."""
+
+    name: str
+    path: str
+    fields: DatasetFields | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A checked evaluation: nothing has been loaded yet."""
+
+    subject: Subject
+    against: Subject | None
+    data: tuple[DataRequest, ...]
+    by: str | None
+    per_pair: Path | None
+    tasks: tuple[str, ...]
+    include_path: Path | None
+    limit: int | None
+
+
+def check_request(
+    model: str,
+    data: Sequence[str] = (),
+    *,
+    reference: str | None = None,
+    against: str | None = None,
+    beta: float | None = None,
+    by: str | None = None,
+    per_pair: Path | None = None,
+    lm_eval: Sequence[str] = (),
+    include_path: Path | None = None,
+    limit: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Request:
+    """Check the arguments of `evaluate`, which has the same ones."""
+    _check_overrides(overrides)
+    if beta is not None and not 0 < beta < float("inf"):
+        raise ConfigError(f"--beta {beta}: not a positive number.")
+    if per_pair is not None:
+        check_per_pair(per_pair)
+    if include_path is not None and not lm_eval:
+        raise ConfigError(f"--include-path {include_path} has no effect without --lm-eval TASKS. Leave it out.")
+    if limit is not None and not lm_eval:
+        raise ConfigError(f"--limit {limit} has no effect without --lm-eval TASKS. Leave it out.")
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(f"--include-path {include_path}: no such directory. Give a folder with task files (.yaml).")
+    subject = _subject("MODEL", model, reference, beta, overrides)
+    other = None if against is None else _subject("--against", against, reference, beta, overrides)
+    sets = _data_requests(data, subject, tasks=bool(lm_eval))
+    check_data({one.name: one.fields or DatasetFields(data_path=one.path) for one in sets})
+    if not sets and (per_pair is not None or by is not None):
+        raise ConfigError("--per-pair and --by describe pairs, but no DATA is given. Add a data file.")
+    return Request(
+        subject=subject,
+        against=other,
+        data=sets,
+        by=by,
+        per_pair=per_pair,
+        tasks=tuple(lm_eval),
+        include_path=include_path,
+        limit=limit,
+    )
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for given in overrides:
+        key = key_of(given)
+        if any(f"{key}.".startswith(f"{one}.") for one in GIVEN_BY_ARGUMENTS):
+            hint = " Say how to read the data with data.default.KEY=VALUE." if key.startswith("data.") else ""
+            raise ConfigError(f"{given}: MODEL, DATA, --reference and --against give the models and the data.{hint}")
+        if any(f"{key}.".startswith(f"{one}.") for one in TRAINING_ONLY):
+            raise ConfigError(f"{given}: this key has no effect on an evaluation. Leave it out.")
+
+
+def _subject(key: str, name: str, reference: str | None, beta: float | None, overrides: Sequence[str]) -> Subject:
+    own = Path(name) if is_run(Path(name)) else None
+    if own is None:
+        config = load_config(None, [*overrides, override("policy.model_name", EMBEDDED)]).config
+        model = named_model(key, name, config.policy)
+        compared, dpo = None, Dpo()
+    else:
+        config = load_config(str(own / "config.yaml"), list(overrides)).config
+        model = model_of_run(key, own, config.policy)
+        compared = _reference_of_run(own, config) if needs_reference(config.dpo.preference_loss) else None
+        dpo = config.dpo.model_copy(update={"wpo": False})  # weights of pairs change neither rewards nor accuracy
+    if reference is not None:
+        compared = named_model("--reference", reference, config.policy)
+        dpo = dpo if needs_reference(dpo.preference_loss) else Dpo()
+    if own is None and compared is None:
+        # Rewards are then log-probabilities, and margins their differences.
+        dpo = Dpo(preference_loss="cpo", reference_policy_kl_penalty=1.0)
+        if beta is not None:
+            raise ConfigError(
+                f"--beta {beta:g} scales implicit rewards, which need a reference. Add --reference MODEL."
+            )
+    elif beta is not None:
+        dpo = dpo.model_copy(update={"reference_policy_kl_penalty": beta})
+    given = [key_of(one) for one in overrides]
+    if "data.pairing" not in given:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"pairing": "all"})})
+    return Subject(
+        name=name,
+        model=model,
+        reference=compared,
+        config=config,
+        dpo=dpo,
+        run=own,
+        sets_length=own is not None or LENGTH_KEY in given,
+        sets_fields=any(one.startswith("data.default") for one in given),
+    )
+
+
+def named_model(key: str, name: str, policy: PolicyConfig) -> ModelRequest:
+    """The settings that load a model folder, a hub name, an adapter folder, or the model of a run."""
+    folder = Path(name)
+    if is_run(folder):
+        return model_of_run(key, folder, load_config(str(folder / "config.yaml"), []).config.policy)
+    plain = policy.model_copy(update={"model_name": name, "revision": None, "lora": Lora(), "weights": "float32"})
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = _base_of_adapter(key, folder)
+        adapted = Lora(enabled=True, adapter=str(folder))
+        return ModelRequest(name=name, key=key, policy=plain.model_copy(update={"model_name": base, "lora": adapted}))
+    if not folder.is_dir() and folder.exists():
+        raise ConfigError(f"{key} = {name}: a file, not a model folder or a run. Give the folder.")
+    if name != EMBEDDED and not folder.is_dir():
+        refuse_missing(key, name)
+    check_path(key, name)
+    return ModelRequest(name=name, key=key, policy=plain)
+
+
+def model_of_run(key: str, run: Path, policy: PolicyConfig) -> ModelRequest:
+    """The settings that load RUN/model, which is a model or, without merging, an adapter."""
+    folder = run / "model"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{key} = {run}: a run that has no model yet ({folder} is missing). Finish it with tandem train --resume {run}, or "
+            f"export a checkpoint with tandem export {run}."
+        )
+    plain = {"revision": None, "weights": "float32", "compile": policy.compile}
+    if (folder / "adapter_config.json").is_file():
+        lora = policy.lora.model_copy(update={"adapter": str(folder), "dropout": 0.0})
+        return ModelRequest(
+            name=str(run), key=key, policy=policy.model_copy(update={"lora": lora, "weights": "float32"})
+        )
+    check_path(key, str(folder))
+    changes = {**plain, "model_name": str(folder), "lora": Lora()}
+    return ModelRequest(name=str(run), key=key, policy=policy.model_copy(update=changes))
+
+
+def _reference_of_run(run: Path, config: Config) -> ModelRequest:
+    """The model that a run trained against: reference.model, or the model that it started from, with its adapter."""
+    key = f"reference of {run}"
+    if config.reference.model is not None:
+        return named_model(key, config.reference.model, config.policy)
+    name = config.policy.model_name
+    check_path(key, name)
+    policy = config.policy.model_copy(update={"weights": "float32"})
+    if config.policy.lora.adapter is None and config.policy.lora.quantization is None:
+        policy = policy.model_copy(update={"lora": Lora()})  # new adapters change nothing
+    return ModelRequest(name=name, key=key, policy=policy)
+
+
+def _base_of_adapter(key: str, folder: Path) -> str:
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError, OSError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{key} = {folder}: an adapter whose adapter_config.json does not name its base model. Merge it into its base model, "
+            "and give that folder."
+        )
+    return base
+
+
+def _data_requests(data: Sequence[str], subject: Subject, *, tasks: bool) -> tuple[DataRequest, ...]:
+    if data:
+        return tuple(
+            DataRequest(name=path, path=str(VALIDATION) if path == EMBEDDED else path) for path in dict.fromkeys(data)
+        )
+    if subject.run is None:
+        if tasks:
+            return ()
+        raise ConfigError(
+            f"tandem eval {subject.name}: no DATA. Give one or more files of preference pairs, or embedded."
+        )
+    sets = subject.config.data.validation_sets
+    if not sets and not tasks:
+        raise ConfigError(
+            f"tandem eval {subject.name}: the run has no validation set. Give DATA: a file of preference pairs."
+        )
+    return tuple(
+        DataRequest(
+            name=name,
+            path=str(VALIDATION) if fields.data_path == EMBEDDED else str(fields.data_path or ""),
+            fields=fields,
+        )
+        for name, fields in sets.items()
+    )

@@ -1,0 +1,94 @@
+"""`tandem eval` on the command line: its output, its exit codes, and which arguments are overrides."""
+
+import json
+import sys
+
+import pytest
+from models import MODEL
+
+from tandem.cli import main as cli
+from tandem.cli.eval import OVERRIDE
+from tandem.embedded.files import VALIDATION
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Run the command in this process; return its exit code, standard output and standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tandem", "eval", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(VALIDATION.read_text().splitlines(keepends=True)[:6]))
+    return file
+
+
+def test_the_table_is_printed_and_nothing_else_on_standard_output(run_here, pairs):
+    code, out, err = run_here(MODEL, pairs, "--reference", MODEL)
+    assert (code, err) == (0, "Loading torch and transformers (a few seconds)\n")
+    assert " ".join(out.split()).startswith(
+        f"{MODEL}: implicit rewards of dpo, beta 0.1, reference {MODEL} 6 pairs of 6 prompts"
+    )
+    assert "Only 6 prompts: the intervals are wide, and approximate." in out
+    # the model is its own reference, so that every pair is a tie
+    (line,) = (line for line in out.splitlines() if line.startswith("reward accuracy"))
+    assert line.split()[2] == "0.500"
+
+
+def test_json_has_the_documented_keys(run_here, pairs):
+    code, out, err = run_here(MODEL, pairs, "--json", "--quiet", "policy.max_total_sequence_length=256")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert list(found) == [
+        *("model", "folder", "reference", "scored_by", "loss", "beta", "precision", "total", "by_set", "by_length"),
+        *("by_rank_distance", "by_field", "best_of_n", "calibration", "benchmarks", "comparison", "harness", "skipped"),
+        *("seconds", "pairs_per_second"),
+    ]
+    assert list(found["total"]) == [
+        *("name", "num_pairs", "num_prompts", "accuracy", "logps_accuracy", "logps_per_token_accuracy"),
+        *("rewards_margin", "logps_margin", "loss"),
+    ]
+    assert list(found["total"]["logps_accuracy"]) == ["value", "low", "high"]
+    assert found["by_set"][0]["name"] == str(pairs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["./nope", "embedded"], 2, "MODEL = ./nope: no such directory. Check the path."),
+        (["embedded", "./nope.jsonl"], 3, "./nope.jsonl: no such file or folder, and not the name of a hub dataset"),
+        (["embedded"], 2, "tandem eval embedded: no DATA. Give one or more files of preference pairs, or embedded."),
+        (["embedded", "embedded", "policy.nope=1"], 2, "policy.nope"),
+    ],
+)
+def test_wrong_arguments_end_in_one_message(run_here, arguments, code, message):
+    found, out, err = run_here(*arguments)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_override"),
+    [
+        ("policy.precision=float32", True),
+        ("+data.default.prompt_key=q", True),
+        ("~policy.scheduler", True),
+        ("pairs.jsonl", False),
+        ("org/name", False),
+        ("data/a=b.jsonl", False),
+        ("~/pairs.jsonl", False),
+        ("*.jsonl", False),
+    ],
+)
+def test_which_arguments_are_overrides(argument, is_override):
+    assert bool(OVERRIDE.fullmatch(argument)) == is_override
