@@ -77,6 +77,7 @@ def test_a_training_record_holds_every_metric_of_the_contract(default):
         "step_seconds",
         "loader_wait_seconds",
         "pairs_per_second",
+        "memory_gib",
         "tokens_per_second",
     }
 

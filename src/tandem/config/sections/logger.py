@@ -78,6 +78,9 @@ class Logger(Section):
         description="number of prompts of the first validation set to answer at every validation; prints the answers of "
         "policy and reference",
     )
+    report: bool = Field(
+        default=True, description="write report.html, a page of the run's curves, pairs and settings"
+    )
     monitor_gpus: bool = Field(
         default=True,
         description="log GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; no effect on a CPU",

@@ -24,6 +24,7 @@ from tandem.terminal.commands import override, tandem_command
 # The files that a run writes in its directory, except checkpoints.
 FILES = (
     *("config.yaml", "lock", "metrics.jsonl", "rejects.jsonl", "references.json", "trackers.json", "verdicts.json"),
+    *("setup.json", "pairs.json", "report.html"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
 FOLDERS = ("checkpoints", "logs", "model", "samples")
@@ -97,7 +98,7 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
     numbers = _numbers(parent, stem)
     now = _config_now(loaded)
     for run in () if fresh else (parent / f"{stem}-{number}" for number in numbers):
-        if not is_finished(run) and _stored_config(run) == now:
+        if not is_finished(run) and stored_config(run) == now:
             refuse_links(run)
             refuse_other_than_export(run)
             return run
@@ -110,7 +111,7 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
         return None
     stem, _, number = run.name.rpartition("-")
     earlier = run.with_name(f"{stem}-{int(number) - 1}") if _is_number(number) else run
-    stored = _stored_config(earlier) if earlier != run else None
+    stored = stored_config(earlier) if earlier != run else None
     if stored is None or _differences(stored, loaded):
         return None
     old, new = flatten(stored), flatten(_config_now(loaded))
@@ -178,7 +179,7 @@ def refuse_other_than_export(run: Path) -> None:
 
 def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
     """Refuse to resume a run under settings that would change the trained model; the message lists the differences."""
-    stored = _stored_config(run)
+    stored = stored_config(run)
     if stored is None:
         raise CheckpointError(
             f"{run}/config.yaml is damaged: it cannot be read as a configuration. Restore it from a checkpoint of the run, which "
@@ -248,7 +249,7 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
 
 def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
     """Whether a setting that decides where a finished run ends has changed. Only then may there be steps left to train."""
-    old, new = flatten(_stored_config(run) or {}), flatten(_config_now(loaded))
+    old, new = flatten(stored_config(run) or {}), flatten(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH_KEYS, "dpo.early_stopping_patience"))
 
 
@@ -285,7 +286,8 @@ def _read_lock(lock: IO[str]) -> str:
     return os.pread(lock.fileno(), 64, 0).decode("ascii", "replace").strip()
 
 
-def _stored_config(run: Path) -> dict[str, Any] | None:
+def stored_config(run: Path) -> dict[str, Any] | None:
+    """Return the configuration in a run's config.yaml, with defaults for keys that it does not have; None if it is damaged."""
     try:
         stored = yaml.safe_load(read_yaml_text(run / "config.yaml"))
     except (OSError, ValueError, yaml.YAMLError, YamlLimitError):

@@ -45,6 +45,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     if (stop := restore_best(t)) is not None:
         verdicts = [stop.verdict, *_verdicts_on_export(verdicts, t, stop.exported_step)]
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
+        t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
     t.ranks.agreed(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), by=t.ranks.is_first)
     if per_pair is not None:
@@ -61,6 +62,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
+    t.page.finish()
     _report_results(t, model, dtype, per_pair, stop)
     # If training made the model worse, no next command is suggested: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
@@ -119,6 +121,8 @@ def _report_results(
     )
     of_step = f": step {stop.exported_step}, {best}" if stop else ""
     t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
+    if config.logger.report:
+        t.reporter.say(f"  {t.run}/report.html  curves, pairs and settings, to open in a browser")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
     if per_pair is not None:
         t.reporter.say(f"  {per_pair}  every pair, those the model disagrees with most first")
