@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.page.curves import CHART_OF_VERDICT, Chart
+from tandem.page.curves import Chart
 from tandem.page.document import callout, empty, figure, section
 from tandem.page.html import Markup, joined, number, percent, table, tag
-from tandem.page.sections import verdict_callout, verdicts_of
-from tandem.runs import Run, number_in
+from tandem.page.sections import figures_of
+from tandem.runs import Run, StoredVerdict, number_in
 
 KINDS = {
     "pairs_lost": (
@@ -56,7 +56,7 @@ def _margins_chart(found: Mapping[str, Any], id: str, of: str) -> list[Chart]:
             "width": width,
             "series": series,
             "x": "margin",
-            "unit": "pairs",
+            "unit": "number of pairs",
             "help": "Right of 0 the policy agrees with the label.",
             "guides": [0],
         }
@@ -70,7 +70,9 @@ def _length_chart(found: Mapping[str, Any], id: str, of: str) -> list[Chart]:
     groups = [one for one in groups if all(number_in(one, name) is not None for name in names)]
     if len(groups) < 2:
         return []
-    help = "Pairs grouped by the tokens of the chosen completion minus those of the rejected. A slope: length is learnt."
+    help = (
+        "Pairs grouped by the tokens of the chosen completion minus those of the rejected. A slope: length is learnt."
+    )
     return [
         {
             "kind": "bars",
@@ -109,11 +111,9 @@ def _sets(run: Run) -> list[tuple[str, dict[str, Any]]]:
     return [(split, one) for split, one in found if isinstance(one, dict)][:MAX_SPLITS]
 
 
-def pairs(run: Run, charts: Sequence[Chart]) -> Markup:
-    by_chart: dict[str, list[Markup]] = {}
-    for verdict in verdicts_of(run):
-        by_chart.setdefault(CHART_OF_VERDICT.get(verdict.name, ""), []).append(verdict_callout(verdict, charts))
-    figures = [figure(one, *by_chart.get(one["id"], [])) for one in charts]
+def pairs(run: Run, charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) -> Markup:
+    """Margins and accuracy over the pairs of the newest validation, and the pairs to read."""
+    figures = figures_of(charts, verdicts)
     sets = _sets(run)
     if not sets:
         hint = (
@@ -161,7 +161,7 @@ def _pair(one: Mapping[str, Any], kind: str) -> Markup:
     badge = tag("span", "check the label", class_="badge") if one.get("doubtful") and kind == "pairs_lost" else None
     head = tag(
         "div",
-        tag("code", str(one.get("place", ""))),
+        _place(one.get("place")),
         tag("span", f"margin {change}", class_="margin"),
         badge,
         class_="pair-head",
@@ -188,8 +188,15 @@ def _answer_title(name: str, one: Mapping[str, Any], role: str) -> str:
 
 def _text(title: str, words: Any, role: str) -> Markup:
     shown = words if isinstance(words, str) else ""
-    inside = tag("pre", shown, dir="auto", tabindex="0") if shown.strip() else empty("(empty)")
+    blank = f"(white space only, {len(shown):,} characters)" if shown else "(empty)"
+    inside = tag("pre", shown, dir="auto", tabindex="0") if shown.strip() else empty(blank)
     return tag("div", tag("h4", title), inside, class_=f"text {role}")
+
+
+def _place(found: Any) -> Markup:
+    """The file and line of a row. The folder is shown only under the pointer: it is long, and often private."""
+    place = found if isinstance(found, str) else ""
+    return tag("code", place.rpartition("/")[2], title=place)
 
 
 def answers(run: Run) -> Markup:
@@ -213,7 +220,8 @@ def answers(run: Run) -> Markup:
         rows.append(
             tag(
                 "article",
-                _text(f"Prompt, {one.get('place') or ''}", one["prompt"], "prompt"),
+                tag("div", _place(one.get("place")), class_="pair-head"),
+                _text("Prompt", one["prompt"], "prompt"),
                 tag(
                     "div",
                     None if start is None else _text(title, start, "before"),

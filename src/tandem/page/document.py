@@ -14,7 +14,7 @@ from tandem.runs import Status
 GENERATOR = "tandem report"  # by which an earlier page is recognised
 STYLES = ("style.css",)
 SCRIPTS = ("draw.js", "charts.js", "page.js")
-STATUS_TEXT: dict[Status, str] = {"finished": "finished", "running": "running", "stopped": "stopped early"}
+STATUS_TEXT: dict[Status, str] = {"finished": "finished", "running": "running", "stopped": "stopped"}
 
 
 @cache
@@ -75,14 +75,14 @@ def section(id: str, title: str, *children: object, intro: str = "") -> Markup:
 
 
 def figure(chart: dict[str, Any], *callouts: object) -> Markup:
-    """The place of a chart, which the script draws. Its callouts are inside, below the title."""
+    """The place of a chart, which the script draws. Its callouts are inside, below the chart."""
     unit = tag("span", chart["unit"], class_="unit") if chart.get("unit") else None
     caption = tag("figcaption", tag("h3", chart["title"], " ", unit), tag("p", chart.get("help") or "", class_="help"))
     return tag(
         "figure",
         caption,
-        *callouts,
         tag("div", class_="plot"),
+        *callouts,
         class_="chart",
         id=f"chart-{chart['id']}",
         data_chart=chart["id"],

@@ -69,8 +69,8 @@ def _finite(value: Any) -> Any:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """0.8765 -> 87.7 %; exactly 1 -> 100 %."""
-    return "100 %" if share == 1 else f"{100 * share:.{digits}f} %"
+    """0.8765 -> 87.7 %; 1 -> 100 %."""
+    return "100 %" if share > 1 - 1e-9 else f"{100 * share:.{digits}f} %"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -84,7 +84,7 @@ def number(value: float | None, digits: int = 4) -> str:
         mantissa, _, power = f"{value:.{max(digits - 2, 1)}e}".partition("e")
         return f"{mantissa}e{int(power)}".replace("-", "−")
     decimals = max(0, digits - 1 - size)
-    return f"{value:,.{min(decimals, digits)}f}".replace("-", "−")
+    return f"{value:,.{min(decimals, digits + 2)}f}".replace("-", "−")
 
 
 def duration(seconds: float) -> str:

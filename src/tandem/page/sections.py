@@ -1,6 +1,7 @@
 """The sections of a run's page on its result: headline, verdicts, curves, data, settings and files."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,18 +13,7 @@ from tandem.report.verdicts import judge
 from tandem.runs import Record, Run, StoredVerdict, accuracy_of, number_in
 from tandem.train.run.directory import stored_config
 
-TITLES = {
-    "sound": "No problems found",
-    "accuracy_flat": "Accuracy is flat",
-    "accuracy_reversed": "Accuracy fell",
-    "chosen_falling": "Chosen completions become less likely",
-    "length_learnt": "The margin follows length",
-    "kl_running_away": "Moving away from the reference",
-    "only_hurt": "Training made it worse",
-    "best_long_ago": "The loss has been rising",
-    "diverged": "The run diverged",
-    "stopped_early": "Stopped early",
-}
+MAX_TITLE_CHARACTERS = 70
 MAX_VALUE_CHARACTERS = 200
 
 
@@ -65,8 +55,8 @@ def headline(run: Run) -> Markup:
     )
 
 
-def summary(run: Run, charts: Sequence[Chart]) -> Markup:
-    verdicts = verdicts_of(run)
+def summary(run: Run, charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) -> Markup:
+    """The result at a glance, and every verdict with a link to its chart."""
     return section(
         "summary",
         "Summary",
@@ -86,7 +76,7 @@ def _progress(run: Run) -> Markup | None:
     where = f"step {run.step:,}{of}"
     if run.status == "running":
         return callout("info", "This run is training:", f"{where} when this page was written.")
-    resume = tag("code", f"tandem train --resume {run.path}")
+    resume = tag("code", f"tandem train --resume {shlex.quote(str(run.path))}")
     return callout("warn", "This run stopped before its end,", joined([f"at {where}. To resume it: ", resume]))
 
 
@@ -94,13 +84,21 @@ def verdict_callout(verdict: StoredVerdict, charts: Sequence[Chart], *, linked: 
     chart = CHART_OF_VERDICT.get(verdict.name)
     is_drawn = any(one["id"] == chart for one in charts)
     link = (f"#chart-{chart}", "See the chart") if linked and chart and is_drawn else None
-    title = TITLES.get(verdict.name, verdict.name.replace("_", " "))
-    body = joined([tag("span", verdict.split, class_="split"), " ", _sentence(verdict.text)])
+    title, rest = _parts(verdict)
+    body = joined([rest, " ", tag("span", f"({verdict.split})", class_="split")])
     return callout(SEVERITY.get(verdict.name, "warn"), title, body, link)
 
 
+def _parts(verdict: StoredVerdict) -> tuple[str, str]:
+    """A title and the rest: "accuracy is flat: 0.5 on ..." -> "Accuracy is flat.", "0.5 on ..."."""
+    words = verdict.text.replace(" -> ", " → ")
+    start, colon, rest = words.partition(": ")
+    if not colon or len(start) > MAX_TITLE_CHARACTERS:
+        return f"{_sentence(verdict.name.replace('_', ' '))}.", _sentence(words)
+    return f"{_sentence(start)}.", _sentence(rest)
+
+
 def _sentence(words: str) -> str:
-    """Verdicts start in lower case, because the terminal prints them after the name of the set."""
     return words[:1].upper() + words[1:]
 
 
@@ -141,13 +139,19 @@ def _change(before: Record | None, last: Record, name: str, shown: Any) -> Marku
     return now if start is None else joined([tag("span", shown(start), " → ", class_="before"), now])
 
 
-def curves(run: Run, charts: Sequence[Chart]) -> Markup:
-    """Every chart over steps, with the verdicts that speak of it."""
-    by_chart: dict[str, list[Markup]] = {}
-    for verdict in verdicts_of(run):
-        where = CHART_OF_VERDICT.get(verdict.name, "")
-        by_chart.setdefault(where, []).append(verdict_callout(verdict, charts))
-    figures = [figure(one, *by_chart.get(one["id"], [])) for one in charts if one["id"] != "fill"]
+def figures_of(charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) -> list[Markup]:
+    """The places of charts, each with the verdicts that speak of it."""
+    return [
+        figure(
+            chart, *(verdict_callout(one, charts) for one in verdicts if CHART_OF_VERDICT.get(one.name) == chart["id"])
+        )
+        for chart in charts
+    ]
+
+
+def curves(run: Run, charts: Sequence[Chart], verdicts: Sequence[StoredVerdict]) -> Markup:
+    """Every chart over steps."""
+    figures = figures_of([one for one in charts if one["id"] != "fill"], verdicts)
     intro = "Faint lines are single steps, strong ones their moving average. Dots are validations."
     return section(
         "curves",

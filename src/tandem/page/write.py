@@ -11,7 +11,7 @@ from tandem.page.curves import run_charts
 from tandem.page.data_sections import answers, data, length_charts, pack_chart, packing, pair_charts, pairs
 from tandem.page.document import GENERATOR, document, footer, header
 from tandem.page.html import joined, tag
-from tandem.page.sections import curves, headline, settings, summary
+from tandem.page.sections import curves, headline, settings, summary, verdicts_of
 from tandem.runs import Run, open_run
 from tandem.storage.cache import replacing
 
@@ -84,15 +84,16 @@ def run_page(run: Run, *, live: bool = False) -> str:
     """The complete page of one run. live: it is served by `tandem watch`, and follows the run."""
     over_steps, of_pairs = run_charts(run), pair_charts(run)
     pack, lengths = [*pack_chart(run), *(one for one in over_steps if one["id"] == "fill")], length_charts(run)
+    verdicts = verdicts_of(run)
     everything = [*over_steps, *of_pairs, *pack_chart(run), *lengths]
     body = joined(
         [
             header(run.name, headline(run), list(SECTIONS.items()), run.status),
             tag(
                 "main",
-                summary(run, everything),
-                curves(run, over_steps),
-                pairs(run, of_pairs),
+                summary(run, everything, verdicts),
+                curves(run, over_steps, verdicts),
+                pairs(run, of_pairs, verdicts),
                 answers(run),
                 packing(run, pack),
                 data(run, lengths),

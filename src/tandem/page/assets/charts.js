@@ -7,7 +7,7 @@ function lineChart(plot, chart, state) {
   const xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
   const yValues = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || []), ...quantiles(one.raw || [], [0.02, 0.98])]);
   const yDomain = chart.range && series.length ? fitted(chart.range, yValues) : domainOf(yValues, chart.zero);
-  const yTicks = ticksBetween(yDomain[0], yDomain[1], 4);
+  const yTicks = ticksBetween(yDomain[0], yDomain[1], 5);
   const yStep = yTicks.length > 1 ? yTicks[1] - yTicks[0] : undefined;
   const box = { left: labelWidth(yTicks, chart.format, yStep), right: width - 12, top: 10, bottom: height - 38 };
   const xDomain = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [(xs[0] || 0) - 1, (xs[0] || 0) + 1];
@@ -50,7 +50,7 @@ function drawSeries(drawn, one, x, y) {
   }
   if (one.raw) group.append(svg('path', { class: 'raw', d: path(one.raw) }));
   group.append(svg('path', { class: `line${one.dashed ? ' dashed' : ''}`, d: path(one.y) }));
-  if ((one.dots && one.x.length <= 80) || one.x.length === 1) {
+  if ((one.dots && one.x.length <= 25) || one.x.length === 1) {
     one.x.forEach((at, i) => {
       if (one.low && one.x.length === 1) group.append(svg('line', { class: 'whisker', x1: x(at), x2: x(at), y1: y(one.low[i]), y2: y(one.high[i]) }));
       group.append(svg('circle', { class: 'dot', cx: x(at), cy: y(one.y[i]), r: 4 }));
@@ -187,7 +187,7 @@ function barChart(plot, chart) {
     );
   });
   for (const value of chart.guides || []) root.append(svg('line', { class: 'guide', x1: x(value), x2: x(value), y1: 0, y2: chart.bars.length * row }));
-  root.append(svg('text', { x: left - 8, y: height - 14, 'text-anchor': 'start' }, chart.x));
+  root.append(svg('text', { x: 0, y: height - 14 }, chart.x));
   plot.append(root);
   const tip = makeTip(plot);
   let at = 0;

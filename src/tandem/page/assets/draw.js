@@ -24,11 +24,11 @@ function colourClass(colour) {
   return typeof colour === 'number' ? `c${colour % 8}` : `${String(colour).replace(/[^a-z]/g, '')}-series`;
 }
 
-// Round numbers that divide a range: 0 to 7 -> 0, 2, 4, 6.
+// Round numbers that divide a range, as close to `count` of them as there can be: 0 to 7 -> 0, 2, 4, 6.
 function ticksBetween(low, high, count) {
-  const rough = (high - low) / Math.max(count, 1);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((times) => times * power).find((size) => size >= rough * 0.999) || rough;
+  const power = 10 ** Math.floor(Math.log10((high - low) / Math.max(count, 1)));
+  const number = (size) => Math.floor(high / size + 1e-9) - Math.ceil(low / size - 1e-9) + 1;
+  const step = [1, 2, 5, 10].map((times) => times * power).reduce((best, size) => (Math.abs(number(size) - count) < Math.abs(number(best) - count) ? size : best));
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && found.length < 50; i++) found.push(i * step);
   return found;
@@ -46,7 +46,10 @@ function formatted(value, kind, step) {
   if (step === undefined && size >= 100000) return Math.round(value).toLocaleString('en').replace('-', '−');
   if (size >= 1e6) return `${trimmed(value / 1e6, step && step / 1e6)}M`;
   if (size >= 10000) return `${trimmed(value / 1e3, step && step / 1e3)}k`;
-  if (size < 1e-3) return value.toExponential(step === undefined ? 3 : 1).replace(/\.0e/, 'e').replace(/-/g, '−');
+  if (size < 1e-3) {
+    const digits = step === undefined ? 3 : Math.max(0, Math.floor(Math.log10(size) + 1e-9) - Math.floor(Math.log10(step) + 1e-9));
+    return value.toExponential(Math.min(digits, 5)).replace(/-/g, '−');
+  }
   return trimmed(value, step);
 }
 
