@@ -143,7 +143,9 @@ def main() -> None:
     given = {"block_mask": mask, "enable_gqa": grouped}
     measure_and_print("flex, prompts repeated", lambda q, k, v: compiled(q, k, v, **given), repeated_length)
     runs = runs_of(repeated, None, CUDA)
-    measure_and_print("varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, None), repeated_length)
+    measure_and_print(
+        "varlen, prompts repeated", lambda q, k, v: attend_runs(q, k, v, runs, scaling=None), repeated_length
+    )
     print(json.dumps({"benchmark": "attention", **vars(o), "milliseconds": found, "torch": torch.__version__}))
 
 

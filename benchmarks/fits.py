@@ -87,7 +87,7 @@ def need_of(shape: str, way: Settings) -> tuple[MemoryEstimate, Policy]:
     plan = adapters_of(shape) if policy.lora.enabled else None
     if plan is not None:
         plan = replace(plan, quantization=way.quantization)
-    return estimate_memory(source, policy, plan, "bfloat16", 1, GPU), policy
+    return estimate_memory(source, policy, GPU, lora=plan, precision="bfloat16"), policy
 
 
 def cells(shape: str, cards: Sequence[int] = CARDS) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tandem.config.load import load_config
 from tandem.errors import TandemError
-from tandem.model.distributed.layers import decoder_layers
+from tandem.model.architecture import decoder_layers
 from tandem.model.distributed.process_group import Ranks, join_process_group, leave_process_group
 from tandem.train.start.references import load_sharded
 from tandem.train.start.setup import Setup, set_up
@@ -111,7 +111,7 @@ def logps(setup: Setup, ranks: Ranks, cuts: list[Any], *, float8: bool) -> list[
     """Token log-probabilities of every completion, in the order of the preferences; each group in `cuts` is packed separately."""
     policy = load_sharded(setup, setup.source, ranks)
     if float8:
-        compute_in_float8(decoder_layers(policy))
+        compute_in_float8(decoder_layers(policy.model))
     found: dict[int, list[np.ndarray]] = {}
     for chosen in cuts:
         for pack in setup.plan.train.micro_batches(np.array(chosen)):

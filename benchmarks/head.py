@@ -16,8 +16,7 @@ import torch
 from options import options_of
 from torch import Tensor
 
-from tandem.model.head import chunked_logps
-from tandem.model.policy import auto_head_chunk
+from tandem.model.head import auto_head_chunk, chunked_logps
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 

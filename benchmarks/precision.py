@@ -25,7 +25,7 @@ from float8 import compute_in_float8
 from options import options_of
 
 from tandem.config.load import load_config
-from tandem.model.distributed.layers import decoder_layers
+from tandem.model.architecture import decoder_layers
 from tandem.model.policy import Policy
 from tandem.report.reporter import Reporter
 from tandem.train.start import references
@@ -94,7 +94,7 @@ def products_in_float8() -> Iterator[None]:
 
     def load_in_float8(*given: Any, **more: Any) -> Policy:
         policy = load(*given, **more)
-        compute_in_float8(decoder_layers(policy))
+        compute_in_float8(decoder_layers(policy.model))
         return policy
 
     references.load_policy = load_in_float8

@@ -43,7 +43,7 @@ from options import options_of
 
 from tandem.packing.batches import Batches
 from tandem.packing.binning import Bins, first_fit_decreasing, pack_into_bins
-from tandem.packing.distribution import row_cost, share_out
+from tandem.packing.distribution import assign_to_ranks, row_cost
 from tandem.packing.packer import ROWS_PER_BATCH, row_lengths
 
 MIN_FILL = 0.97
@@ -158,7 +158,7 @@ class Simulation:
     def _shared_out(self, pairs: Pairs, lengths: tuple[int, ...]) -> Step:
         sizes, costs = pairs.sizes, pairs.costs(self.hidden_size)
         bins = first_fit_decreasing(sizes, lengths[-1])
-        rounds = share_out(bins, sizes, costs, lengths=lengths, num_ranks=self.ranks, tightly=True)
+        rounds = assign_to_ranks(bins, sizes, costs, lengths=lengths, num_ranks=self.ranks, repack=True)
         positions = np.array([[round.length * (len(pack) > 0) for pack in round.packs] for round in rounds])
         attention = np.array([[(costs - sizes)[pack].sum() for pack in round.packs] for round in rounds])
         return Step(positions, positions + attention, int(sizes.sum()), float(costs.sum()))

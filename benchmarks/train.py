@@ -29,16 +29,18 @@ from options import options_of
 from tandem.config.schema import Config
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.architecture import decoder_layers, head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION
-from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute, shard
+from tandem.model.distributed.layers import compile_layers, recompute, shard
 from tandem.model.distributed.process_group import (
     Ranks,
     compute_deterministically,
     join_process_group,
     leave_process_group,
 )
+from tandem.model.head import auto_head_chunk
 from tandem.model.lora.joined import join_adapters
-from tandem.model.policy import Policy, auto_head_chunk
+from tandem.model.policy import Policy
 from tandem.model.reference import NoReference, compute_reference
 from tandem.packing.batches import Batches, GlobalBatch, load_ahead
 from tandem.packing.layout import Arrangement, join, lay_out
@@ -131,7 +133,8 @@ def made_policy(o: argparse.Namespace, device: torch.device) -> Policy:
     if o.lora:
         add_adapters(model, o.lora)
     kind = o.attention if o.attention != "auto" else "flex" if device.type == "cuda" else "trees"
-    return Policy(model.train(), packed=packed, attention=kind, head_chunk=auto_head_chunk(config.vocab_size, device))
+    head = head_of(model, chunk=auto_head_chunk(config.vocab_size, device))
+    return Policy(model.train(), packed=packed, attention=kind, head=head)
 
 
 def add_adapters(model: Any, dim: int) -> None:
@@ -203,7 +206,7 @@ class Bench:
 
         def seconds() -> float:
             started = time.perf_counter()
-            compute_reference(self.policy, self.packer, self.ranks, None, lambda done: None)
+            compute_reference(self.policy, self.packer, self.ranks, path=None, progress=lambda done: None)
             return time.perf_counter() - started
 
         seconds()  # the first pass without gradients compiles the layers again
@@ -238,7 +241,7 @@ def prepared(o: argparse.Namespace) -> Bench:
     tell("making the model")
     policy = made_policy(o, ranks.device)
     num_trunk = sum(
-        p.numel() for layer in decoder_layers(policy) for n, p in layer.named_parameters() if "lora_" not in n
+        p.numel() for layer in decoder_layers(policy.model) for n, p in layer.named_parameters() if "lora_" not in n
     )
     if o.checkpointing != "none":
         recompute(policy, o.checkpointing)

@@ -16,7 +16,14 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE = 60  # seconds for any answer; a busy machine is slow
 OPTIONS = [
-    *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+    *(
+        "--headless=new",
+        "--remote-debugging-pipe",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--no-first-run",
+    ),
     *("--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking", "--disable-sync"),
     *("--disable-component-update", "--mute-audio", "--disable-features=Translate,OptimizationHints"),
 ]
@@ -69,7 +76,9 @@ class Tab:
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -113,7 +122,9 @@ class Tab:
 
     def requests(self) -> list[str]:
         """The address of every request, the page's own included."""
-        return [event["params"]["request"]["url"] for event in self._own() if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"] for event in self._own() if event["method"] == "Network.requestWillBeSent"
+        ]
 
     def screenshot(self, path: Path, *, full: bool = True) -> None:
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]

@@ -1,4 +1,4 @@
-"""Makes malicious files (mutated, linked elsewhere, enormous), and tries readers on them in forked child processes."""
+"""Makes malicious files (mutated, symbolic links, enormous), and runs readers on them in forked child processes."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from tandem.storage.cache import MANIFEST_FINGERPRINT, fingerprint, sha256_of
 
 # Bytes of memory that a child may use in addition to its parent's.
 MEMORY = 6 * 1024**3
+WAITING_PER_CPU_SECOND = 30  # how long a reader may wait, compared with how long it may compute
 CANARY = "canary-5f1d"
 
 VALUES: list[Any] = [
@@ -38,7 +39,7 @@ def nested(depth: int) -> Any:
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of everything inside a value, as keys and indices from the top."""
+    """The paths of all values inside a value, as tuples of keys and indices."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found: list[tuple[Any, ...]] = []
     for key, item in list(items)[:300]:
@@ -105,7 +106,7 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_file(rng: random.Random, file: Path, victim: Path) -> None:
-    """Change one file in place: its tree if it is JSON, or else its bytes; or replace it with something else."""
+    """Change one file in place: the values of a JSON file, the bytes of any other. Sometimes replace the file instead."""
     kind = rng.random()
     if kind < 0.12:
         replace_file(rng, file, victim)
@@ -117,7 +118,7 @@ def mutate_file(rng: random.Random, file: Path, victim: Path) -> None:
 
 
 def replace_file(rng: random.Random, file: Path, victim: Path) -> None:
-    """Replace a file with nothing, an empty file, a folder, a link to elsewhere or a pipe without a writer."""
+    """Remove a file, or replace it with an empty file, a folder, a symbolic link or a pipe without a writer."""
     content = file.read_bytes()
     file.unlink()
     match rng.choice(["nothing", "empty", "folder", "link", "broken", "self", "pipe", "upwards"]):
@@ -177,13 +178,17 @@ class Outcome:
         return self.kind in ("read", "refused")
 
 
-def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
-    """Run a reader in a forked child with limits on time and memory. Processes that it starts are killed with it."""
+def attempt(read: Callable[[], Any], cpu_seconds: int = 20) -> Outcome:
+    """Run a reader in a forked child with limits on time and memory. If it hangs, its own children are killed too.
+
+    Computing is limited in CPU time, so that a busy machine fails no test. A reader that only waits ends after much longer.
+    """
+    seconds = WAITING_PER_CPU_SECOND * cpu_seconds
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _run_child(read, writing)
+        _run_child(read, writing, cpu_seconds)
     os.close(writing)
     ended, status = False, 0
     end = time.monotonic() + seconds
@@ -201,6 +206,8 @@ def attempt(read: Callable[[], Any], seconds: float = 20.0) -> Outcome:
     os.close(reading)
     if not ended:
         return Outcome("hung", f"after {seconds} seconds")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return Outcome("hung", f"after {cpu_seconds} seconds of CPU time")
     if os.WIFSIGNALED(status):
         return Outcome("crashed", signal.Signals(os.WTERMSIG(status)).name)
     kind, _, message = bytes(text).decode(errors="replace").partition("\n")
@@ -215,7 +222,7 @@ def _drain(pipe: int, into: bytearray) -> None:
         pass
 
 
-def _run_child(read: Callable[[], Any], writing: int) -> None:
+def _run_child(read: Callable[[], Any], writing: int, cpu_seconds: int) -> None:
     try:
         os.setsid()
         silent = os.open(os.devnull, os.O_RDWR)
@@ -223,6 +230,7 @@ def _run_child(read: Callable[[], Any], writing: int) -> None:
             os.dup2(silent, descriptor)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
         try:
             read()
             kind, message = "read", ""
@@ -236,7 +244,7 @@ def _run_child(read: Callable[[], Any], writing: int) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a folder: modes, contents and targets of links."""
+    """The mode and the content or link target of every file below a folder."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -245,22 +253,31 @@ def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def try_all(
-    kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path
-) -> dict[str, int]:
-    """Try the input of every seed. Fail with the seeds that raised, crashed, hung or changed a watched file."""
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The result of many attempts: a description of each problem, and the number of attempts by kind of outcome."""
+
+    problems: list[str]
+    counts: dict[Any, int]
+
+    def __str__(self) -> str:
+        shown = "\n".join(self.problems[:40])
+        return f"{len(self.problems)} problems in {sum(self.counts.values())} attempts {self.counts}:\n{shown}"
+
+
+def try_all(kind: str, seeds: range, make: Callable[[random.Random], Callable[[], Any]], watched: Path) -> Attempts:
+    """Try the input of every seed. A problem is a reader that raised, crashed, hung, leaked or changed a watched file."""
     counts: dict[str, int] = {}
-    wrong: list[str] = []
+    problems: list[str] = []
     before = snapshot(watched)
     for seed in seeds:
         read = make(random.Random(f"{kind} {seed}"))
         outcome = attempt(read)
         counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
         if not outcome.is_acceptable or CANARY in outcome.text:
-            wrong.append(f"{kind} {seed}: {outcome.kind}: {outcome.text[-1500:]}")
+            problems.append(f"{kind} {seed}: {outcome.kind}: {outcome.text[-1500:]}")
         if (after := snapshot(watched)) != before:
             names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-            wrong.append(f"{kind} {seed}: changed {names}")
+            problems.append(f"{kind} {seed}: changed {names}")
             before = after
-    assert not wrong, f"{len(wrong)} of {len(seeds)}:\n" + "\n".join(wrong[:40])
-    return counts
+    return Attempts(problems, counts)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tandem.data.text.tokens import TokenizedPreference
+from tandem.model.architecture import head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.policy import Policy
@@ -78,7 +79,7 @@ def tiny_model(architecture: str, *, seed: int = 0, **changes: Any) -> Any:
 
 def as_policy(model: Any, *, head_chunk: int = 8, packed: bool = True, attention: AttentionKind = "trees") -> Policy:
     model.set_attn_implementation(IMPLEMENTATION if packed else "eager")
-    return Policy(model, packed=packed, attention=attention, head_chunk=head_chunk)
+    return Policy(model, packed=packed, attention=attention, head=head_of(model, chunk=head_chunk))
 
 
 def random_preference(

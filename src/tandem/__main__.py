@@ -1,4 +1,4 @@
-"""Runs the command `tandem` as a module, for launchers that need one (torchrun -m tandem train ...)."""
+"""Runs the command `tandem` as a module, for launchers such as torchrun -m tandem train."""
 
 import sys
 

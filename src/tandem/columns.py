@@ -1,6 +1,7 @@
-"""Numbers that rows of a data set may give besides texts. Each is declared here, once, and carried by name to the loss.
+"""Data columns: numbers that a row of the data may give in addition to its texts. COLUMNS declares every column once.
 
-TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions, the record that losses read.
+The values of a column pass through these records until a loss reads them by the column's name:
+TokenizedPreference -> tokens.arrow -> Pack -> PackInputs (on the device) -> Completions.
 """
 
 import math
@@ -11,22 +12,22 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A number per completion or per preference."""
+    """A data column: one number per completion, or one number per preference."""
 
     name: str
     per: Literal["completion", "preference"]
-    default: float  # where the data gives none; NaN: there is no value
-    key: str | None = None  # the key of a data set that names its field in the rows; None: formats find it themselves
-    least: float = -math.inf
+    default: float  # used if the data gives no value; NaN: no value
+    key: str | None = None  # the data set's key that names the field in rows; None: the data format defines it
+    least: float = -math.inf  # smallest allowed value
     dtype: Literal["float32"] = "float32"
 
     @property
     def stored_as(self) -> str:
-        """Its field in tokens.arrow, where a row is a preference: scores, a list; weight, a number."""
+        """Return the name of the column's field in tokens.arrow: `scores` (a list per preference) or `weight` (a number)."""
         return f"{self.name}s" if self.per == "completion" else self.name
 
     def count(self, num_completions: int) -> int:
-        """How many values a preference has."""
+        """Return how many values of this column a preference with `num_completions` completions has."""
         return num_completions if self.per == "completion" else 1
 
 
@@ -38,10 +39,11 @@ COLUMNS = {
         Column(name="margin", per="preference", default=0.0, key="margin_key"),
     )
 }
-NAMED = tuple(column for column in COLUMNS.values() if column.key is not None)
+# Present only if a key of the data set names their field.
+OPTIONAL_COLUMNS = tuple(column for column in COLUMNS.values() if column.key is not None)
 
 
-def in_use(given: Iterable[str]) -> list[Column]:
-    """The columns that formats read, and those of the rest that are given, in the order of their declaration."""
+def columns_in_use(given: Iterable[str]) -> list[Column]:
+    """Return the columns to store, in the order of declaration. An optional column is included only if its name is in `given`."""
     names = set(given)
     return [column for column in COLUMNS.values() if column.key is None or column.name in names]

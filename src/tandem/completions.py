@@ -1,4 +1,4 @@
-"""The record between model and loss: one entry per completion of a micro-batch. Pairs are indices into it."""
+"""Completions, the record that losses and metrics read: one entry per completion of a micro-batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChosenRejected:
-    """One number for each completion of each pair."""
+    """One number per pair for the chosen completion, and one number per pair for the rejected completion."""
 
     chosen: Tensor  # [pairs]
     rejected: Tensor  # [pairs]
@@ -31,44 +31,50 @@ class ChosenRejected:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Which completions form the pairs, and which is the best of each preference: indices into the completions."""
+    """The chosen and the rejected completion of each pair, and the best completion of each preference.
+
+    All are indices of completions in the micro-batch.
+    """
 
     winners: Tensor  # [pairs]
     losers: Tensor  # [pairs]
     best: Tensor  # [preferences]
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """A number per completion as one for each completion of each pair."""
+        """Return the value of the chosen and of the rejected completion of each pair. `values`: one value per completion."""
         return ChosenRejected(values[self.winners], values[self.losers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
-    """A micro-batch as the losses and metrics read it.
+    """The completions of a micro-batch, as losses and metrics read them.
 
-    Two preferences, of two and three completions, the second with two pairs:
-    policy [5], preference 0 0 1 1 1, winners 0 2 2, losers 1 3 4, best 0 2.
+    Example: preference 0 has two completions and one pair, preference 1 has three completions and two pairs. Then `policy` has
+    five entries, `preference` is 0 0 1 1 1, `winners` is 0 2 2, `losers` is 1 3 4 and `best` is 0 2.
     Only `policy` and `policy_prefix` carry a gradient.
     """
 
     policy: Tensor  # [completions] float64: log pi, summed over the scored tokens
     reference: Tensor  # [completions] float64: log ref; zeros without a reference
     num_tokens: Tensor  # [completions] int64: scored tokens
-    drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens: an estimate of the KL
-    preference: Tensor  # [completions] int64: the preference it belongs to
+    drift: Tensor  # [completions] float64: half the squared log-ratio, summed over tokens; estimates the KL
+    preference: Tensor  # [completions] int64: index of its preference in the micro-batch
     pairing: Pairing
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of columns.py that the micro-batch has, by name
-    log_likeliness: Tensor | None = None  # [completions]: what WPO weighs by (loss/pairs.py)
-    # With LD-DPO, of each pair: sums over as many first tokens as its shorter completion has.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # data columns (columns.py) of the micro-batch, by name
+    wpo_log_weights: Tensor | None = None  # [completions], only with WPO (loss/pairs.py)
+    # Only with LD-DPO: sums over the first n tokens of both completions, where n is the length of the pair's shorter completion.
     policy_prefix: ChosenRejected | None = None
     reference_prefix: ChosenRejected | None = None
 
     def both(self, values: Tensor) -> ChosenRejected:
-        """A number per completion as one for each completion of each pair."""
+        """Return the value of the chosen and of the rejected completion of each pair. `values`: one value per completion."""
         return self.pairing.both(values)
 
     def per_pair(self, values: Tensor) -> Tensor:
-        """A number per preference as one per pair. Of the example above: [a, b] -> [a, b, b]"""
+        """Return, for each pair, the value of its preference. `values`: one value per preference.
+
+        With the pairs of the class's example, [a, b] gives [a, b, b].
+        """
         return values[self.preference[self.pairing.winners]]
 
 
@@ -81,16 +87,16 @@ class CompletionLogps:
 
 
 class _SumSegments(torch.autograd.Function):
-    """Sums over contiguous segments. The backward only reads, so no atomic addition makes it vary between runs.
+    """Sums the values of each contiguous segment. The backward pass is deterministic, because it needs no atomic additions.
 
-    In float64: a running sum in float32 loses digits with every token, and losses take differences of sums.
+    Values are summed in float64. In float32 every addition would lose digits, and losses are differences of such sums.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor, segment: Tensor) -> Tensor:
         ctx.save_for_backward(segment)
         ctx.dtype = values.dtype
-        # unsafe: without the check of the lengths, which would wait for the device; they come from a Pack.
+        # unsafe=True skips the check of the lengths, which would wait for the device. They come from a Pack.
         return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
 
     @staticmethod
@@ -100,10 +106,11 @@ class _SumSegments(torch.autograd.Function):
 
 
 def sum_completions(token_logps: Tensor, lengths: Tensor, completion: Tensor) -> CompletionLogps:
-    """Sum scored tokens per completion.
+    """Sum the log-probabilities of the scored tokens of each completion.
 
-    `token_logps` and `completion` may be padded at the end; padding belongs to one completion more, which is left out.
-    lengths [2, 1], completion [0, 0, 1, 2, 2]: tokens [a, b, c, -, -] -> [a + b, c]
+    `lengths`: scored tokens of each completion. `completion`: index of the completion that each token belongs to.
+    `token_logps` and `completion` may be padded at the end. Padding counts as one additional completion, which is dropped.
+    Example: lengths [2, 1], completion [0, 0, 1, 2, 2] and token_logps [a, b, c, -, -] give the sums [a + b, c].
     """
     padding = len(token_logps) - lengths.sum()
     with_padding = torch.cat([lengths, padding.reshape(1)])

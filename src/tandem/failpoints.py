@@ -24,7 +24,7 @@ PUBLISHED = {
 }
 STAGES = {
     "begin": "its temporary folder was created",
-    "sync": "all its files are written, but not flushed to disk",
+    "sync": "its files are written, but not flushed to disk",
     "rename": "its files are flushed, but the folder is not renamed yet",
     "done": "the folder is renamed",
 }
@@ -38,10 +38,10 @@ POINTS = {
     "references.rename": "the run's references.json is written, but not renamed yet",
     "verdicts.rename": "the run's verdicts.json is written, but not renamed yet",
     "per_pair.rename": "the --per-pair file is written, but not renamed yet",
-    "metrics.write": "before each half of a line of metrics.jsonl",
+    "metrics.write": "before each half of a line of metrics.jsonl is written",
     "reference.chunk": "some of the reference's log-probabilities are computed",
     "step.update": "a step's gradients are computed, but not applied",
-    "step.done": "a step's update is applied, but not recorded",
+    "step.done": "a step's update is applied, but not written to metrics.jsonl",
     "validation.pack": "during a validation",
 }
 ACTIONS = ("kill", "disk_full")
@@ -49,7 +49,7 @@ ACTIONS = ("kill", "disk_full")
 
 @dataclass(slots=True)
 class _RequestedFailure:
-    """The failure that TANDEM_FAIL_AT asks for."""
+    """The failure that TANDEM_FAIL_AT requests."""
 
     point: str
     count: int
@@ -79,7 +79,7 @@ def read_fail_point() -> None:
 
 
 def fail_point(point: str) -> None:
-    """Kill the process here, or raise a "disk full" error, if TANDEM_FAIL_AT asks for it."""
+    """Kill the process or raise a "disk full" error if TANDEM_FAIL_AT names this point."""
     assert point in POINTS, point
     if _requested is None or _requested.point != point:
         return

@@ -32,7 +32,7 @@ from tandem.paths import check_data, check_models
 from tandem.terminal.console import SafeConsole
 from tandem.terminal.text import wrap
 
-# Visible replacements of control characters, which a terminal would hide or obey: 27, escape, becomes U+241B.
+# Visible replacements of control characters, which a terminal would hide or execute: 27 (escape) becomes U+241B.
 VISIBLE = str.maketrans(
     {code: chr(0x2400 + code) for code in range(32)}
     | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
@@ -40,7 +40,7 @@ VISIBLE = str.maketrans(
 )
 NO_LIMIT = 2**31 - 1
 TOO_LONG = ("over-long", "equal after truncation")
-MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 bytes, and so tokens at most
+MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 UTF-8 bytes, and each token at least one
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>tandem inspect</title>
@@ -52,7 +52,7 @@ PAGE = """<!doctype html>
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token: its id, its text, its position, whether it is special, and whether it is scored."""
+    """One token of a prompt or completion."""
 
     id: int
     text: str
@@ -63,37 +63,41 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A preference as the model will see it."""
+    """A preference as the model will see it, and facts about its file."""
 
     place: str
     format: str
     format_reason: str
     rows: int
     accepted: int
-    left_out: dict[str, int]  # rows by reason
-    note: str | None  # how training treats it because of its length
-    warnings: list[str]  # about the file, as training prints them
+    left_out: dict[str, int]  # number of rows left out, by reason
+    note: str | None  # if the preference is over-long: how training handles it
+    warnings: list[str]  # the warnings about the file that training prints
     tokenizer: str  # the name of the tokenizer
     has_template: bool
     prompt: list[Token]
     completions: list[list[Token]]
     pairs: list[tuple[int, int]]
-    columns: dict[str, list[float | None]]  # numbers given in the data: one per completion, or one
-    unread: dict[str, str]  # fields that are not used, and the setting that would use them
+    columns: dict[str, list[float | None]]  # numbers from the data: one per completion, or one for the preference
+    unread: dict[str, str]  # fields that are not used, with the setting that would make training use them
 
 
 def do_without_torch() -> None:
-    """Make transformers skip torch, whose import takes most of the time of loading a tokenizer.
+    """Make transformers run without torch. Importing torch takes most of the time needed to load a tokenizer.
 
-    None in sys.modules makes the import fail, and tokenizers work without torch.
+    None in sys.modules makes the import of torch fail. Tokenizers do not need torch.
     """
     if not {"torch", "transformers"} & sys.modules.keys():
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about missing torch
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about missing torch
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
 
 def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
-    """The preference at a row: 3, or pairs.jsonl:3 if there are several files; the first usable one if row is None."""
+    """Inspect one preference of a data file.
+
+    `row`: the line of the preference, such as 3, or pairs.jsonl:3 if there are several files. If None, inspect the first
+    usable row.
+    """
     path = str(TRAIN) if data_path == EMBEDDED else data_path
     keys = _keys(config, data_path)
     check_models(config)
@@ -128,7 +132,11 @@ def inspect_data(data_path: str, config: Config, row: str | None) -> Inspection:
 
 
 def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
-    """Print tokens in alternating shades, special tokens reversed, and scored tokens in another colour."""
+    """Print the inspection.
+
+    Neighbouring tokens have different shades, special tokens have reversed colours, and scored tokens have a separate
+    colour.
+    """
     i = inspection
     left_out = ", ".join(f"{reason}: {count}" for reason, count in i.left_out.items())
     usable = f"{i.accepted} of {i.rows} rows usable" + (f" ({left_out})" if left_out else "")
@@ -140,7 +148,7 @@ def show(inspection: Inspection, console: Console, *, positions: bool) -> None:
         text = f"warning: {warning}"
         console.print(wrap(text, console.width) if console.is_terminal else text, markup=False, style="yellow")
     for column, setting in i.unread.items():
-        text = f"The field {column} is not used: {setting} uses it."
+        text = f"The field {column} is not used. To use it, set {setting}."
         console.print(wrap(text, console.width) if console.is_terminal else text, markup=False)
     if i.tokenizer == EMBEDDED:
         console.print("Tokens of the embedded model; --model M uses the tokenizer of another model.")
@@ -175,7 +183,7 @@ def as_json(inspection: Inspection) -> str:
 
 
 def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
-    """Write the same as a self-contained HTML page; text of the data is escaped."""
+    """Write the output of `show` as a self-contained HTML page. Texts from the data are escaped."""
     console = SafeConsole(record=True, file=io.StringIO(), width=120, force_terminal=True, soft_wrap=False)
     show(inspection, console, positions=positions)
     try:
@@ -187,17 +195,20 @@ def write_page(inspection: Inspection, file: Path, *, positions: bool) -> None:
 def _open(
     path: str, keys: DatasetFields, template: Any, config: Config, *, max_length: int | None = None, check_shares: bool
 ) -> TokenStore:
-    # Bad rows elsewhere in the file do not matter here: a good row is shown anyway.
+    # Bad rows elsewhere in the file are not an error here, because only one row is shown.
     cut = "drop" if max_length or config.data.overlong == "error" else config.data.overlong
     lenient = {"on_bad_row": "skip", "max_bad_share": 1.0, "max_filtered_share": 1.0, "overlong": cut}
     data = config.data.model_copy(update=lenient)
     return open_store(
-        path, keys, template, data, max_length or config.policy.max_total_sequence_length, judged=check_shares
+        path, keys, template, data, max_length or config.policy.max_total_sequence_length, check_shares=check_shares
     )
 
 
 def _keys(config: Config, data_path: str) -> DatasetFields:
-    """The settings for a training set at this path: those of data.train, and data.default for the others."""
+    """Return the settings for a training set at `data_path`.
+
+    Settings of data.train take precedence over those of data.default.
+    """
     given = (config.data.default, config.data.training_sets[0])
     merged = {name: value for one in given for name, value in one.model_dump(exclude_unset=True).items()}
     return DatasetFields(**{**merged, "data_path": data_path})
@@ -217,7 +228,7 @@ def _truncation_note(preference: TokenizedPreference, longer: TokenStore, overlo
 def _preference_at(
     row: str, path: str, store: TokenStore, config: Config, without_limit: Callable[[], TokenStore]
 ) -> tuple[TokenizedPreference, str | None]:
-    """The preference at a row, and a note on how training treats it if it is too long."""
+    """Return (preference, note) for a row. The note says how training handles an over-long preference; otherwise it is None."""
     if (index := _find(store, row)) is not None:
         return store[index], None
     reject = _reject(row, path, store)
@@ -237,12 +248,12 @@ def _find(store: TokenStore, row: str) -> int | None:
 
 
 def _is_at(place: str, row: str) -> bool:
-    """Whether a place is at a row: data/b.jsonl:3 is at 3, at b.jsonl:3 and at data/b.jsonl:3."""
+    """Whether a place matches a row given by the user. data/b.jsonl:3 matches the rows 3, b.jsonl:3 and data/b.jsonl:3."""
     return place == row or place.endswith((f"/{row}", f":{row}"))
 
 
 def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
-    """The entry of a row in rejects.jsonl; a DataError if there is no such row."""
+    """Return the entry of a row in rejects.jsonl. Raise a DataError if the data has no such row."""
     rejects = [json.loads(line) for line in (store.folder / "rejects.jsonl").read_text("utf-8").splitlines()]
     if found := next((reject for reject in rejects if _is_at(reject["place"], row)), None):
         return found
@@ -250,7 +261,7 @@ def _reject(row: str, path: str, store: TokenStore) -> dict[str, str]:
     places = [*map(store.place, range(len(store))), *(reject["place"] for reject in rejects)]
     there = [int(place.rpartition(":")[2]) for place in places if not file or _is_at(place.rpartition(":")[0], file)]
     if not there:
-        raise DataError(f"{path}: no rows come from a file {file}.")
+        raise DataError(f"{path}: no row comes from a file {file}. Check the name of the file in --row.")
     nearest = min(there, key=lambda other: abs(other - int(number)))
     raise DataError(f"{path}: there is no row {row}. The nearest is {nearest}.")
 
@@ -266,23 +277,23 @@ def _tokens(ids: Any, start: int, tokenizer: Any, *, scored: bool) -> list[Token
     special = added | set(tokenizer.all_special_ids)
     texts = _texts([int(id) for id in ids], tokenizer)
     return [
-        Token(int(id), text, start + i, int(id) in special, scored)
+        Token(id=int(id), text=text, position=start + i, special=int(id) in special, scored=scored)
         for i, (id, text) in enumerate(zip(ids, texts, strict=True))
     ]
 
 
 def _texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """The text of each token. A character of several tokens is shown at the last of them: "", "", "\N{UNICORN FACE}"."""
+    """Return the text of each token. If several tokens form one character, the last token gets it: "", "", "\N{UNICORN FACE}"."""
     texts: list[str] = []
-    held: list[int] = []
+    pending: list[int] = []
     for id in ids:
-        held.append(id)
-        text = tokenizer.decode(held)
-        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(held) < MAX_TOKENS_PER_CHARACTER
+        pending.append(id)
+        text = tokenizer.decode(pending)
+        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < MAX_TOKENS_PER_CHARACTER
         texts.append("" if is_part else text)
-        held = held if is_part else []
-    if held:
-        texts[-1] = tokenizer.decode(held)
+        pending = pending if is_part else []
+    if pending:
+        texts[-1] = tokenizer.decode(pending)
     return texts
 
 

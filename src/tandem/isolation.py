@@ -1,28 +1,28 @@
-"""Switches off telemetry, and imports from the working directory, for a command and its child processes."""
+"""Environment variables that disable telemetry, and keep Python from importing modules from the working directory."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The variables that switch off the telemetry of the packages in use.
+# Disable the telemetry of packages that tandem uses.
 NO_TELEMETRY = {
     "DO_NOT_TRACK": "true",  # MLflow accepts only this spelling
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "WANDB_ERROR_REPORTING": "false",  # otherwise even offline runs look up its host
+    "WANDB_ERROR_REPORTING": "false",  # otherwise offline runs resolve the host name of the error-reporting server
 }
-# Same as python -P, for every Python process started from here on.
+# The same as python -P, for all child processes that run Python.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 def isolated_environment() -> dict[str, str]:
-    """The environment of a child process."""
+    """The environment to start a child process with."""
     return {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Apply the isolated environment to this process and its children. Enter it before importing the packages."""
+    """Set these variables for this process and its children. Enter it before importing packages that send telemetry."""
     before = dict(os.environ)
     os.environ.update(isolated_environment())
     try:

@@ -1,4 +1,4 @@
-"""Checks every path in a configuration before heavy modules are imported, so that a wrong one is reported at once."""
+"""Checks every path in a configuration before heavy modules are imported, so that a wrong path is reported at once."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,10 @@ from tandem.train.run.directory import choose_run_dir, is_finished, refuse_links
 
 
 def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> None:
-    """Check the paths of a run. A finished run needs neither its model nor its data, unless `per_pair` measures them again."""
+    """Check the paths of a run. `per_pair`: the file for results per pair, or None.
+
+    A finished run does not need its model and data, unless `per_pair` is given.
+    """
     if per_pair is not None:
         from tandem.report.per_pair import check_per_pair
 
@@ -26,11 +29,11 @@ def check_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> No
 
 
 def check_resumed(run: Path) -> None:
-    """Refuse a directory given to --resume that is not a run, with a message that says what it is."""
+    """Raise a CheckpointError if the directory given to --resume is not a run."""
     if is_checkpoint(run):
         raise CheckpointError(
-            f"--resume {run}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
-            f"{run.resolve().parent.parent}"
+            f"--resume {run}: a checkpoint, not a run. Give the run directory, and it resumes from its newest intact checkpoint: "
+            f"--resume {run.resolve().parent.parent}"
         )
     refuse_links(run)
     if not (run / "config.yaml").is_file():
@@ -41,7 +44,7 @@ def check_resumed(run: Path) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse models and data files that do not exist."""
+    """Raise an error if a model or a data file of the configuration does not exist."""
     check_models(config)
     training, validation = config.data.training_sets, config.data.validation_sets
     names = ["train"] if len(training) == 1 else [f"train-{i}" for i in range(len(training))]
@@ -64,12 +67,12 @@ def check_models(config: Config) -> None:
 
 
 def check_data(sets: Mapping[str, DatasetFields]) -> None:
-    """Report every set whose files are missing, in one error."""
+    """Raise one DataError that lists every set whose files are missing."""
     problems: dict[str, DataError] = {}
     for name, one in sets.items():
         path = one.data_path
         if path is None or path == EMBEDDED or is_hub_name(path) or (Path(path) / "manifest.json").is_file():
-            continue  # checked later: known by its format, bundled, on the hub, or prepared
+            continue  # a format with a default path, the embedded data, a hub dataset or a prepared folder: checked later
         try:
             find_files(path, one)
         except DataError as error:
@@ -80,7 +83,7 @@ def check_data(sets: Mapping[str, DatasetFields]) -> None:
 
 
 def check_output(option: str, folder: Path | None) -> None:
-    """Refuse an output folder that is not empty or not writable, before any data is read. Creates it if missing."""
+    """Raise a ConfigError if an output folder is not empty or cannot be created. A missing folder is created."""
     if folder is None:
         return
     try:

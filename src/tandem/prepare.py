@@ -12,18 +12,19 @@ from tandem.config.schema import Config
 from tandem.config.sections.section import EMBEDDED
 from tandem.data.preflight import Lengths, Preflight, preflight, preflights
 from tandem.data.store.duplicates import DUPLICATE, without_duplicates
-from tandem.data.store.opening import judge
+from tandem.data.store.opening import check_usable_shares
 from tandem.data.store.selection import Preferences, Selection
 from tandem.data.store.sets import ProgressBar, Sets
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError, DataError, MachineError, OutOfMemoryError
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.files.source import find_model
 from tandem.packing.binning import Bins
 from tandem.packing.nemo_files import check_for_nemo, export_nemo, import_nemo
 from tandem.packing.packer import DATASET_PACK, Packer, make_packer
-from tandem.packing.packs import facts_of, file_name, open_packs, write_packs
-from tandem.packing.savings import PADDED_TOGETHER, Outlook, outlook, packed_by_batch
+from tandem.packing.packs import file_name, open_packs, pack_settings, write_packs
+from tandem.packing.savings import PADDED_BATCH_SIZE, PackingStats, packed_by_batch, packing_stats
 from tandem.paths import check_output
 from tandem.report.reporter import Reporter
 from tandem.storage.cache import published, read_manifest, write_manifest
@@ -49,26 +50,27 @@ BAR_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """The training rows on this machine: their length, the reason for it, and how full they are per set; or why training would
-    not start."""
+    """How training would pack rows on this machine, or why training would not start."""
 
-    length: str
-    sets: dict[str, Outlook]  # of one epoch; without the training set if it is packed as a whole
-    refused: str | None
+    length: str  # the row length and the reason for it, in words
+    sets: dict[str, PackingStats]  # one epoch of each set; without the training set in policy.packing.mode=dataset
+    refused: str | None  # why training would not start
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The result of preparing: a summary of each set, its folder, its packs, and an excerpt of the first preference."""
+    """The result of `prepare_data`: for each set a summary, its folder and its packs, and an excerpt of the first preference."""
 
     sets: list[Preflight]
     folders: dict[str, str]
-    packs: dict[str, list[Outlook]]  # of complete sets: in mode dataset, or with --pack-sizes or an output folder
+    packs: dict[
+        str, list[PackingStats]
+    ]  # of complete sets; only in mode dataset, or with --pack-sizes or an output folder
     training: TrainingRows
     num_steps: int  # training steps
     pairs_per_batch: int
     packing: str  # policy.packing.mode
-    weights: dict[str, float]  # of training sets that an epoch does not use exactly once
+    weights: dict[str, float]  # weights of training sets other than 1
     tokenizer: str  # the name of the tokenizer
     has_template: bool
     max_length: int
@@ -84,24 +86,24 @@ def prepare_data(
     output: Path | None = None,
     to_nemo: Path | None = None,
 ) -> Preparation:
-    """Tokenise and pack every set. With `output`, also write each to a folder there, whose path can be trained on.
+    """Tokenise and pack every set of a configuration.
 
-    With `to_nemo`, also write each as packed files of NeMo Aligner.
+    `output`: also write each set to a prepared folder in this directory. `to_nemo`: also write each set as packed files
+    of NeMo Aligner to this directory.
     """
     check_output("--output-dir", output)
     check_output("--to-nemo", to_nemo)
     if output is not None and config.data.validation_share:
         raise ConfigError(
-            f"--output-dir {output}: the packs would contain the complete set, but training holds out "
-            "data.validation_share = "
-            f"{config.data.validation_share} of it. Leave out --output-dir, and training uses the packs in the cache; "
-            "or split "
+            f"--output-dir {output}: the packs would contain the complete set, but training holds out data.validation_share = "
+            f"{config.data.validation_share} of it. Leave out --output-dir, and training uses the packs in the cache; or split "
             "the file in two."
         )
+    export_named_checkpoints(config, say=lambda text: None)
     source = check_model(config)
     inputs = open_inputs(config, source, bar)
     sets, template = inputs.sets, inputs.template
-    # Subsets that are trained on or held out: training looks for their packs.
+    # If a set is split or joined with others, training uses the packs of the resulting Selection.
     used = {"train": sets.train, **{f"validation-{name}": store for name, store in sets.validation.items()}}
     chosen = {name: store for name, store in used.items() if isinstance(store, Selection)}
     if pack_sizes or output is not None or to_nemo is not None:
@@ -113,7 +115,9 @@ def prepare_data(
     return Preparation(
         sets=preflights(sets),
         folders=_write_folders(sets, packs, config, output, to_nemo),
-        packs={name: [outlook(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()},
+        packs={
+            name: [packing_stats(packer, bins, pairs) for packer, bins in several] for name, several in packs.items()
+        },
         training=_training_rows(inputs),
         num_steps=inputs.schedule.num_steps,
         pairs_per_batch=pairs,
@@ -127,20 +131,24 @@ def prepare_data(
 
 
 def _training_rows(inputs: Inputs) -> TrainingRows:
-    """The rows that training packs on this machine, or why it would not start. Another machine may run it."""
+    """Return how training would pack rows on this machine.
+
+    If training would not start on this machine, return the reason. This is not an error, because training may run on
+    another machine.
+    """
     try:
         setup = fit_to_machine(inputs, check_machine(inputs.config, inputs.source, this_device()))
     except (MachineError, OutOfMemoryError) as error:
-        return TrainingRows("", {}, str(error))
+        return TrainingRows(length="", sets={}, refused=str(error))
     size, val_size = setup.config.policy.train_global_batch_size, setup.validation_batch_size
-    rows: dict[str, Outlook] = {}
+    rows: dict[str, PackingStats] = {}
     if setup.plan.batches.packs is None:
         batches = [batch.preferences for batch in setup.plan.batches.epoch(0)]
-        rows["train"] = outlook(setup.plan.train, packed_by_batch(setup.plan.train, batches), size)
+        rows["train"] = packing_stats(setup.plan.train, packed_by_batch(setup.plan.train, batches), size)
     for name, packer in setup.plan.validation.items():
         packed = packed_by_batch(packer, portions(packer, val_size))
-        rows[f"validation-{name}"] = outlook(packer, packed, val_size)
-    return TrainingRows(setup.plan.rows, rows, None)
+        rows[f"validation-{name}"] = packing_stats(packer, packed, val_size)
+    return TrainingRows(length=setup.plan.rows, sets=rows, refused=None)
 
 
 def _write_folders(
@@ -150,7 +158,10 @@ def _write_folders(
     output: Path | None,
     to_nemo: Path | None,
 ) -> dict[str, str]:
-    """The folder of every set: in the cache, or in `output`; write the folders and the NeMo files."""
+    """Write the prepared folders to `output` and the NeMo files to `to_nemo`, if given. Return a dict from set name to folder.
+
+    Without `output`, the folder of a set is in the cache.
+    """
     folders = {name: str(store.folder) for name, store in sets.read.items()}
     if to_nemo is not None:
         for name, store in sets.read.items():
@@ -169,16 +180,15 @@ def _write_folders(
 
 
 def prepare_from_nemo(config: Config, file: Path, output: Path) -> Preflight:
-    """Import a packed file of NeMo Aligner as a prepared folder, whose path can be trained on."""
+    """Import a packed file of NeMo Aligner as a prepared folder."""
     check_output("--output-dir", output)
     folder, source = output / "train", find_model(config.policy)
     store = import_nemo(file, folder, config.data, config.policy.max_total_sequence_length)
     try:
-        judge(store, str(file), config.data)
+        check_usable_shares(store, str(file), config.data)
         if (highest := store.highest_token_id) >= source.vocabulary:
             raise DataError(
-                f"{file}: token id {highest}, but the model ({config.policy.model_name}) has only {source.vocabulary} "
-                "tokens. "
+                f"{file}: token id {highest}, but the model ({config.policy.model_name}) has only {source.vocabulary} tokens. "
                 "Set policy.model_name to the model that the packs were made for."
             )
         kept = without_duplicates({"train": store}, config.data)["train"]
@@ -199,7 +209,7 @@ def show_imported(found: Preflight, output: Path, loaded: LoadedConfig, reporter
 
 
 def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> list[str]:
-    """The arguments of `tandem train` for packs that were imported with these settings."""
+    """Return the arguments of the `tandem train` command that trains on the packs imported with this configuration."""
     config, overrides = loaded.config.policy, loaded.overrides
     given = {key_of(one) for one in overrides}
     asked = {
@@ -208,7 +218,7 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
         "policy.max_total_sequence_length": config.max_total_sequence_length,
     }
     arguments = [override(key, value) for key, value in asked.items() if key not in given] + list(overrides)
-    # The default batch size differs between the embedded data and other data.
+    # Loaded again with these arguments, because the default batch size depends on the data.
     changed_config = load_config(loaded.file, arguments, loaded.sent_variables).config
     if found.num_pairs < changed_config.policy.train_global_batch_size:
         arguments = with_override(arguments, "policy.train_global_batch_size", max(1, found.num_pairs // ENOUGH_STEPS))
@@ -216,15 +226,15 @@ def training_arguments(loaded: LoadedConfig, found: Preflight, output: Path) -> 
 
 
 def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> list[tuple[Packer, Bins]]:
-    """Pack the set with each length."""
+    """Pack a set once for each length in `pack_sizes`. If there are none, pack it with the configured pack length."""
     longest = int(store.longest.argmax())
     if pack_sizes and store.longest[longest] > min(pack_sizes):
         raise ConfigError(
-            f"--pack-sizes {min(pack_sizes)}: the sequence at {store.place(longest)} has {store.longest[longest]} tokens. "
+            f"--pack-sizes {min(pack_sizes)}: too short for {store.place(longest)}, which has {store.longest[longest]} tokens. "
             "Give longer packs, or lower policy.max_total_sequence_length."
         )
     packing = config.policy.packing.model_copy(update={"mode": "dataset"})
-    if config.policy.packing.mode == "none":  # in which prompts are not shared
+    if config.policy.packing.mode == "none":  # this mode does not share prompts
         packing = packing.model_copy(update={"share_prompts": True})
     lengths: list[int | Literal["auto"]] = list(pack_sizes) or [config.policy.packing.pack_length]
     packers = [
@@ -241,14 +251,14 @@ def _pack_set(store: Preferences, config: Config, pack_sizes: Sequence[int]) -> 
 
 
 def _write_folder(store: TokenStore, packs: list[tuple[Packer, Bins]], folder: Path) -> Path:
-    """Write the store and its packs to a folder."""
+    """Write the store and its packs to a folder, and return the folder."""
     with published(folder, "tokens") as aside:
         for name in ("tokens.arrow", "rejects.jsonl"):
             shutil.copyfile(store.folder / name, aside / name)
         for packer, bins in packs:
             write_packs(bins, aside / file_name(packer.length))
         facts = {key: value for key, value in read_manifest(store.folder).items() if key != "files"}
-        write_manifest(aside, **facts, packs=[facts_of(packer) for packer, _ in packs])
+        write_manifest(aside, **facts, packs=[pack_settings(packer) for packer, _ in packs])
     return folder
 
 
@@ -309,8 +319,7 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
         reporter.table(PACK_COLUMNS, [_row(name, one) for name, one in training.sets.items()])
     if preparation.packs or training.sets:
         reporter.say(
-            f"  times padding: positions computed if every {PADDED_TOGETHER} sequences were padded to the longest, "
-            "divided by "
+            f"  times padding: positions computed if every {PADDED_BATCH_SIZE} sequences were padded to the longest, divided by "
             "those computed in packs; fill: of the actual rows, which may be shorter than a pack"
         )
     if training.refused is not None:
@@ -318,7 +327,7 @@ def _show_packs(preparation: Preparation, reporter: Reporter) -> None:
     reporter.say(f"  training steps: {preparation.num_steps:,}")
 
 
-def _row(name: str, packs: Outlook) -> list[str]:
+def _row(name: str, packs: PackingStats) -> list[str]:
     return [
         name,
         f"{packs.pack_length:,}",

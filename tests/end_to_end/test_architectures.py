@@ -1,4 +1,4 @@
-"""Every architecture named in the README trains for a step and exports a model that loads; recurrent ones only unpacked."""
+"""Every tested architecture trains for a step and exports a model that loads. Recurrent models train only without packing."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def hybrid(path):
     )
 
 
-def test_a_recurrent_hybrid_is_refused_packed_before_weights_load(tmp_path):
+def test_packing_a_recurrent_hybrid_is_refused_before_weights_load(tmp_path):
     model = hybrid(tmp_path / "model")
     with pytest.raises(ConfigError) as refused:
         short_run(tmp_path / "run", *OVERRIDES, few_pairs(tmp_path), f"policy.model_name={model}")

@@ -1,4 +1,4 @@
-"""Every benchmark starts, runs at a tiny size where a CPU can, and says in one message what it needs where it cannot."""
+"""Every benchmark starts. Those that can run on a CPU run at a tiny size; the others print what they need."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from tandem.config.keys import with_table
 from tandem.embedded.files import TRAIN
 
 # Imported by the others; the rest are commands.
-MODULES = {"drawing", "made_model", "options", "trl_python"}
+MODULES = {"alternatives", "drawing", "made_model", "options", "trl_python"}
 COMMANDS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in MODULES)
 NEEDED = "trl==1.16.0 liger-kernel==0.8.5"
 
@@ -29,7 +29,7 @@ def bench(tmp_path):
 
 
 def last_line(ended: Ended, *codes: int) -> dict:
-    """The JSON object at the end; by default of a benchmark that met its targets."""
+    """The JSON object in the last line of the output. Checks the exit code, by default 0: the targets were met."""
     assert ended.code in (codes or (0,)), ended
     return json.loads(ended.out.splitlines()[-1])
 
@@ -102,7 +102,7 @@ def test_train(bench, token_pairs, options):
     assert (result["reference_pairs_per_second"] is None) == ("--reference" not in options)
 
 
-def test_train_makes_its_pairs(bench):
+def test_train_generates_its_pairs(bench):
     lengths = ("--prompt-mean", 6, "--completion-mean", 5, "--longest", 64, "--completions", 3)
     result = last_line(bench("train", "--pairs", 6, "--steps", 1, "--pack-length", 256, *lengths, "--single-pairs"))
     assert result["pairs_per_second"] > 0
@@ -151,7 +151,7 @@ def test_a_curve_needs_the_metrics_of_a_run(bench, tmp_path):
     assert bench("plots", results, "--curve", "curve.svg") == Ended(1, "", message)
 
 
-def test_the_tables_of_the_page_on_benchmarks_are_those_of_the_committed_results(bench):
+def test_tables_of_the_benchmarks_page_match_the_committed_results(bench):
     page = (ROOT / "docs/benchmarks.md").read_text()
     for part in bench("tables").out.rstrip("\n").split("\n\n"):
         name, _, table = part.partition("\n")
@@ -159,14 +159,14 @@ def test_the_tables_of_the_page_on_benchmarks_are_those_of_the_committed_results
 
 
 @pytest.mark.slow
-def test_the_memory_tables_of_the_page_on_choosing_are_those_of_the_estimate(bench):
+def test_memory_tables_of_the_choosing_page_match_the_estimate(bench):
     ended = bench("fits")
     page = (ROOT / "docs/choosing.md").read_text()
     for name, table in zip(("fits", "estimate"), ended.out.rstrip("\n").split("\n\n"), strict=True):
         assert with_table(page, name, table) == page
 
 
-def test_a_plot_of_another_benchmark_is_refused(bench, tmp_path):
+def test_plots_refuse_results_of_another_benchmark(bench, tmp_path):
     results = written(tmp_path / "results.jsonl", [{"benchmark": "train"}])
     assert bench("plots", results, "--ratios", "ratios.svg") == Ended(1, "", "no line is of versus_trl\n")
 
@@ -182,12 +182,25 @@ def test_packing(bench):
 
 
 @pytest.mark.slow
-def test_packing_of_a_file(bench, pairs):
+def test_packing_reads_a_file(bench, pairs):
     # First fit in random order leaves 2 % of such rows empty, over what a set of the usual lengths does.
     given = ("--counts", 5000, "--capacity", 2048, "--data", pairs, "--tokenizer", MODEL)
     found = last_line(bench("packing", *given), 0, 1)
     assert [row["algorithm"] for row in found["rows"]] == ALGORITHMS
     assert all(row["fill"] > 0.95 for row in found["rows"])
+
+
+def test_hand_written_parts(bench, tmp_path):
+    sizes = ("--array-mb", 0.01, "--pickled-tokens", 5000, "--results", "results.jsonl")
+    found = last_line(bench("hand_written_parts", "--parts", "plain_pickle", *sizes))["parts"][0]["found"]
+    # One pack of three pairs; each attack is refused by tandem, and one ends the process that uses an allow-list.
+    assert [found[reader]["file"]["objects"] for reader in ("tandem", "allow-list")] == [1, 1]
+    attacks = {name: one["outcome"] for name, one in found["tandem"].items() if name != "file"}
+    assert len(attacks) == 7
+    assert all(outcome.startswith("Refused: ") for outcome in attacks.values()), attacks
+    assert found["allow-list"]["a key of 1,000,000 nested tuples"]["outcome"] == "ended by SIGSEGV"
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert json.loads(line)["part"] == "plain_pickle"
 
 
 def test_scale(bench, tmp_path):
@@ -207,6 +220,30 @@ def test_prepare(bench):
     result = last_line(bench("prepare", "--tokenizer", MODEL, "--rows", 300), 0, 1)
     assert result["tokens"]["tandem"] > 300 * 10
     assert set(result["ratios"]) == {"versus_bare"}
+
+
+@pytest.mark.slow
+def test_hand_written_parts_with_their_libraries(bench):
+    """A library that is not installed is reported, and the others are measured."""
+    own = ("--tokenizer", MODEL, "--rows", 100, "--array-mb", 0.1, "--pickled-tokens", 5000, "--shapes", "tiny")
+    ended = bench("hand_written_parts", *own, "--seconds", 60, "--patience", 30)
+    found = {part["part"]: part["found"] for part in last_line(ended)["parts"]}
+    assert list(found) == [
+        *("word_cache", "pool", "json_array", "hub", "plain_pickle", "pinned_memory", "trackers"),
+    ]
+    assert found["word_cache"]["tandem"]["sha256"] == found["word_cache"]["tokenizers"]["sha256"]
+    assert (found["pool"]["tandem"]["hangs"]["item"], found["pool"]["tandem"]["hangs"]["row"]) == (5, 3)
+    assert found["pool"]["tandem"]["parent killed"]["left"] == 0
+    assert (find_spec("ijson") is None) == (found["json_array"].get("ijson") == "not installed")
+    assert (find_spec("datasets") is None) == (found["hub"].get("datasets") == "not installed")
+
+
+def test_hand_written_parts_needs_a_tokenizer_for_two_of_them(bench):
+    ended = bench("hand_written_parts", "--parts", "pool")
+    assert (ended.code, ended.err.splitlines()[-1]) == (
+        2,
+        "hand_written_parts.py: error: word_cache and pool need --tokenizer",
+    )
 
 
 @pytest.mark.slow
@@ -261,6 +298,7 @@ def test_curve_of_tandem(bench, pairs, tmp_path):
             [],
             "versus_trl.py: error: TRL is timed with Liger's kernels, which need a GPU, and there is none\n",
         ),
+        ("pinned_memory", [], "pinned_memory.py: error: memory is pinned for a GPU, and there is none\n"),
         ("train", ["--profile"], "train.py: error: --profile is of a GPU, and there is none\n"),
     ],
 )
@@ -289,7 +327,7 @@ def python_without_trl(tmp_path) -> Path:
         ("curve", ["--model", MODEL, "--data", TRAIN]),
     ],
 )
-def test_an_interpreter_without_trl_is_named(bench, python_without_trl, name, arguments):
+def test_an_interpreter_without_trl_is_reported(bench, python_without_trl, name, arguments):
     ended = bench(name, *arguments, "--trl-python", python_without_trl)
     assert ended == Ended(
         1,
@@ -310,13 +348,13 @@ def test_an_interpreter_without_trl_is_named(bench, python_without_trl, name, ar
         ),
     ],
 )
-def test_a_script_of_trl_says_that_its_own_interpreter_has_none(bench, name, arguments):
+def test_a_trl_script_reports_that_its_interpreter_has_no_trl(bench, name, arguments):
     message = (
         f"{sys.executable}: not installed: datasets, trl. Run this with a Python that has them: pip install {NEEDED}.\n"
     )
     assert bench(name, *arguments) == Ended(1, "", message)
 
 
-def test_a_file_that_is_not_there_is_named(bench):
+def test_a_missing_file_is_reported_by_name(bench):
     ended = bench("plots", "none.jsonl", "--step", "step.svg")
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "plots.py: error: none.jsonl: there is no such file")

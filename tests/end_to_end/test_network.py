@@ -1,4 +1,4 @@
-"""A run on local files talks to nobody: every attempt of its processes to reach a host is written down, and there is none."""
+"""A run on local files makes no network connections. Every attempt of its processes to reach a host is recorded."""
 
 import ipaddress
 import os
@@ -43,7 +43,7 @@ TESTED = ("PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "WAND
 
 
 def is_local(line: str) -> bool:
-    """Whether a line of the recorder is about this machine."""
+    """Whether a recorded line names this machine."""
     host = line.split(" ", 1)[1]
     if host in ("None", "localhost", "") or host.startswith(("/", "\0")):  # the last two: sockets of one machine
         return True
@@ -54,7 +54,7 @@ def is_local(line: str) -> bool:
 
 @contextmanager
 def proxy() -> Iterator[tuple[str, list[bytes]]]:
-    """A proxy that passes nothing on: its address, and what it was asked for. It sees programs that are not Python, too."""
+    """A proxy that forwards nothing: its address, and the requests it received. It also sees programs other than Python."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -70,7 +70,7 @@ def proxy() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def attempts(folder, *overrides: str) -> tuple[list[str], list[bytes]]:
-    """What a run with these settings tried to reach, by the recorder and by the proxy."""
+    """The hosts that a run with these settings tried to reach, from the recorder and from the proxy."""
     (folder / "recorder").mkdir()
     (folder / "recorder/sitecustomize.py").write_text(RECORDER)
     recorded = folder / "recorded"
@@ -93,18 +93,18 @@ def attempts(folder, *overrides: str) -> tuple[list[str], list[bytes]]:
     return [line for line in recorded.read_text().splitlines() if not is_local(line)], asked
 
 
-def test_a_run_without_hub_and_trackers_connects_to_nobody(tmp_path):
+def test_a_run_without_hub_and_trackers_makes_no_connections(tmp_path):
     assert attempts(tmp_path) == ([], [])
 
 
 @pytest.mark.slow
-def test_trackers_that_write_on_disk_connect_to_nobody(tmp_path):
+def test_trackers_that_write_to_disk_make_no_connections(tmp_path):
     assert attempts(tmp_path, *ALL_THREE) == ([], [])
     assert (tmp_path / "run/logs/mlflow.db").exists()
 
 
 def test_the_recorder_sees_what_a_process_and_its_children_try_to_reach(tmp_path):
-    """Else the tests above would prove nothing."""
+    """Without this, the tests above would pass even if the recorder missed connections."""
     (tmp_path / "sitecustomize.py").write_text(RECORDER)
     look_up = "import socket\ntry: socket.create_connection(('nobody.invalid', 1))\nexcept OSError: pass\n"
     send = "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))\n"

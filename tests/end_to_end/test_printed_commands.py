@@ -1,4 +1,4 @@
-"""The commands that a run prints, taken from its output and run as they are printed."""
+"""Runs the commands that a run prints, exactly as printed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def own_pairs(folder: Path) -> str:
 
 
 def next_command(said: str) -> str:
-    """The line below Next."""
+    """The command below "Next" in the output."""
     after = said.split("\nNext: ")[1].splitlines()
     [command] = [line for line in after[1:] if line.strip()]
     assert command.startswith("  ")
@@ -57,7 +57,7 @@ def trained(capsys, folder: Path, *overrides: str) -> str:
     ],
     ids=["a chat template", "raw text", "adapters alone"],
 )
-def test_the_model_answers_as_printed(tmp_path, capsys, overrides, asks):
+def test_the_printed_command_makes_the_model_answer(tmp_path, capsys, overrides, asks):
     program, *options, code = shlex.split(trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, *overrides))
     assert (program in ("python", sys.executable), options) == (True, ["-P", "-c"])
     exec(code, {})
@@ -67,11 +67,31 @@ def test_the_model_answers_as_printed(tmp_path, capsys, overrides, asks):
     assert len(text) > len("How far is the moon?") if asks == "text" else text[-1]["role"] == "assistant"
 
 
-def test_a_model_without_a_template_is_asked_in_plain_text(tmp_path, capsys):
+def test_the_command_for_a_model_without_a_template_uses_plain_text(tmp_path, capsys):
     bare = shutil.copytree(MODEL, tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     printed = trained(capsys, tmp_path, own_pairs(tmp_path), *OWN_KEYS, f"policy.model_name={bare}")
     assert '("How far is the moon?"' in shlex.split(printed)[-1]
+
+
+def test_a_better_checkpoint_is_exported_as_printed(tmp_path, capsys, monkeypatch):
+    # Rewards of rejected completions fall from step to step, so the first checkpoint has the highest.
+    ranked = ["checkpointing.metric_name=val_rewards_rejected_mean", "checkpointing.higher_is_better=true"]
+    saved = ["dpo.val_period=2", "dpo.val_at_end=true", "checkpointing.save_period=2", "data.validation_share=0.2"]
+    run = tmp_path / "a run"
+    given = [*SHORT, own_pairs(tmp_path), *OWN_KEYS, *ranked, *saved, "data.drop_last=false", f"run.dir='{run}'"]
+    train(load_config(None, given), Reporter())
+    said = capsys.readouterr().out
+    assert f"  {run}/model  the aligned model (float32), in the Hugging Face layout: step 4\n" in said
+    assert "\nStep 2 is better by validation-default rewards_rejected_mean (-" in said
+    [command] = [line.strip() for line in said.splitlines() if " --checkpoint " in line]
+    words = shlex.split(command)
+    assert words[words.index("export") :] == ["export", str(run), "--checkpoint", "step_2"]
+    monkeypatch.setattr("sys.argv", ["tandem", *words[words.index("export") :]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert (run / "exports/step_2/model.safetensors").is_file()
 
 
 def reread(command: str) -> LoadedConfig:
@@ -99,12 +119,12 @@ def assert_same_but_for_the_model(loaded: LoadedConfig, command: str) -> None:
         ["policy.model_name=embedded", "run.dir=somewhere", "checkpointing.checkpoint_dir=elsewhere"],
     ],
 )
-def test_a_real_model_is_suggested_with_the_settings_of_the_run(tmp_path, more):
+def test_the_suggested_run_of_a_real_model_keeps_the_settings(tmp_path, more):
     loaded = load_config(None, [own_pairs(tmp_path), *OWN_KEYS, *more])
     assert_same_but_for_the_model(loaded, with_real_model(loaded, tmp_path / "run"))
 
 
-def test_a_configuration_file_is_named_again_and_its_directory_is_not_used_twice(tmp_path):
+def test_the_suggested_run_uses_the_configuration_file_but_another_directory(tmp_path):
     file = tmp_path / "my run.yaml"
     pairs = {"data_path": f"{tmp_path}/pairs.jsonl", "prompt_key": "q"}
     file.write_text(
@@ -115,7 +135,7 @@ def test_a_configuration_file_is_named_again_and_its_directory_is_not_used_twice
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_the_settings_of_the_embedded_default_are_not_taken_to_a_real_model(tmp_path, resumed):
+def test_the_suggested_run_of_a_real_model_omits_settings_of_the_embedded_default(tmp_path, resumed):
     loaded = load_config(None, ["dpo.max_num_steps=3"])
     if resumed:
         (tmp_path / "config.yaml").write_text(loaded.as_yaml())
@@ -132,7 +152,7 @@ def test_the_settings_of_the_embedded_default_are_not_taken_to_a_real_model(tmp_
 
 
 def hub_cache(folder: Path) -> Path:
-    """A cache of the hub that holds the real model's name, and the embedded model under it."""
+    """A hub cache in which the name of the real model leads to the embedded model."""
     repository = folder / "hub" / f"models--{REAL_MODEL.replace('/', '--')}"
     shutil.copytree(tiny_model(), repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
@@ -150,8 +170,8 @@ def shell(command: str, folder: Path, **more: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_next_run_starts_and_ends_as_printed(tmp_path, monkeypatch):
-    """A run of the embedded model prints one with a real model, which prints how that is used: all of them run."""
+def test_the_chain_of_printed_commands_runs(tmp_path, monkeypatch):
+    """A run of the embedded model suggests a run of a real model, which prints how to use the result. All commands work."""
     given = ["dpo.max_num_steps=2", "policy.train_global_batch_size=4", own_pairs(tmp_path), *OWN_KEYS]
     (tmp_path / "my settings.yaml").write_text(json.dumps({"dpo": {"val_at_start": False}, "run": {"dir": "first"}}))
     first = shlex.join([sys.executable, "-m", "tandem", "train", "--config", "my settings.yaml", *given])
@@ -161,14 +181,14 @@ def test_the_next_run_starts_and_ends_as_printed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_default_run_is_followed_as_printed(tmp_path):
+def test_the_command_printed_by_the_default_run_works(tmp_path):
     second = next_command(shell(f"{sys.executable} -m tandem train dpo.max_num_steps=1", tmp_path))
     third = next_command(shell(second, tmp_path, HF_HOME=str(hub_cache(tmp_path / "hub"))))
     assert "generated_text" in shell(third, tmp_path)
 
 
-def test_an_unfinished_run_continues_as_printed(tmp_path, monkeypatch, capsys):
-    """With a validation set whose path a shell and the configuration would both take apart."""
+def test_an_unfinished_run_resumes_with_the_printed_command(tmp_path, monkeypatch, capsys):
+    """The path of the validation set has characters that are special in a shell and in overrides."""
     monkeypatch.chdir(tmp_path)
     saving = [*SHORT, own_pairs(tmp_path), *OWN_KEYS, "checkpointing.save_period=2"]
     with killed_after(3):
@@ -187,7 +207,7 @@ def test_an_unfinished_run_continues_as_printed(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["diverged", "only_hurt"])
 def test_nothing_is_suggested_after_a_run_that_made_the_model_worse(tmp_path, capsys, monkeypatch, name):
-    """Its learning rate would be taken to another model."""
+    """The suggested run would use the same learning rate."""
     monkeypatch.setattr(finish, "judge", lambda *_: [Verdict(name, "train", "Lower the learning rate.")])
     train(load_config(None, [*SHORT, f"run.dir={tmp_path}/run", "dpo.max_num_steps=1"]), Reporter())
     said = capsys.readouterr().out

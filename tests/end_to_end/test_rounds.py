@@ -1,4 +1,4 @@
-"""Two rounds by the command: adapters on the embedded model, then its merged model trained on, held to the first start."""
+"""Two rounds of training: adapters on the embedded model, then training of the merged model with the first reference."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def last(run, split):
 
 
 @pytest.mark.slow
-def test_a_second_round_starts_from_the_first_and_is_held_to_its_reference(tmp_path):
+def test_a_second_round_starts_from_the_first_and_uses_its_reference(tmp_path):
     printed = tandem(tmp_path, "policy.lora.enabled=true", "run.dir=one", "dpo.val_at_start=false")
     assert "reference          cached, the base model" in printed
     first = last(tmp_path / "one", "exported-default")

@@ -1,4 +1,4 @@
-"""Answers to validation prompts: the policy's next to the reference's, as transformers would generate them."""
+"""Answers of policy and reference to validation prompts are printed together, and equal those of transformers."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_answers_of_policy_and_reference_are_printed_together(tmp_path, referenc
     assert any(line["policy"] != line["reference"] for line in after)
 
 
-def test_a_loss_without_a_reference_shows_the_policys_alone(tmp_path):
+def test_a_loss_without_a_reference_prints_answers_of_the_policy_only(tmp_path):
     run = short_run(tmp_path / "run", *SETTINGS, "dpo.preference_loss=simpo", "dpo.val_at_end=false")
     assert [line["reference"] for line in lines(run, 0)] == [None, None]
 

@@ -1,4 +1,4 @@
-"""A tracked run: every tracker has the numbers of metrics.jsonl, each step once; a bad one changes nothing."""
+"""Every tracker gets the values of metrics.jsonl, each step once. A failing tracker does not affect the run."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """A run tracked by all three, killed after step 3 and resumed from the checkpoint of step 2."""
+    """A run with all three trackers, killed after step 3 and resumed from the checkpoint of step 2."""
     run = tmp_path_factory.mktemp("tracked") / "run"
     settings = [*SETTINGS, *ALL_THREE, "logger.wandb.mode=offline", "logger.mlflow.experiment_name=mine"]
     with pytest.MonkeyPatch.context() as patch:
@@ -41,7 +41,7 @@ def tracked(tmp_path_factory):
 
 
 def points_of(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What metrics.jsonl says, by the names that trackers have."""
+    """The values of metrics.jsonl, under the names used in trackers."""
     points: dict[str, list[tuple[int, float]]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         step, metrics = tracker_metrics(json.loads(line))
@@ -51,7 +51,7 @@ def points_of(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def untimed(points):
-    """A record without what differs when a step is repeated."""
+    """A record without the values that change when a step is repeated."""
     return {name: values for name, values in points.items() if not name.startswith("timing/")}
 
 
@@ -59,7 +59,7 @@ def close_to(points):
     return {name: [(step, pytest.approx(value, rel=1e-6)) for step, value in of] for name, of in points.items()}
 
 
-def test_a_killed_and_tracked_run_ends_with_the_metrics_of_an_uninterrupted_one(tracked, plain):
+def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tracked, plain):
     for split in ("train", "validation-default", "exported-default"):
         assert metrics_of(tracked, split) == metrics_of(plain, split)
     assert largest_difference(weights_of(tracked), weights_of(plain)) == 0.0
@@ -93,7 +93,7 @@ def test_mlflow_shows_metrics_jsonl_each_step_once(tracked):
     assert [step for step, _ in points["timing/train/step_seconds"]] == [1, 2, 3, 4, 5]
 
 
-def test_wandb_keeps_offline_what_was_logged_under_one_id(tracked):
+def test_wandb_writes_an_offline_run_under_one_id(tracked):
     folders = sorted((tracked / "logs/wandb").glob("offline-run-*"))
     kept = json.loads((tracked / "trackers.json").read_text())["wandb"]["id"]
     assert [folder.name.rsplit("-", 1)[1] for folder in folders] == [kept, kept]
@@ -107,7 +107,7 @@ def test_wandb_keeps_offline_what_was_logged_under_one_id(tracked):
 
 
 def wandb_history(path: Path) -> list[dict]:
-    """The rows of a .wandb file: LevelDB's log format, each record a protocol buffer."""
+    """Parse a .wandb file: protocol buffers in the log format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, rows = path.read_bytes(), 7, b"", []
@@ -181,5 +181,5 @@ def test_json_prints_every_record_and_the_result_and_nothing_else(tmp_path, monk
         assert len(printed.err.splitlines()) == (number == 1)
 
 
-def test_what_varies_is_what_is_tracked_as_timing():
+def test_the_values_that_vary_are_those_tracked_as_timing():
     assert set(TIMING) == set(VARYING)

@@ -1,4 +1,4 @@
-"""Computation in bfloat16 over float32 weights: what is learned is what float32 learns, and what is computed is exported."""
+"""Computation in bfloat16 with float32 weights learns what float32 learns, and exports the weights that it computes with."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def start(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_chance(tmp_path_factory, start):
+def stochastic_run(tmp_path_factory, start):
     from bfloat16_products import with_bfloat16_products
 
     with with_bfloat16_products():
@@ -47,22 +47,25 @@ def margin(run, split="validation-default"):
     return metrics_of(run, split)[-1]["rewards_margin_mean"]
 
 
-def test_small_updates_of_published_weights_are_computed_with(tmp_path, start, by_chance, monkeypatch):
+def test_small_updates_of_published_weights_affect_the_computation(tmp_path, start, stochastic_run, monkeypatch):
     exactly = short_run(tmp_path / "float32", *GENTLE, f"policy.model_name={start}")
     monkeypatch.setattr(working_copy, "round_to_bfloat16", lambda weight, start: weight.bfloat16())
     to_the_nearest = short_run(tmp_path / "nearest", *GENTLE, BFLOAT16, f"policy.model_name={start}")
     assert margin(exactly) > 0
-    assert margin(by_chance) == pytest.approx(margin(exactly), rel=0.3)
+    assert margin(stochastic_run) == pytest.approx(margin(exactly), rel=0.3)
     assert margin(to_the_nearest) < 0.6 * margin(exactly)
 
 
-def test_the_start_is_computed_with_as_it_was_published(by_chance):
-    assert metrics_of(by_chance)[0]["loss"] == pytest.approx(0.693147, abs=1e-3)
+def test_the_first_step_computes_with_the_published_weights(stochastic_run):
+    assert metrics_of(stochastic_run)[0]["loss"] == pytest.approx(0.693147, abs=1e-3)
 
 
-def test_what_is_exported_in_bfloat16_is_what_was_computed_with(by_chance):
-    measured, exported = metrics_of(by_chance, "validation-default")[-1], metrics_of(by_chance, "exported-default")[-1]
-    assert next(iter(weights_of(by_chance).values())).dtype == torch.bfloat16
+def test_weights_exported_in_bfloat16_are_those_used_in_computation(stochastic_run):
+    measured, exported = (
+        metrics_of(stochastic_run, "validation-default")[-1],
+        metrics_of(stochastic_run, "exported-default")[-1],
+    )
+    assert next(iter(weights_of(stochastic_run).values())).dtype == torch.bfloat16
     assert {**measured, "split": ""} == {**exported, "split": ""}
 
 
@@ -76,14 +79,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path, start)
     assert largest_difference(weights_of(cut), weights_of(whole)) == 0.0
 
 
-def test_what_is_computed_with_is_right_on_average():
-    """Also of weights between the numbers of bfloat16: a model published in float16 stands on eighths of its steps."""
+def test_stochastically_rounded_weights_are_right_on_average():
+    """Also for weights that bfloat16 cannot represent: float16 has eight values for each of bfloat16."""
     ranks = join_process_group()
     linear = torch.nn.Linear(300, 1000, bias=False)
     published = (torch.rand(1000, 300) + 1).half()
     with torch.no_grad():
         linear.weight.copy_(published)
-    fully_shard(linear, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(linear, mesh=ranks.shard_mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     cast_stochastically(linear.weight, salt_of("weight"))
     change = 2**-12  # a thirty-second of a step
     computed = []
@@ -98,12 +101,12 @@ def test_what_is_computed_with_is_right_on_average():
     assert (before - published.float()).abs().max() < 2**-7
     assert (before - published.float()).mean().item() == pytest.approx(0, abs=2e-5)
     assert (after - before).mean().item() == pytest.approx(change, rel=0.05)
-    # nothing flickers: what moves is what was near its turn
+    # only weights close to a rounding threshold change
     assert (after != before).float().mean().item() == pytest.approx(1 / 32, rel=0.05)
 
 
 def test_a_frozen_weight_under_an_adapter_is_used_in_the_same_precision_as_the_model():
-    """One cached reference serves both."""
+    """Both use the same cached reference."""
     ranks = join_process_group()
 
     def computed(*overrides):
@@ -123,8 +126,8 @@ def test_a_frozen_weight_under_an_adapter_is_used_in_the_same_precision_as_the_m
     )
 
 
-def test_a_reference_cached_by_bfloat16_weights_is_not_that_of_float32_weights(tmp_path):
-    """The embedded model is float32: loaded in bfloat16 it is rounded otherwise than when it is cast."""
+def test_bfloat16_and_float32_weights_do_not_share_a_cached_reference(tmp_path):
+    """The embedded model is float32. Loading it in bfloat16 rounds differently from casting it."""
     few = [BFLOAT16, "dpo.max_num_steps=1", "checkpointing.enabled=false", few_pairs(tmp_path)]
     for weights in ("bfloat16_stochastic", "float32"):
         cache = f"reference.cache_dir={tmp_path / 'cache'}"
@@ -133,7 +136,7 @@ def test_a_reference_cached_by_bfloat16_weights_is_not_that_of_float32_weights(t
 
 
 def test_gradients_of_bfloat16_weights_add_up_over_packs_in_float32():
-    """Added up in bfloat16, 16 packs are 0.5 % off; the norm of the gradient would be rounded too."""
+    """A sum over 16 packs in bfloat16 would be 0.5 % off, and the gradient norm would be rounded too."""
     ranks = join_process_group()
     overrides = [BFLOAT16, "policy.weights=bfloat16_stochastic", "policy.train_global_batch_size=32"]
     setup = set_up(load_config(None, [*overrides, "policy.packing.pack_length=384"]).config, ranks.device)

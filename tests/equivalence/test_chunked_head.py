@@ -92,7 +92,7 @@ def test_logps_are_float32_when_computing_in_bfloat16(chunk):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_logits_of_bfloat16_states_are_never_rounded_to_bfloat16(bias, frozen):
-    """Between 16 and 32 the numbers of bfloat16 are 0.125 apart: so far off would a rounded logit be, and the probability."""
+    """Between 16 and 32, values of bfloat16 differ by 0.125. Rounded logits would be off by up to half of that."""
     g = torch.Generator().manual_seed(0)
     hidden = (3 * torch.randn(50, 64, generator=g)).bfloat16()
     weight = torch.randn(97, 64, generator=g).bfloat16()

@@ -1,4 +1,4 @@
-"""Every loss through the whole trainer: it starts where its formula says, stays finite, and knows nothing of packs.
+"""Every loss in a complete run: the first value follows its formula, all values are finite, and packing changes nothing.
 
 The embedded model is both policy and reference, so every ratio is 0 before the first step; losses without a
 reference are written out over the plain forward.
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tandem.completions import ChosenRejected
 from tandem.config.load import load_config
 from tandem.loss.losses import LOSSES
-from tandem.loss.objective import compare
+from tandem.loss.objective import pairs_from_sums
 from tandem.loss.pairs import PairSums
 from tandem.train.start.setup import set_up
 
@@ -144,7 +144,7 @@ WITHOUT_REFERENCE = {"simpo": simpo, "orpo": orpo, "cpo": cpo}
 
 @cache
 def token_logps(file, pairing):
-    """Of every pair of a set, chosen and rejected, by the plain forward of the start model; and their scores."""
+    """The token log-probabilities of every pair of a set under the plain start model, and the scores of the pairs."""
     config = load_config(None, [*COMMON, f"data.train.data_path={file}", f"data.pairing={pairing}"]).config
     setup = set_up(config, torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(setup.source.folder, dtype=torch.float32)
@@ -157,7 +157,7 @@ def token_logps(file, pairing):
 
 
 def first_loss(name, file, num_pairs, pairing="best_worst"):
-    """The loss of the first batch. Rows come in the order of the file."""
+    """The loss of the first batch, with rows in the order of the file."""
     batch = token_logps(str(file), pairing)[:num_pairs]
     if name in OF_SCORES:
         return OF_SCORES[name]([(chosen[1], rejected[1]) for chosen, rejected in batch])
@@ -169,25 +169,25 @@ def first_loss(name, file, num_pairs, pairing="best_worst"):
 
 
 def declared_loss(name, batch, dpo):
-    """A loss by its own function, whose formula tests/unit/loss checks, over the plain forward."""
+    """A loss computed by its function, which tests/unit/loss checks, from the plain forward pass."""
     sums, lengths, scores = (
         ChosenRejected(*torch.tensor([[of(*one) for one in pair] for pair in batch], dtype=torch.float64).unbind(1))
         for of in (lambda logps, _: logps.sum(), lambda logps, _: len(logps), lambda _, score: score)
     )
     reference = sums if LOSSES[name].needs_reference else sums.map(torch.zeros_like)
-    pairs = compare(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
+    pairs = pairs_from_sums(PairSums(policy=sums, reference=reference, num_tokens=lengths, scores=scores), dpo)
     return LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo)).mean().item()
 
 
 @pytest.mark.parametrize("name", [*OF_SCORES, *WITHOUT_REFERENCE])
-def test_by_hand_and_by_its_function_a_loss_starts_at_the_same_value(name, pairs):
+def test_the_hand_written_loss_equals_the_declared_function(name, pairs):
     dpo = load_config(None, overrides(name, pairs, 4)).config.dpo
     by_function = declared_loss(name, token_logps(str(pairs), "best_worst")[:4], dpo)
     assert by_function == pytest.approx(first_loss(name, pairs, 4), rel=1e-6)
 
 
 def assert_trains(packed, plain, start):
-    """Finite throughout, the first loss as by hand, and every step the same without packs."""
+    """Check that all losses are finite, the first is as expected, and every step is the same without packing."""
     assert len(packed) == len(plain) == STEPS
     assert all(math.isfinite(value) for line in packed for value in line.values() if isinstance(value, float))
     assert packed[0]["loss"] == pytest.approx(start, rel=2e-5)
@@ -200,7 +200,7 @@ def assert_trains(packed, plain, start):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_starts_as_its_formula_says_and_trains_the_same_without_packs(name, pairs, tmp_path):
+def test_a_loss_starts_at_its_formula_and_trains_the_same_without_packing(name, pairs, tmp_path):
     settings = overrides(name, pairs, batch=4)
     packed, plain = (metrics_of(short_run(tmp_path / name, *settings, *cut)) for name, cut in CUTS.items())
     assert [line["num_pairs"] for line in packed] == [4, 2]
@@ -208,7 +208,7 @@ def test_a_loss_starts_as_its_formula_says_and_trains_the_same_without_packs(nam
 
 
 @pytest.mark.parametrize("name", ["rpo_sq", "aot", "orpo", "sigmoid_norm"])
-def test_all_pairs_of_four_completions_train_the_same_without_packs(name, fours, tmp_path):
+def test_all_pairs_of_four_completions_train_the_same_without_packing(name, fours, tmp_path):
     settings = [*overrides(name, fours, batch=12), "data.pairing=all"]
     packed, plain = (metrics_of(short_run(tmp_path / name, *settings, *cut)) for name, cut in CUTS.items())
     assert [line["num_pairs"] for line in packed] == [12, 12]

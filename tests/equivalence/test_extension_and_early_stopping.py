@@ -1,4 +1,4 @@
-"""A finished run that is extended = one that was that long from the start; a run that stops early exports its best step."""
+"""An extended run equals one of that length from the start. A run that stops early exports its best step."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """So few pairs that eight steps pass over them twice."""
+    """A file with so few pairs that eight steps are two epochs."""
     folder = tmp_path_factory.mktemp("data")
     return [*SAVING, few_pairs(folder, 20), "data.validation_share=0.2", "dpo.max_num_epochs=3"]
 
@@ -99,7 +99,9 @@ def test_a_run_killed_in_the_extension_resumes_to_the_same_end(finished, whole, 
         ("before the configuration is written", "write_atomically", False),
     ],
 )
-def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, whole, data, dies_in, name, is_finished):
+def test_a_run_killed_as_the_extension_begins_resumes_to_the_same_end(
+    finished, whole, data, dies_in, name, is_finished
+):
     real, calls = getattr(extension, name), []
 
     def dying(*given):
@@ -118,7 +120,7 @@ def test_killed_while_the_extension_begins_it_comes_to_the_same_end(finished, wh
 
 
 def test_the_old_command_after_a_kill_in_the_extension_exports_the_old_model_again(finished, whole, data):
-    """And extended again, neither of the two exports is overwritten."""
+    """After another extension, neither of the two exports is overwritten."""
     old = weights_of(finished)
     with mock.patch.object(extension, "write_atomically", side_effect=Killed), pytest.raises(Killed):
         short_run(finished, *data, EIGHT)
@@ -173,11 +175,11 @@ def test_a_run_without_optimizer_states_is_not_extended(tmp_path, data):
     run = short_run(tmp_path / "run", *data, FOUR, "checkpointing.save_optimizer=false")
     assert refused(run, *data, EIGHT) == (
         f"{run}/checkpoints/step_4: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot "
-        "be extended from 4 to 8 steps exactly. Choose another run.dir, or --fresh without --resume."
+        "be extended from 4 to 8 steps. Choose another run.dir, or --fresh without --resume."
     )
 
 
-def test_a_run_is_not_shortened_and_as_many_steps_are_nothing_to_do(finished, data):
+def test_a_finished_run_is_not_shortened_and_the_same_length_does_nothing(finished, data):
     assert refused(finished, *data, "dpo.max_num_steps=2") == (
         f"{finished} is finished, with 4 steps; it can be extended, but not shortened to 2. Choose another "
         "run.dir, or --fresh without --resume."
@@ -188,7 +190,7 @@ def test_a_run_is_not_shortened_and_as_many_steps_are_nothing_to_do(finished, da
     assert not list(finished.glob("model.step_*"))
 
 
-def test_an_unfinished_run_is_not_made_shorter_than_it_is_but_may_end_where_it_is(tmp_path, data):
+def test_an_unfinished_run_may_end_at_its_current_step_but_not_before(tmp_path, data):
     run = tmp_path / "run"
     with killed_after(5):
         short_run(run, *data, EIGHT)
@@ -200,7 +202,7 @@ def test_an_unfinished_run_is_not_made_shorter_than_it_is_but_may_end_where_it_i
     assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4]
 
 
-def test_under_a_schedule_that_is_a_share_of_the_run_its_length_stays(tmp_path, data):
+def test_a_run_with_a_schedule_over_its_length_is_not_extended(tmp_path, data):
     by_share = [*data, "policy.scheduler={name: cosine, warmup_ratio: 0.1}"]
     run = short_run(tmp_path / "run", *by_share, FOUR)
     message = (
@@ -220,7 +222,7 @@ EARLY = ["dpo.val_period=1", "dpo.early_stopping_patience=2", "checkpointing.sav
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Validation losses as they are in LOSSES, so that the best step is known."""
+    """Replaces validation losses by those in LOSSES, so that the best step is known."""
     real = build_module.validate
 
     def reported(policy, validation, check=lambda: None):
@@ -258,7 +260,7 @@ def test_a_run_without_improvement_stops_and_exports_its_best_step(tmp_path, dat
     read_manifest(run / "checkpoints/step_4")
 
 
-def test_an_early_stop_says_if_no_step_was_as_good_as_the_start(tmp_path, data, measured, capsys, monkeypatch):
+def test_an_early_stop_reports_that_no_step_was_as_good_as_the_start(tmp_path, data, measured, capsys, monkeypatch):
     monkeypatch.setitem(LOSSES, 0, 0.1)
     loaded = load_config(None, [*SHORT, *data, *EARLY, "dpo.val_at_start=true", f"run.dir={tmp_path}/run"])
     run = train(loaded, Reporter("normal"))
@@ -271,8 +273,44 @@ def test_an_early_stop_says_if_no_step_was_as_good_as_the_start(tmp_path, data, 
     assert "step 2, the best checkpoint, but worse than the model before training" in capsys.readouterr().out
 
 
+def test_a_run_that_exports_its_best_checkpoint_trains_to_the_end(tmp_path, data, measured, capsys):
+    best = ["dpo.val_period=1", "checkpointing.save_period=100", "dpo.max_num_steps=3", "export.checkpoint=best"]
+    loaded = load_config(None, [*SHORT, *data, *best, f"run.dir={tmp_path}/run"])
+    run = train(loaded, Reporter("normal"))
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+    two = short_run(tmp_path / "two", *data, "dpo.val_period=1", "dpo.max_num_steps=2")
+    assert largest_difference(weights_of(run), weights_of(two)) == 0.0
+    first = json.loads((run / "verdicts.json").read_text())[0]
+    assert first == {
+        "name": "exported_best",
+        "split": "validation-default",
+        "text": "step 2 of 3 is exported, the best by loss (0.5000; step 3: 0.6000).",
+    }
+    said = capsys.readouterr().out
+    assert (
+        f"{run}/model  the aligned model (float32), in the Hugging Face layout: step 2, the best checkpoint\n" in said
+    )
+    assert "is better by" not in said
+    assert "# tandem, step 2\n" in (run / "model/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["dpo.val_period=0", "dpo.val_at_end=false"], "validation-default_loss is never measured. Set dpo.val_period"),
+        (["checkpointing.enabled=false"], "no checkpoints are saved. Set checkpointing.enabled=true"),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_known_is_refused(tmp_path, data, settings, problem):
+    with pytest.raises(ConfigError) as refused:
+        short_run(tmp_path / "run", *data, "export.checkpoint=best", *settings)
+    assert str(refused.value) == (
+        f"export.checkpoint = best: {problem}, or export the last step with export.checkpoint=latest."
+    )
+
+
 @pytest.mark.parametrize("step", [2, 3, 4])
-def test_killed_a_run_stops_early_at_the_same_step(tmp_path, data, measured, step):
+def test_a_killed_and_resumed_run_stops_early_at_the_same_step(tmp_path, data, measured, step):
     whole = short_run(tmp_path / "whole", *data, *EARLY)
     with killed_after(step):
         short_run(tmp_path / "cut", *data, *EARLY)
@@ -288,7 +326,7 @@ def test_a_run_killed_while_exporting_its_best_step_does_not_train_further(tmp_p
     assert_same(cut, whole)
 
 
-def test_a_run_that_stopped_early_continues_with_more_patience_alone(tmp_path, data, measured):
+def test_a_run_that_stopped_early_resumes_if_only_patience_is_raised(tmp_path, data, measured):
     run = short_run(tmp_path / "run", *data, *EARLY)
     assert refused(run, *data, *EARLY, "dpo.max_num_steps=9") == (
         f"{run} stopped early, 2 validations after its best at step 2, and under dpo.early_stopping_patience = 2 it would stop "
@@ -302,7 +340,7 @@ def test_a_run_that_stopped_early_continues_with_more_patience_alone(tmp_path, d
     assert (run / "metrics.step_4.jsonl").is_file()
 
 
-def test_every_pair_of_a_run_that_stopped_early_is_of_the_exported_step(tmp_path, data, measured):
+def test_per_pair_metrics_after_an_early_stop_are_of_the_exported_step(tmp_path, data, measured):
     pairs = [tmp_path / "while.jsonl", tmp_path / "after.jsonl", tmp_path / "two.jsonl"]
     short_run(tmp_path / "run", *data, *EARLY, per_pair=pairs[0])
     short_run(tmp_path / "run", *data, *EARLY, per_pair=pairs[1])
@@ -320,7 +358,7 @@ def test_every_pair_of_a_run_that_stopped_early_is_of_the_exported_step(tmp_path
         ("dpo.early_stopping_patience=2", "checkpointing.metric_name=val_sft_loss"),
     ],
 )
-def test_every_pair_of_a_finished_run_is_of_the_exported_step_whatever_is_set_since(
+def test_per_pair_metrics_of_a_finished_run_are_of_the_exported_step_despite_changed_settings(
     tmp_path, data, measured, before, after
 ):
     four = [*data, *EARLY, "dpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.keep_top_k=9"]
@@ -330,7 +368,7 @@ def test_every_pair_of_a_finished_run_is_of_the_exported_step_whatever_is_set_si
     assert pairs[0].read_bytes() == pairs[1].read_bytes()
 
 
-def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_path, data, measured):
+def test_per_pair_metrics_need_the_checkpoint_of_the_exported_step(tmp_path, data, measured):
     run = short_run(tmp_path / "run", *data, *EARLY)
     shutil.rmtree(run / "checkpoints/step_2")
     with pytest.raises(CheckpointError) as error:
@@ -356,13 +394,13 @@ def test_without_the_checkpoint_of_the_exported_step_no_pair_is_measured(tmp_pat
         (["data.validation=null", "data.validation_share=0"], "no validation set is given. Set data.validation"),
     ],
 )
-def test_patience_that_nothing_can_exhaust_is_refused(tmp_path, data, overrides, reason):
+def test_patience_that_can_never_run_out_is_refused(tmp_path, data, overrides, reason):
     with pytest.raises(ConfigError) as error:
         short_run(tmp_path / "run", *data, *EARLY, *overrides)
     assert str(error.value) == (f"dpo.early_stopping_patience = 2: {reason}, or leave out dpo.early_stopping_patience.")
 
 
-def test_patience_counts_what_was_measured_since_the_best():
+def test_patience_counts_validations_since_the_best():
     found = ranking.Ranking(
         ranking.TrackedMetric("validation-default", "loss"),
         higher_is_better=False,
@@ -380,7 +418,7 @@ def test_patience_counts_what_was_measured_since_the_best():
 
 @pytest.mark.slow
 def test_several_ranks_extend_a_run_and_stop_early_together(tmp_path, data):
-    """The tokens of the completions never change: after the first validation nothing improves."""
+    """The tracked metric is a token count, which never changes, so nothing improves after the first validation."""
     never = ["checkpointing.metric_name=val_tokens_chosen_mean", *EARLY]
     runs = {"long": [*data, FOUR], "./long": [*data, EIGHT], "early": [*data, *never]}
     said = run_together(2, [[*SHORT, *own, f"run.dir={name}"] for name, own in runs.items()], tmp_path)
@@ -395,7 +433,7 @@ def test_several_ranks_extend_a_run_and_stop_early_together(tmp_path, data):
     assert largest_difference(weights_of(early), weights_of(one)) < 5e-6
 
 
-def test_more_steps_than_the_epochs_hold_are_not_an_extension_and_the_run_says_why(tmp_path, data, capfd):
+def test_more_steps_than_the_epochs_have_do_not_extend_a_run_and_the_reason_is_printed(tmp_path, data, capfd):
     one_epoch = [*data, "dpo.max_num_epochs=1"]
     run = short_run(tmp_path / "run", *one_epoch, "dpo.max_num_steps=null")
     steps = extension.last_step(run)
@@ -410,7 +448,7 @@ def test_more_steps_than_the_epochs_hold_are_not_an_extension_and_the_run_says_w
     )
 
 
-def test_more_epochs_than_the_steps_reach_are_not_an_extension_and_the_run_says_why(tmp_path, data, capfd):
+def test_more_epochs_without_more_steps_do_not_extend_a_run_and_the_reason_is_printed(tmp_path, data, capfd):
     run = short_run(tmp_path / "run", *data, "dpo.max_num_epochs=1", "dpo.max_num_steps=1")
     before = (run / "metrics.jsonl").read_bytes()
     capfd.readouterr()

@@ -1,4 +1,4 @@
-"""Promise 1 with adapters: new ones change nothing, packing changes nothing, a merged model is the adapted one."""
+"""Adapters: new adapters do not change the model, packing does not change the result, and merging keeps the model."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from tandem.config.load import load_config
 from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.distributed.layers import decoder_layers, shard
+from tandem.model.architecture import decoder_layers, head_of
+from tandem.model.distributed.layers import shard
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.files.tiny import tiny_model as embedded_model
 from tandem.model.lora.layers import load_adapted
@@ -52,7 +53,7 @@ def run_few(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """What an SFT run would leave: both weights of each pair far from 0."""
+    """An adapter as after an SFT run: both matrices of each layer are far from 0."""
     return trained_adapter(MODEL, tmp_path_factory.mktemp("sft") / "adapter")
 
 
@@ -61,7 +62,7 @@ def set_up_with(*overrides):
 
 
 def cached_values(cache, setup, besides):
-    """The reference of the training set, from the one cache folder that is new."""
+    """The cached reference values of the training set, from the only new cache folder."""
     places = [path for path in cache.iterdir() if path.name not in besides]
     (place,) = [path for path in places if read_manifest(path)["tokens"] == setup.plan.train.store.fingerprint]
     values = np.fromfile(place / "logps.f32", np.float32)
@@ -69,7 +70,7 @@ def cached_values(cache, setup, besides):
 
 
 def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 40)):
-    """The cache holds what the plain forward of the model gives, one sequence at a time."""
+    """Check that the cached values equal the plain forward pass of the model, one sequence at a time."""
     cached = cached_values(cache, setup, besides)
     with torch.no_grad():
         for index in indices:
@@ -81,7 +82,7 @@ def assert_cached_is(model, cache, setup, *, besides=(), indices=(0, 7, 40)):
 
 
 def adapted_model(architecture, **settings):
-    """With adapters that show: both weights random."""
+    """A model with random adapters, so that they have an effect."""
     model = tiny_model(architecture)
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=linear, **settings), model)
@@ -119,12 +120,14 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone_with_adapters(arch
 
 @pytest.mark.parametrize(("dropout", "tolerance"), [(0.3, 0.0), (0.0, 1e-5)])
 def test_new_adapters_change_nothing(dropout, tolerance):
-    """Not a bit beside their layer; inside its product, whose sums may run in another order, no more than rounding."""
+    """With dropout, adapters are separate products and change no bit. Without, they are joined to the product of their layer,
+    which changes the order of sums.
+    """
     overrides = [*LORA, f"policy.lora.dropout={dropout}"]
     setup, ranks = set_up_with(*overrides), join_process_group()
     base = as_policy(plain_model(MODEL), head_chunk=8192)
     adapted = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
-    adapted.head_chunk = 8192
+    adapted.head = head_of(adapted.model, chunk=8192)
     pack = next(setup.plan.train.micro_batches(np.arange(4)))
     shard(adapted, ranks, bfloat16=False)
     with torch.no_grad():
@@ -133,8 +136,8 @@ def test_new_adapters_change_nothing(dropout, tolerance):
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.1, marks=pytest.mark.slow), 0.0])
-def test_layers_with_adapters_compile_whole(dropout):
-    """No break in the graph, in bfloat16 over frozen weights; the same numbers without gradients."""
+def test_layers_with_adapters_compile_without_graph_breaks(dropout):
+    """In bfloat16 over frozen weights. The results are the same without gradients."""
     torch._dynamo.reset()
     setup = set_up_with(*LORA, f"policy.lora.dropout={dropout}", "policy.precision=bfloat16")
     policy = shard(
@@ -143,7 +146,7 @@ def test_layers_with_adapters_compile_whole(dropout):
     inputs = policy.inputs(next(setup.plan.train.micro_batches(np.arange(2))), CPU)
     with torch.no_grad():
         want = policy(inputs)
-    for layer in decoder_layers(policy):
+    for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(policy(inputs), want)
@@ -158,7 +161,7 @@ def test_layers_with_adapters_compile_whole(dropout):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run that saves on the way and writes its adapters alone, with a cache that a full run filled before."""
+    """A run that saves checkpoints and exports only adapters, with a cache filled by an earlier run of all weights."""
     folder = tmp_path_factory.mktemp("lora")
     cache = f"reference.cache_dir={folder}/cache"
     full = run_few(folder / "full", cache, "dpo.max_num_steps=1")
@@ -178,7 +181,7 @@ def test_adapters_start_as_the_base_model_and_share_its_cached_reference(trained
 
 
 def test_a_run_trains_the_same_adapters_as_peft_in_a_plain_loop(trained):
-    """By hand: peft's own model, one sequence at a time, full logits, the adapter switched off as the reference."""
+    """The plain loop uses the peft model, one sequence at a time, full logits, and peft without adapters as the reference."""
     _, _, run = trained
     setup = set_up_with(*SMALL)
     torch.manual_seed(42)
@@ -213,7 +216,7 @@ def test_a_run_trains_the_same_adapters_as_peft_in_a_plain_loop(trained):
 
 
 def load_adapted_start(setup):
-    """The adapters as the run drew them: the seed is set, then the model is loaded."""
+    """The model with the same initial adapters as the run: sets the seed, then loads the model."""
     torch.manual_seed(setup.config.run.seed)
     policy = load_adapted(setup.source, setup.config.policy, CPU, setup.lora)
     return {name.removeprefix("model."): parameter.detach() for name, parameter in policy.trained()}
@@ -230,7 +233,7 @@ def test_checkpoints_hold_adapters_and_nothing_frozen(trained):
     assert sum(file.stat().st_size for file in tensors.iterdir()) < 100_000
 
 
-def test_adapters_alone_are_loaded_by_peft_with_the_same_logps(trained):
+def test_exported_adapters_load_in_peft_with_the_same_logps(trained):
     folder, _, run = trained
     setup = set_up_with()
     model = AutoPeftModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32, attn_implementation="eager")
@@ -257,7 +260,7 @@ def test_adapters_alone_are_loaded_by_peft_with_the_same_logps(trained):
 
 
 @pytest.mark.bfloat16
-def test_a_model_published_in_float16_is_frozen_in_bfloat16_where_that_is_computed(tmp_path):
+def test_a_float16_model_is_frozen_in_bfloat16_if_computation_is_in_bfloat16(tmp_path):
     start = shutil.copytree(MODEL, tmp_path / "float16")
     plain_model(start).to(torch.float16).save_pretrained(start)
     settings = [*SMALL, f"policy.model_name={start}", "policy.precision=bfloat16", "dpo.max_num_steps=1"]
@@ -269,7 +272,7 @@ def test_a_model_published_in_float16_is_frozen_in_bfloat16_where_that_is_comput
 
 
 @pytest.mark.bfloat16
-def test_a_reference_cached_by_float32_weights_is_not_that_of_the_same_weights_frozen_in_bfloat16(tmp_path):
+def test_float32_and_frozen_bfloat16_weights_do_not_share_a_cached_reference(tmp_path):
     # Where config.json names bfloat16 and the files hold float32, whole weights load as they are, frozen ones rounded.
     start = shutil.copytree(MODEL, tmp_path / "float32")
     described = json.loads((start / "config.json").read_text())
@@ -310,7 +313,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit_dropout_included
     assert largest_difference(*files) == 0.0
 
 
-def test_recomputed_layers_draw_the_same_dropout(tmp_path):
+def test_recomputed_layers_use_the_same_dropout(tmp_path):
     settings = [*SMALL, "policy.lora.dropout=0.2", "dpo.max_num_steps=2", "checkpointing.enabled=false"]
     kept, again = (
         metrics_of(run_few(tmp_path / how, *settings, f"policy.activation_checkpointing={how}"))
@@ -342,8 +345,8 @@ def test_a_trained_adapter_is_the_start_and_the_reference(adapter, tmp_path, mod
     assert first["logps_chosen_mean"] == pytest.approx(np.mean(sums), rel=1e-6)
 
 
-def test_dropout_touches_neither_the_reference_nor_the_audit(adapter, tmp_path):
-    """With a trained adapter dropout would show: the reference is still peft's own forward in evaluation."""
+def test_dropout_affects_neither_the_reference_nor_the_audit(adapter, tmp_path):
+    """With a trained adapter, dropout would change the result. The reference equals peft in evaluation mode."""
     settings = ["policy.lora.enabled=true", f"policy.lora.adapter={adapter}", "policy.lora.dropout=0.5"]
     cache = tmp_path / "cache"
     run = run_few(tmp_path / "run", *settings, f"reference.cache_dir={cache}", "dpo.max_num_steps=1")
@@ -356,7 +359,7 @@ def test_dropout_touches_neither_the_reference_nor_the_audit(adapter, tmp_path):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """An earlier round's model: the embedded one, moved."""
+    """A model from an earlier round: the embedded model with changed weights."""
     folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("other") / "model")
     model = plain_model(folder)
     torch.manual_seed(3)
@@ -436,10 +439,10 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError) as refused:
         set_up_with("reference.model=./nowhere")
-    assert str(refused.value) == "reference.model = ./nowhere: no such directory."
+    assert str(refused.value) == "reference.model = ./nowhere: no such directory. Check the path."
 
 
-def test_a_reference_whose_tokens_mean_something_else_is_refused(other, tmp_path):
+def test_a_reference_with_a_different_tokenizer_is_refused(other, tmp_path):
     mine = shutil.copytree(other, tmp_path / "mine")
     text = (mine / "tokenizer.json").read_text(encoding="utf-8")
     (mine / "tokenizer.json").write_text(text.replace("<|im_start|>", "<|sm_trait|>"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Losses that compare pairs over the batch: however it is cut, a step and a validation are those of the whole batch.
+"""Losses over a batch: steps and validations do not depend on how the batch is split into packs.
 
 By hand every sequence goes alone through the model's own forward and a full log-softmax, and the loss is written out.
 """
@@ -16,7 +16,7 @@ from tandem.errors import NonFiniteError
 from tandem.model.distributed.process_group import join_process_group
 from tandem.model.reference import LiveReference, NoReference
 from tandem.packing.batches import GlobalBatch
-from tandem.packing.packer import Packer, Share
+from tandem.packing.packer import Packer, RankShare
 from tandem.train.step import train_step
 from tandem.train.terms import StepContext
 from tandem.train.validation import ValidationSet, validate
@@ -53,7 +53,7 @@ def packer_of(store, *, length, together, arrangement="shared"):
 
 
 class Recorder:
-    """In the optimizer's place: keeps the gradients, and changes nothing."""
+    """Replaces the optimizer: records the gradients, and does not update weights."""
 
     def __init__(self, model):
         self.model, self.param_groups, self.gradients = model, [{"lr": 0.0}], {}
@@ -70,7 +70,7 @@ class Recorder:
 
 @dataclass
 class Whole:
-    """The pairs of the whole batch, with full logits: log pi and log ref of both sides, tokens and lengths."""
+    """All pairs of the batch, computed from full logits: log-probabilities of policy and reference, tokens and lengths."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -153,7 +153,7 @@ LOSSES = {
 
 
 def by_hand(name):
-    """Loss and gradients of the whole batch at once."""
+    """Loss and gradients of the complete batch, computed at once."""
     dpo, formula = LOSSES[name]
     model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     loss = formula(whole_batch(model, frozen, preferences(), 1.0 if dpo.ld_alpha is None else dpo.ld_alpha))
@@ -175,7 +175,7 @@ CUTS = [(1024, 1, 1), (128, 1, 2), (64, 1, 3), (64, 2, 2)]
 
 
 def stepped(dpo, *, length, together, arrangement="shared", store=None):
-    """Report, gradients and number of micro-batches of one step over the batch."""
+    """Run one step over the batch. Returns the report, the gradients and the number of micro-batches."""
     store, model = store or preferences(), tiny_model("llama", seed=0)
     order = np.random.default_rng(0).permutation(len(store))
     packs = list(packer_of(store, length=length, together=together, arrangement=arrangement).micro_batches(order))
@@ -194,7 +194,7 @@ def assert_same_gradients(got, want):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("length", "together", "num_packs"), CUTS)
-def test_a_step_over_several_packs_is_that_of_the_whole_batch(name, length, together, num_packs, hands):
+def test_a_step_over_several_packs_equals_a_step_over_the_complete_batch(name, length, together, num_packs, hands):
     loss, gradients = hands[name]
     report, got, found = stepped(LOSSES[name][0], length=length, together=together)
     assert found == num_packs
@@ -206,7 +206,7 @@ def test_a_step_over_several_packs_is_that_of_the_whole_batch(name, length, toge
 
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
 @pytest.mark.parametrize("arrangement", ["repeated", "separate"])
-def test_prompts_that_are_not_shared_change_nothing(name, arrangement, hands):
+def test_sharing_prompts_does_not_change_a_step(name, arrangement, hands):
     report, gradients, _ = stepped(LOSSES[name][0], length=128, together=2, arrangement=arrangement)
     assert report.metrics["loss"] == pytest.approx(hands[name][0], rel=1e-5)
     assert_same_gradients(gradients, hands[name][1])
@@ -214,7 +214,7 @@ def test_prompts_that_are_not_shared_change_nothing(name, arrangement, hands):
 
 @pytest.mark.parametrize("formula", [aot, aot_unpaired])
 def test_sorting_within_each_preference_would_change_the_loss(formula):
-    """Otherwise the tests above could not distinguish a batch from its packs."""
+    """Without this, the tests above could not distinguish a batch from its packs."""
     model, frozen = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     with torch.no_grad():
         alone = [formula(whole_batch(model, frozen, [one])) * len(one.pairs) for one in preferences()]
@@ -228,7 +228,7 @@ def test_sorting_within_each_preference_would_change_the_loss(formula):
 
 
 def with_columns(weights=None, margins=None):
-    """The preferences with these values; None: without the column."""
+    """The preferences with these weights and margins; None: without that column."""
     given = {"weight": weights, "margin": margins}
     columns = [{n: (float(v[i]),) for n, v in given.items() if v is not None} for i in range(len(NUMS_OF_COMPLETIONS))]
     return Store(replace(one, columns=some) for one, some in zip(preferences(), columns, strict=True))
@@ -253,7 +253,7 @@ def weighted_by_hand():
 
 @pytest.mark.parametrize("arrangement", ["shared", "repeated", "separate"])
 @pytest.mark.parametrize(("length", "together"), [(1024, 1), (128, 2)])
-def test_packed_weights_and_margins_are_those_of_each_pair_alone(weighted_by_hand, length, together, arrangement):
+def test_packed_weights_and_margins_equal_each_pair_alone(weighted_by_hand, length, together, arrangement):
     store = with_columns(WEIGHTS, MARGINS)
     report, gradients, _ = stepped(Dpo(), length=length, together=together, arrangement=arrangement, store=store)
     assert report.metrics["loss"] == pytest.approx(weighted_by_hand[0], rel=1e-5)
@@ -265,7 +265,7 @@ def test_ranks_add_up_to_the_weighted_batch(weighted_by_hand):
     total = {}
     for rank in range(2):
         model = tiny_model("llama", seed=0)
-        packer = replace(packer_of(store, length=64, together=1), share=Share(rank, 2))
+        packer = replace(packer_of(store, length=64, together=1), share=RankShare(rank, 2))
         packs, recorder = packer.micro_batches(order), Recorder(model)
         batch = GlobalBatch(0, order, NUM_PAIRS)
         train_step(as_policy(model), context_of(Dpo()), packs, batch, recorder, max_grad_norm=None)
@@ -273,7 +273,7 @@ def test_ranks_add_up_to_the_weighted_batch(weighted_by_hand):
     assert_same_gradients(total, weighted_by_hand[1])
 
 
-def test_validation_weighs_pairs_as_training_does(weighted_by_hand):
+def test_validation_weights_pairs_like_training(weighted_by_hand):
     packer = packer_of(with_columns(WEIGHTS, MARGINS), length=128, together=1)
     report = validate(
         as_policy(tiny_model("llama", seed=0)), ValidationSet("default", packer, context_of(Dpo()), 6, None)
@@ -287,7 +287,7 @@ def test_a_weight_of_zero_contributes_no_gradient():
 
 
 @pytest.mark.parametrize("columns", [{"weights": [1.0] * 8}, {"margins": [0.0] * 8}])
-def test_the_default_everywhere_gives_the_bits_of_no_column(columns):
+def test_a_column_of_defaults_equals_no_column_bit_for_bit(columns):
     plain, want, _ = stepped(Dpo(), length=128, together=1)
     report, got, _ = stepped(Dpo(), length=128, together=1, store=with_columns(**columns))
     assert report.metrics == plain.metrics
@@ -305,7 +305,7 @@ def validated(dpo, *, batch_size, length=128, together=1, max_batches=None):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("cut", [{"batch_size": 6}, {"batch_size": 1, "together": 2}, {"batch_size": 9, "length": 64}])
-def test_validation_is_over_the_whole_set_whatever_val_global_batch_size(name, cut, hands):
+def test_validation_does_not_depend_on_val_global_batch_size(name, cut, hands):
     dpo = LOSSES[name][0]
     whole, report = validated(dpo, batch_size=1000, length=1024), validated(dpo, **cut)
     assert whole.metrics["loss"] == pytest.approx(hands[name][0], rel=1e-5)
@@ -313,7 +313,7 @@ def test_validation_is_over_the_whole_set_whatever_val_global_batch_size(name, c
     assert report.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
 
 
-def test_validation_of_some_batches_is_over_those_alone():
+def test_validation_of_some_batches_uses_only_their_pairs():
     # Pairs 1, 1, 3, 1, 6, ... in batches of at most 6: the first four preferences are one.
     report = validated(Dpo(preference_loss="aot"), batch_size=6, max_batches=1)
     with torch.no_grad():
@@ -338,11 +338,11 @@ def spoiled():
     return str(stopped.value)
 
 
-def test_a_sorted_loss_that_is_not_finite_stops_the_run_and_blames_no_pair():
+def test_a_non_finite_sorted_loss_stops_the_run_without_naming_a_pair():
     printed = spoiled()
     assert printed.startswith("loss nan, gradient norm nan: not finite. The update was skipped and nothing was saved. ")
     assert "memory:" not in printed
 
 
-def test_a_sorted_loss_that_is_not_finite_is_not_called_finite():
+def test_a_non_finite_sorted_loss_is_not_reported_as_finite():
     assert "Every loss was finite" not in spoiled()

@@ -1,4 +1,4 @@
-"""Promise 1: packing, prompt sharing and padding change no log-probability and no gradient."""
+"""Packing, prompt sharing and padding do not change log-probabilities or gradients."""
 
 import numpy as np
 import pytest
@@ -56,8 +56,8 @@ def test_packed_logps_and_gradients_equal_each_sequence_alone(architecture, arra
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_under_one_mask_equal_each_sequence_alone(architecture):
-    """Several rows at a time, of which one is filler alone."""
+def test_rows_that_share_a_mask_equal_each_sequence_alone(architecture):
+    """Several rows at a time; one of them has only filler."""
     rng = np.random.default_rng(8)
     preferences = [random_preference(rng, num_completions=n, max_prompt=50) for n in (2, 3)]
     model = tiny_model(architecture)
@@ -70,7 +70,7 @@ def test_rows_under_one_mask_equal_each_sequence_alone(architecture):
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("gemma2", "gpt_oss")])
-def test_sequences_seen_as_runs_of_tokens_equal_each_alone(architecture):
+def test_sequences_given_as_runs_of_tokens_equal_each_alone(architecture):
     rng = np.random.default_rng(7)
     preferences = [random_preference(rng, num_completions=n, max_prompt=50, max_completion=30) for n in (2, 3, 4)]
     model = tiny_model(architecture)
@@ -81,7 +81,7 @@ def test_sequences_seen_as_runs_of_tokens_equal_each_alone(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
-def test_runs_of_tokens_do_not_take_attention_that_they_do_not_know(architecture):
+def test_runs_of_tokens_refuse_unsupported_attention(architecture):
     preference = random_preference(np.random.default_rng(7))
     policy = as_policy(tiny_model(architecture), attention="varlen")
     with pytest.raises(
@@ -126,8 +126,8 @@ def test_the_unpacked_path_equals_each_sequence_alone():
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_row_of_filler_adds_nothing(architecture, packed):
-    """What a worker computes that has no preference: every parameter takes part, none gets anything."""
+def test_a_row_of_filler_has_zero_loss_and_gradients(architecture, packed):
+    """A rank without preferences computes such a row: every parameter is used, and all gradients are zero."""
     policy = as_policy(tiny_model(architecture), packed=packed)
     arrangement = "shared" if packed else "separate"
     inputs = policy.inputs(lay_out([], [], length=128, arrangement=arrangement), torch.device("cpu"))

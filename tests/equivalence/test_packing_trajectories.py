@@ -1,4 +1,4 @@
-"""Promise 1 over whole runs: however preferences are packed, every step, the final weights and validation are the same.
+"""Complete runs: however preferences are packed, every step, the final weights and the validation are the same.
 
 Float32 carries 6e-8 of a log-probability, 1e-5 nats of the 200 that a completion takes here, and beta makes 1e-6 of
 that in a reward: seen are 1e-6 in rewards and losses, 1e-7 of the larger numbers, and 1.4e-7 in weights that moved by
@@ -85,7 +85,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixed(folder):
-    """Sixteen preferences of two to four completions, 44 pairs: three or four batches an epoch."""
+    """Sixteen preferences of two to four completions: 44 pairs, three or four batches per epoch."""
     return write(folder / "mixed.jsonl", preferences(*[2, 3, 4, 2] * 4))
 
 
@@ -99,7 +99,7 @@ def packing(**settings):
 
 
 def run(folder, file, *overrides):
-    """A run whose reference too was computed in its own packs."""
+    """A run with its own cache, so that the reference is computed in the same packs."""
     own = [f"data.train.data_path={file}", f"reference.cache_dir={folder}-reference"]
     return short_run(folder, *COMMON, *own, *overrides)
 
@@ -127,7 +127,7 @@ def assert_same_run(got, want, **options):
 
 @pytest.fixture(scope="module")
 def plain(folder, mixed):
-    """One sequence a row: nothing is packed, nothing shared."""
+    """A run with one sequence per row, without shared prompts."""
     return run(folder / "plain", mixed, *packing(mode="none"))
 
 
@@ -147,7 +147,7 @@ KEYS = ("pack_length", "packs_per_micro_batch", "algorithm", "share_prompts")
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_trains_the_same_model_step_by_step(cut, plain, mixed, tmp_path):
+def test_every_packing_trains_the_same_model_step_by_step(cut, plain, mixed, tmp_path):
     assert_same_run(run(tmp_path / "run", mixed, *packing(**dict(zip(KEYS, cut, strict=True)))), plain)
 
 
@@ -163,7 +163,7 @@ def test_the_plain_run_has_seven_steps_and_moves_the_weights_far_beyond_the_boun
     assert largest_difference(weights_of(plain), start) > 1000 * WEIGHTS
 
 
-def test_no_two_cuts_lay_the_epoch_out_the_same_way(mixed):
+def test_no_two_packings_arrange_the_epoch_in_the_same_way(mixed):
     setup = setup_of(mixed)
 
     def layout(**settings):
@@ -196,7 +196,7 @@ def pair_by_pair(folder):
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "none"}], ids=str)
-def test_four_completions_train_like_their_six_pairs_given_one_by_one(settings, pair_by_pair, tmp_path):
+def test_four_completions_train_like_their_six_pairs_as_separate_rows(settings, pair_by_pair, tmp_path):
     ranked = write(tmp_path / "ranked.jsonl", RANKED)
     together = run(tmp_path / "run", ranked, *IN_ORDER, *packing(**settings))
     assert [line["num_pairs"] for line in metrics_of(together)] == [12, 12, 12, 12]
@@ -246,7 +246,7 @@ DATASET = packing(mode="dataset", pack_length=256, algorithm=SHUFFLE)
     ids=str,
 )
 @pytest.mark.parametrize("size", [24, 32])
-def test_an_epoch_of_packs_holds_every_preference_once_and_no_batch_too_many_pairs(settings, size, mixed):
+def test_an_epoch_of_packs_has_every_preference_once_and_no_overfull_batch(settings, size, mixed):
     batches = setup_of(
         mixed, f"policy.train_global_batch_size={size}", *packing(mode="dataset", **settings)
     ).plan.batches
@@ -269,14 +269,14 @@ def test_a_batch_smaller_than_a_pack_is_not_overfilled_by_several_preferences(mi
 
 
 @pytest.mark.parametrize("weight", [2.0, 0.5])
-def test_weights_are_refused_where_the_whole_set_is_packed(weight, mixed):
+def test_dataset_weights_are_refused_if_the_dataset_is_packed_once(weight, mixed):
     with pytest.raises(ConfigError, match=r"data\.train has weights, but policy\.packing\.mode=dataset packs"):
         setup_of(mixed, f"data.train.weight={weight}", *DATASET)
 
 
 @pytest.fixture(scope="module")
 def over_packs(folder, mixed):
-    """A run over whole packs, and the preferences of each pack of each step, as the trainer handed them over."""
+    """A run over packs of the complete set, and the preferences in each pack of each step."""
     seen = []
     real = trainer.train_step
 
@@ -289,7 +289,7 @@ def over_packs(folder, mixed):
         return run(folder / "over_packs", mixed, *DATASET), seen
 
 
-def test_the_trainer_passes_over_every_pack_of_the_set_once_an_epoch(over_packs, mixed):
+def test_training_uses_every_pack_of_the_set_once_per_epoch(over_packs, mixed):
     _, seen = over_packs
     batches = setup_of(mixed, *DATASET).plan.batches
     steps = len(batches.epoch(0))
@@ -301,7 +301,7 @@ def test_the_trainer_passes_over_every_pack_of_the_set_once_an_epoch(over_packs,
 
 
 @pytest.mark.parametrize("settings", [{"mode": "none"}, {"mode": "batch", "pack_length": 512}], ids=str)
-def test_batches_of_whole_packs_train_like_the_same_preferences_packed_again(settings, over_packs, mixed):
+def test_batches_of_packs_train_like_the_same_preferences_packed_again(settings, over_packs, mixed):
     batches = setup_of(mixed, *DATASET).plan.batches
     given = [batch for epoch in (0, 1) for batch in batches.epoch(epoch)]
     lines, weights = by_hand(setup_of(mixed, *packing(**settings)), given)
@@ -310,7 +310,7 @@ def test_batches_of_whole_packs_train_like_the_same_preferences_packed_again(set
 
 
 def by_hand(setup, batches):
-    """Lines and weights of the same preferences, without any bounds among them, through another packer."""
+    """The metrics and weights of the same preferences, without boundaries between packs, from another packer."""
     ranks = join_process_group()
 
     def load():
@@ -329,7 +329,7 @@ def by_hand(setup, batches):
     return lines, exported
 
 
-def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit(mixed, tmp_path):
+def test_a_resumed_run_over_packs_equals_the_uninterrupted_one_bit_for_bit(mixed, tmp_path):
     saving = [*DATASET, "checkpointing.enabled=true", "checkpointing.save_period=2", "dpo.max_num_steps=6"]
     whole = run(tmp_path / "whole", mixed, *saving)
     assert [line["step"] for line in metrics_of(whole)] == [1, 2, 3, 4, 5, 6]
@@ -342,7 +342,7 @@ def test_a_run_over_whole_packs_resumed_equals_the_uninterrupted_one_bit_for_bit
 
 
 @pytest.mark.parametrize("algorithm", [DECREASING, SHUFFLE, EXACT])
-def test_a_seed_decides_packs_and_their_order(algorithm, mixed, tmp_path, monkeypatch):
+def test_the_seed_determines_packs_and_their_order(algorithm, mixed, tmp_path, monkeypatch):
     def found(seed, place):
         monkeypatch.setattr(packs_module, "cache_dir", lambda: tmp_path / place)  # made again, not found
         batches = setup_of(mixed, f"run.seed={seed}", *packing(mode="dataset", pack_length=256, algorithm=algorithm))
@@ -373,7 +373,7 @@ VALIDATED = [
 
 @pytest.fixture(scope="module")
 def models(mixed):
-    """By whether it is packed: a model, and another that it is compared with."""
+    """A policy and a reference for packed rows, and the same for unpacked rows."""
 
     def pair(mode):
         setup = setup_of(mixed, *packing(mode=mode))
@@ -388,7 +388,7 @@ def models(mixed):
 
 @pytest.fixture(scope="module")
 def validated(models, mixed, held_out):
-    """Metrics of the held-out set in a packing: of all of it, and of its first two batches."""
+    """Validation metrics under a packing: of the complete set, and of its first two batches."""
 
     def measure(settings, batch_size=12):
         setup = setup_of(mixed, f"data.validation.data_path={held_out}", *packing(**settings))

@@ -1,4 +1,4 @@
-"""Promise 1: activations computed again are those that were not kept. What is kept is less."""
+"""Activation checkpointing gives the same results, and keeps fewer activations."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from running import largest_difference, metrics_of, short_run, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.model.distributed.layers import ATTENTION, PRODUCTS, decoder_layers, recompute
+from tandem.model.architecture import decoder_layers
+from tandem.model.distributed.layers import ATTENTION, PRODUCTS, recompute
 from tandem.model.lora.joined import join_adapters
 from tandem.packing.layout import lay_out
 
@@ -36,7 +37,7 @@ class Products(TorchDispatchMode):
 
 
 def backward(architecture, how):
-    """What the backward computes, and the gradients it gives."""
+    """The number of products and attention calls in the backward pass, and the gradients."""
     policy = as_policy(tiny_model(architecture).train())
     if how != "none":
         recompute(policy, how)
@@ -65,7 +66,7 @@ def test_gradients_are_equal_and_half_or_all_products_are_computed_again(archite
 
 
 def kept_by_a_compiled_layer(how, *, rank):
-    """Numbers a token that a layer of 256 and 1,024 keeps, without its input, weights and masks."""
+    """Values per token that a compiled layer keeps for the backward pass, without its input, weights and masks."""
     torch._dynamo.reset()
     shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 1}
     model = tiny_model("llama", **shape).train()
@@ -77,7 +78,7 @@ def kept_by_a_compiled_layer(how, *, rank):
     policy = as_policy(model, attention="sdpa")  # as where layers are compiled
     if how != "none":
         recompute(policy, how)
-    (layer,) = decoder_layers(policy)
+    (layer,) = decoder_layers(policy.model)
     layer.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     tokens, positions = torch.randn(1, 512, 256, requires_grad=True), torch.arange(512)[None]
     turns = model.model.rotary_emb(tokens, positions)
@@ -90,8 +91,8 @@ def kept_by_a_compiled_layer(how, *, rank):
 
 
 @pytest.mark.parametrize("rank", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_compiled_layer_keeps_as_little_with_adapters(rank):
-    """That full keeps nothing up to torch 2.12 too is seen by tests/gpu."""
+def test_a_compiled_layer_keeps_few_more_activations_with_adapters(rank):
+    """For `full` up to torch 2.12, tests/gpu checks that nothing is kept."""
     plain, adapted = ({how: kept_by_a_compiled_layer(how, rank=which) for how in HOWS} for which in (0, rank))
     assert plain["full"] == adapted["full"] == 0
     few = 7 * rank  # of each product's adapter

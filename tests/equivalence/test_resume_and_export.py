@@ -1,4 +1,4 @@
-"""Promises 1 and 4: resumed = uninterrupted, bit for bit; exported = in memory, as far as its dtype allows."""
+"""A resumed run equals an uninterrupted one bit for bit. The exported model equals the one in memory, up to its dtype."""
 
 import json
 
@@ -9,7 +9,7 @@ from running import few_pairs, killed_after, largest_difference, metrics_of, sho
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import CheckpointError
-from tandem.export import round_stochastically
+from tandem.export.weights import round_stochastically
 from tandem.storage.cache import write_manifest
 from tandem.storage.ownership import GREATEST_PID, MARKER
 from tandem.train.checkpoint import checkpoints as checkpoint
@@ -114,7 +114,7 @@ def test_another_configuration_in_the_same_directory_is_refused_with_the_differe
         short_run(tmp_path / "cut", *SAVING, "run.seed=43")
 
 
-def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
+def test_a_finished_run_is_reported_and_not_trained_again(tmp_path, capsys):
     run = short_run(tmp_path / "run")
     before = (run / "metrics.jsonl").read_bytes()
     short_run(tmp_path / "run")
@@ -155,8 +155,8 @@ def margin(run, split):
     return metrics_of(run, split)[-1]["rewards_margin_mean"]
 
 
-def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_path):
-    """At DPO's own learning rate the change of a weight is below half a unit in its last bfloat16 place."""
+def test_nearest_rounding_loses_updates_that_stochastic_rounding_keeps(tmp_path):
+    """At the learning rates of DPO, a weight changes by less than half a unit in the last place of bfloat16."""
     gentle = ["policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.kwargs.weight_decay=0", "dpo.max_num_steps=10"]
     common = [*gentle, "dpo.val_at_end=true", "export.dtype=bfloat16", "checkpointing.enabled=false"]
     start = bfloat16_start(tmp_path / "start")
@@ -182,7 +182,7 @@ def test_nearest_rounding_loses_at_export_what_stochastic_rounding_keeps(tmp_pat
     assert margin(lost, "exported-default") < 0.5 * learned
 
 
-def test_stochastic_rounding_is_right_in_expectation_and_keeps_what_fits():
+def test_stochastic_rounding_is_right_in_expectation_and_keeps_exact_values():
     value = torch.tensor([1.0 + 2**-10])  # bfloat16 knows 1 and 1 + 2^-7: an eighth of the way up
     rounded = round_stochastically(value.expand(80_000).contiguous(), torch.bfloat16, 0).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
@@ -233,11 +233,11 @@ def test_a_checkpoint_without_optimizer_states_cannot_be_resumed(tmp_path):
         short_run(tmp_path / "cut", *settings)
     assert str(refused.value) == (
         f"{tmp_path}/cut/checkpoints/step_2: saved without optimizer states (checkpointing.save_optimizer=false), so no "
-        "run can resume from it exactly. Start again with --fresh."
+        "run can resume from it. Start again with --fresh."
     )
 
 
-def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path):
+def test_a_checkpoint_with_another_format_number_is_refused(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "cut", *SAVING)
     write_manifest(tmp_path / "cut/checkpoints/step_2", format_version=7)

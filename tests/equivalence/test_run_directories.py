@@ -1,4 +1,4 @@
-"""Where a run is stored, what it resumes from, and what it never resumes from."""
+"""The directory of a run, and the checkpoints that it may and may not resume from."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_settings_that_do_not_affect_the_weights_may_change_on_resume(tmp_path, 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_rows_of_a_set_packed_once_may_not_change(tmp_path):
+def test_the_row_length_of_a_set_packed_once_may_not_change(tmp_path):
     packed = [*SAVING, "policy.packing.mode=dataset", "policy.packing.pack_length=256"]
     with killed_after(3):
         short_run(tmp_path / "cut", *packed)
@@ -115,7 +115,7 @@ def test_a_finished_run_that_could_be_extended_is_reported(here, capsys):
     assert "To extend it" not in capsys.readouterr().out
 
 
-def test_the_same_command_resumes_its_own_run_although_others_ran_since(here):
+def test_the_same_command_resumes_its_own_run_after_other_runs(here):
     with killed_after(3):
         run()
     assert str(run("run.seed=1")) == "runs/tandem-2"
@@ -155,7 +155,7 @@ def test_a_metric_that_is_never_measured_is_refused():
     )
 
 
-def test_more_steps_than_the_epochs_hold_are_warned_of(tmp_path, capsys):
+def test_more_steps_than_the_epochs_have_cause_a_warning(tmp_path, capsys):
     short_run(
         tmp_path / "run",
         "dpo.max_num_steps=500",
@@ -171,7 +171,7 @@ def test_more_steps_than_the_epochs_hold_are_warned_of(tmp_path, capsys):
 
 
 def from_environment(folder, **values):
-    """A run whose loss, rate and data are taken from the environment."""
+    """A run that reads its loss, learning rate and data from environment variables."""
     file = folder / "env.yaml"
     file.write_text(
         "dpo: {preference_loss: '${oc.env:LOSS}'}\n"
@@ -191,14 +191,14 @@ def from_environment(folder, **values):
     ("name", "value", "key"),
     [("LOSS", "ipo", "dpo.preference_loss"), ("RATE", "1e-2", "policy.optimizer.kwargs.lr")],
 )
-def test_a_run_does_not_resume_under_another_value_of_the_environment(tmp_path, name, value, key):
+def test_a_run_does_not_resume_with_another_value_of_an_environment_variable(tmp_path, name, value, key):
     with killed_after(3):
         from_environment(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         from_environment(tmp_path, **{name: value})
     assert str(caught.value) == (
         f"{tmp_path}/run/checkpoints/step_2: the value of {key}, which is taken from the environment, changed since this "
-        "checkpoint was saved, so the run cannot resume exactly. Restore it, or start again with --fresh."
+        "checkpoint was saved, so the run cannot resume from it. Undo the change, or start again with --fresh."
     )
 
 
@@ -226,7 +226,7 @@ def test_keys_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path
     assert len(metrics_of(short_run(tmp_path / "run", *SAVING))) == 6
 
 
-def test_a_key_that_was_not_written_and_is_not_at_its_default_now_is_refused(tmp_path):
+def test_a_key_missing_in_the_saved_configuration_must_have_its_default(tmp_path):
     with killed_after(3):
         short_run(tmp_path / "run", *SAVING)
     file = tmp_path / "run/config.yaml"

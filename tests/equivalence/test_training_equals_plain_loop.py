@@ -1,4 +1,4 @@
-"""The whole trainer against a DPO loop written out by hand: no packs, no FSDP, no cache, full logits, two models."""
+"""The trainer equals a hand-written DPO loop with two models and full logits, without packing, FSDP or caches."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_trains_the_same_model_as_the_plain_loop(cut, by_hand, tmp_path):
+def test_every_packing_trains_the_same_model_as_the_plain_loop(cut, by_hand, tmp_path):
     losses, norms, weights = by_hand
     run = short_run(tmp_path / "run", *CUTS[cut])
     lines = metrics_of(run)
@@ -68,7 +68,7 @@ def test_every_cut_trains_the_same_model_as_the_plain_loop(cut, by_hand, tmp_pat
     assert start["accuracy"] == 0.5
 
 
-def test_metrics_do_not_depend_on_how_the_batch_was_cut(tmp_path):
+def test_metrics_do_not_depend_on_how_the_batch_is_packed(tmp_path):
     one = metrics_of(short_run(tmp_path / "one", "policy.packing.pack_length=2048"))
     many = metrics_of(short_run(tmp_path / "many", "policy.packing.mode=none"))
     for a, b in zip(one, many, strict=True):

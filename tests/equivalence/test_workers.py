@@ -1,4 +1,4 @@
-"""Promise 1: two workers = one. Shares of a batch add up to the batch, whatever the loss, the packing and the model."""
+"""Several ranks train the same model as one, for every loss, packing and model."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cases(folder):
-    """Runs by name, as overrides."""
+    """The overrides of each run, by name."""
     rng = np.random.default_rng(1)
     fours = [
         {"context": text(rng), "completions": [{"rank": rank, "completion": text(rng)} for rank in range(4)]}
@@ -77,7 +77,7 @@ def run_dir(folder, name, count):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def together(request, folder, cases):
-    """All the runs by several workers; how many, and what each printed."""
+    """Do all runs with several ranks. Returns the number of ranks, and the output of each rank."""
     count = request.param
     runs = [[*COMMON, *own, f"run.dir={run_dir(folder, name, count)}"] for name, own in cases.items()]
     return count, run_together(count, runs, folder)
@@ -121,7 +121,7 @@ def test_several_ranks_train_the_same_model_as_one(name, together, folder, cases
 
 @pytest.mark.bfloat16
 def test_several_ranks_train_float32_weights_that_are_cast_stochastically(together, folder, cases):
-    """Random bits depend on the position in a weight, not on the rank: the first step is equal except for the order of sums."""
+    """Random bits depend on the position in a weight, not on the rank, so the first step differs only in the order of sums."""
     count, _ = together
     name = "bfloat16 computation"
     alone = short_run(run_dir(folder, name, 1), *COMMON, *cases[name])
@@ -132,8 +132,8 @@ def test_several_ranks_train_float32_weights_that_are_cast_stochastically(togeth
 
 
 @pytest.mark.bfloat16
-def test_several_ranks_train_low_precision_weights_as_one_does(together, folder, cases):
-    """Sums in another order differ in bfloat16 and may be rounded the other way: close, not equal."""
+def test_several_ranks_train_low_precision_weights_like_one(together, folder, cases):
+    """Sums in another order may be rounded differently in bfloat16, so the results are close, but not equal."""
     count, _ = together
     alone = short_run(run_dir(folder, "few bits", 1), *COMMON, *cases["few bits"])
     several = run_dir(folder, "few bits", count)

@@ -74,7 +74,8 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes_with_identical_weights
     assert ended.code == 7
     assert ended.err == (
         "tandem: error: the disk is full: [Errno 28] No space left on device: "
-        f"'(TANDEM_FAIL_AT={point})'. Checkpoints saved before are intact.\n"
+        f"'(TANDEM_FAIL_AT={point})'. Checkpoints saved before are intact. Free some space and run the "
+        "command again.\n"
     )
     assert_intact(*folders(run, cache))
     if point.startswith("checkpoint."):

@@ -1,4 +1,4 @@
-"""200 of the mutated inputs through the command: it ends in words and a small exit code, and changes no file but its own."""
+"""Runs commands on 200 mutated inputs. Each ends with a message and a known exit code, and changes no other files."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hostile import CANARY, MEMORY, copy_of, files_below, mutate_file, remake_manifest, snapshot
+from hostile import CANARY, MEMORY, Attempts, copy_of, files_below, mutate_file, remake_manifest, snapshot
 from hostile_inputs import mutated_configuration, mutated_run
 from killing import tandem_in
 from models import MODEL
@@ -21,10 +21,10 @@ from tandem.terminal.printable import UNSAFE
 
 pytestmark = pytest.mark.slow
 
-NUMBER = 50  # of each kind
+NUMBER = 50  # inputs of each kind
 SECONDS = 60.0
 EXIT_CODES = range(8)
-# Where a configuration could have a run write.
+# Keys that could make a run write elsewhere.
 PLACES = ["checkpointing.checkpoint_dir=null", "reference.cache_dir=null", "logger.log_dir=null"]
 
 Make = Callable[[random.Random], list[str]]
@@ -32,7 +32,7 @@ Make = Callable[[random.Random], list[str]]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the inputs of commands, which must not change, and a sibling folder `own` for their output."""
+    """A folder with the inputs of commands, which must not change, and a folder `own`, in which commands may write."""
     top = tmp_path_factory.mktemp("commands")
     pairs = few_pairs(top / "pairs", 20)
     copy_of(unfinished_run(top, saving_settings(top / "pairs")), top / "victim")
@@ -43,7 +43,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-def test_mutated_models(places: Path) -> None:
+def test_commands_read_or_refuse_mutated_models(places: Path) -> None:
     pairs = f"data.train.data_path={places}/pairs/few.jsonl"
 
     def make(rng: random.Random) -> list[str]:
@@ -54,10 +54,12 @@ def test_mutated_models(places: Path) -> None:
         trained = ["train", *SHORT, pairs, name, "dpo.max_num_steps=1", f"run.dir={places}/own/run"]
         return rng.choice([inspected, ["prepare", *SHORT, pairs, name], trained])
 
-    _try_commands("model", make, places)
+    tried = _try_commands("model", make, places)
+    assert not tried.problems, str(tried)
+    assert len(tried.counts) > 1  # some inputs are refused
 
 
-def test_mutated_prepared_folders(places: Path) -> None:
+def test_commands_read_or_refuse_mutated_prepared_folders(places: Path) -> None:
     def make(rng: random.Random) -> list[str]:
         given = copy_of(places / "sets" / "train", places / "given")
         mutate_file(rng, rng.choice(files_below(given)), places / "victim")
@@ -67,10 +69,12 @@ def test_mutated_prepared_folders(places: Path) -> None:
         inspected = ["inspect", str(given), *SHORT]
         return rng.choice([inspected, [*trained, f"run.dir={places}/own/run"]])
 
-    _try_commands("prepared", make, places)
+    tried = _try_commands("prepared", make, places)
+    assert not tried.problems, str(tried)
+    assert len(tried.counts) > 1  # some inputs are refused
 
 
-def test_mutated_configurations(places: Path) -> None:
+def test_commands_read_or_refuse_mutated_configurations(places: Path) -> None:
     usual = yaml.safe_load(load_config(None, []).as_yaml())
     trained = [*PLACES, "dpo.max_num_steps=1", f"run.dir={places}/own/run"]
 
@@ -81,20 +85,25 @@ def test_mutated_configurations(places: Path) -> None:
         inspected = ["inspect", f"{places}/pairs/few.jsonl", *given]
         return rng.choice([["config", *given], ["prepare", *given], inspected, ["train", *given, *trained]])
 
-    _try_commands("configuration", make, places)
+    tried = _try_commands("configuration", make, places)
+    assert not tried.problems, str(tried)
+    assert len(tried.counts) > 1  # some inputs are refused
 
 
-def test_mutated_runs(places: Path) -> None:
+def test_commands_resume_or_refuse_mutated_runs(places: Path) -> None:
     again = ["train", *SHORT, *saving_settings(places / "pairs"), f"run.dir={places}/own/run"]
 
     def make(rng: random.Random) -> list[str]:
         given = mutated_run(rng, places / "run", places / "own" / "run", places / "victim")
         return rng.choice([["train", "--resume", str(given)], again, [*again, "--json"]])
 
-    _try_commands("run", make, places)
+    tried = _try_commands("run", make, places)
+    assert not tried.problems, str(tried)
+    assert len(tried.counts) > 1  # some inputs are refused
 
 
-def _try_commands(kind: str, make: Make, places: Path) -> None:
+def _try_commands(kind: str, make: Make, places: Path) -> Attempts:
+    """Run the command for every seed. Returns the problems, and the number of commands by exit code."""
     wrong: list[str] = []
     counts: dict[int, int] = {}
     for seed in range(NUMBER):
@@ -110,8 +119,7 @@ def _try_commands(kind: str, make: Make, places: Path) -> None:
         wrong += [f"{kind} {seed}: tandem {' '.join(arguments)}\n  {problem}" for problem in problems]
         if ended is not None:
             counts[ended.code] = counts.get(ended.code, 0) + 1
-    assert not wrong, f"{len(wrong)} of {NUMBER} {counts}:\n" + "\n".join(wrong[:20])
-    assert len(counts) > 1, counts  # some are refused
+    return Attempts(wrong, counts)
 
 
 def _problems(ended: Any) -> list[str]:
@@ -127,5 +135,5 @@ def _problems(ended: Any) -> list[str]:
 
 
 def _others(places: Path) -> dict[str, Any]:
-    """Everything that is not the command's own to change."""
+    """The files that a command must not change."""
     return {name: found for name, found in snapshot(places).items() if not name.startswith(("own", "said"))}

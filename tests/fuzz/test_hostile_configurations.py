@@ -1,4 +1,4 @@
-"""10,000 mutated inputs, configurations among them, are read or refused in words: nothing raises, crashes, hangs or leaks."""
+"""Mutated configurations are read, or refused with a message. Reading never crashes, hangs or prints a secret."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NUMBER = 4000
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+def test_mutated_configurations_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setenv("TANDEM_CANARY", CANARY)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -34,8 +34,9 @@ def test_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: i
         file.write_bytes(mutated_configuration(rng, usual))
         return lambda: _read(file)
 
-    counts = try_all("configuration", range(part * NUMBER // 4, (part + 1) * NUMBER // 4), make, victim)
-    assert min(counts["read"], counts["refused"]) > NUMBER // 100, counts
+    tried = try_all("configuration", range(part * NUMBER // 4, (part + 1) * NUMBER // 4), make, victim)
+    assert not tried.problems, str(tried)
+    assert min(tried.counts["read"], tried.counts["refused"]) > NUMBER // 100
 
 
 def _read(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models, adapters and tokenizers of a stranger, mutated: each is read or refused in words."""
+"""Mutated models, adapters and tokenizers are loaded, or refused with a message."""
 
 import json
 import random
@@ -15,15 +15,16 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.data.text.template import make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import position_limit
 from tandem.model.files.source import find_model, find_tokenizer, weights_fingerprint
-from tandem.model.load import check_packable, load_policy
+from tandem.model.load import load_policy
 from tandem.model.lora.layers import load_adapted, plan_lora
 
 pytestmark = pytest.mark.slow
 
 NUMBER = 2500
-# Settings of config.json that the embedded model does without.
+# Settings of config.json that the embedded model does not have.
 UNUSUAL = {
     "quantization_config": {"quant_method": "mxfp4", "bits": 4, "modules_to_not_convert": ["lm_head"]},
     "fusion_config": {"patch_embeddings": True},
@@ -53,7 +54,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model in two files with an index, as large ones are published."""
+    """The embedded model in two weight files with an index, like a large model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("model")
@@ -76,7 +77,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_models(tmp_path: Path, model: Path, adapter: Path, part: int) -> None:
+def test_mutated_models_are_loaded_or_refused(tmp_path: Path, model: Path, adapter: Path, part: int) -> None:
     victim = tmp_path / "victim"
     copy_of(model, victim)
     (victim / "file.txt").write_text("{}")
@@ -85,22 +86,23 @@ def test_models(tmp_path: Path, model: Path, adapter: Path, part: int) -> None:
     alone = load_config(None, overrides).config
     adapted = load_config(None, [*overrides, f"policy.lora.adapter={added}", "policy.lora.enabled=true"]).config
     for config in (alone, adapted):
-        _read_model(config)  # what is imported here need not be imported in every child
+        _read_model(config)  # imports modules once, so that the children need not
 
     def make(rng: random.Random) -> Callable[[], Any]:
         copy_of(model, given)
         copy_of(adapter, added)
-        hurt = added if rng.random() < 0.2 else given
-        if hurt is given and rng.random() < 0.25:
+        mutated = added if rng.random() < 0.2 else given
+        if mutated is given and rng.random() < 0.25:
             add_unusual(rng, given / "config.json")
-        mutate_file(rng, rng.choice(files_below(hurt)), victim)
-        return lambda: _read_model(adapted if hurt is added else alone)
+        mutate_file(rng, rng.choice(files_below(mutated)), victim)
+        return lambda: _read_model(adapted if mutated is added else alone)
 
-    try_all("model", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
+    tried = try_all("model", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
+    assert not tried.problems, str(tried)
 
 
 def add_unusual(rng: random.Random, file: Path) -> None:
-    """Settings that transformers acts on, and in half of the cases mutated ones."""
+    """Add settings that change how transformers loads a model, some of them mutated."""
     described = json.loads(file.read_text())
     for key in rng.sample(list(UNUSUAL), rng.choice([1, 1, 2])):
         value = json.loads(json.dumps(UNUSUAL[key]))

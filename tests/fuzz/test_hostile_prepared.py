@@ -1,4 +1,4 @@
-"""Untrusted prepared folders, mutated, with manifests written again: each is read, or refused with a message."""
+"""Mutated prepared folders, most with a matching manifest, are read, or refused with a message."""
 
 import random
 from collections.abc import Callable
@@ -45,12 +45,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_prepared_folders(tmp_path: Path, prepared: Path, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_prepared_folders_are_read_or_refused(
+    tmp_path: Path, prepared: Path, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     victim = tmp_path / "victim"
     copy_of(prepared, victim)
     (victim / "file.txt").write_text("{}")
     template = make_template(load_tokenizer(Path(MODEL)), load_config(None, SETTINGS).config.policy.tokenizer)
-    # The same for every child: a configuration, and what the template writes.
+    # Computed once for all children: the configuration, and the facts about the template.
     given = copy_of(prepared, tmp_path / "given")
     config = load_config(None, [*SETTINGS, f"data.train.data_path={given}", "policy.packing.pack_length=1024"]).config
     with Processes(template) as processes:
@@ -74,4 +76,5 @@ def test_prepared_folders(tmp_path: Path, prepared: Path, part: int, monkeypatch
             remake_manifest(given)
         return read
 
-    try_all("prepared", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
+    tried = try_all("prepared", range(part * NUMBER // 5, (part + 1) * NUMBER // 5), make, victim)
+    assert not tried.problems, str(tried)

@@ -12,8 +12,8 @@ import torch
 from models import ARCHITECTURES, as_policy, plain_token_logps, random_preference, tiny_model
 from running import SHORT, killed_after, largest_difference, metrics_of, short_run, weights_of
 
-from tandem.model.distributed.layers import compile_layers, decoder_layers, recompute
-from tandem.model.load import has_experts
+from tandem.model.architecture import architecture_of, decoder_layers
+from tandem.model.distributed.layers import compile_layers, recompute
 from tandem.model.lora.joined import join_adapters
 from tandem.packing.layout import lay_out
 
@@ -58,7 +58,7 @@ def test_flex_attention_equals_each_sequence_alone(architecture, compiled):
     model.zero_grad()
     policy = as_policy(model, head_chunk=64)
     policy.attention = "flex"
-    if compiled and has_experts(model.config):
+    if compiled and architecture_of(model.config).has_experts:
         pytest.skip("float32 experts are not compiled")
     if compiled:
         compile_layers(policy)
@@ -157,7 +157,7 @@ def test_all_layers_of_a_kind_share_one_graph(architecture):
     policy = as_policy(tiny_model(architecture, **HEADS, **layers).to(CUDA), head_chunk=64)
     policy.attention = "flex"
     compile_layers(policy)
-    assert len(decoder_layers(policy)) == 6
+    assert len(decoder_layers(policy.model)) == 6
     for seed in range(3):  # other preferences of the same shapes: nothing is compiled again
         inputs = policy.inputs(lay_out(range(4), preferences(seed), length=1024), CUDA)
         policy(inputs).sum().backward()
@@ -237,7 +237,7 @@ def test_a_rank_without_preferences_has_zero_gradients(architecture, compiled):
     torch._dynamo.reset()
     policy = as_policy(tiny_model(architecture, **HEADS).to(CUDA), head_chunk=64)
     policy.attention = "flex"
-    if compiled and has_experts(policy.model.config):
+    if compiled and policy.architecture.has_experts:
         pytest.skip("float32 experts are not compiled")
     if compiled:
         compile_layers(policy)

@@ -142,26 +142,26 @@ def refusal(folder) -> str:
 def test_a_manifest_that_names_a_file_elsewhere_is_refused_before_it_is_read(folder, name, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps({"files": {name: "0"}}))
     monkeypatch.setattr(cache, "sha256_of", lambda path: pytest.fail(f"{path} was read"))
-    assert refusal(folder) == f"{folder}/manifest.json names {name!r}, which is not a file of its folder"
+    assert refusal(folder) == f"{folder}/manifest.json lists {name!r}, which is not a path inside this folder"
 
 
 def test_a_manifest_names_the_files_that_are_read(folder):
     assert read_manifest(folder, needed=["a", "inner/b"])["version"] == 7
     with pytest.raises(ValueError) as caught:
         read_manifest(folder, needed=["a", "c"])
-    assert str(caught.value) == f"{folder}/manifest.json does not name c"
+    assert str(caught.value) == f"{folder}/manifest.json does not list c"
 
 
 def test_a_manifest_that_is_a_pipe_is_refused(folder):
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
-    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (it is not a file)"
+    assert refusal(folder) == f"{folder}/manifest.json is missing or damaged (the path is not a file)"
 
 
 def test_a_huge_manifest_is_not_read(folder):
     os.truncate(folder / "manifest.json", 2**40)
     assert refusal(folder) == (
-        f"{folder}/manifest.json is missing or damaged (it has 1,099,511,627,776 bytes, more than the limit of 268,435,456)"
+        f"{folder}/manifest.json is missing or damaged (the file has 1,099,511,627,776 bytes, more than the limit of 268,435,456)"
     )
 
 
@@ -242,7 +242,10 @@ def test_a_file_where_the_cache_has_a_folder_is_refused_and_stays(tmp_path, monk
         (tmp_path / name).symlink_to("nowhere")
     with pytest.raises(CheckpointError) as refused:
         check_cache_dir()
-    assert str(refused.value) == f"{tmp_path}/{name}: {what}, where tandem writes a directory. Move it elsewhere."
+    assert (
+        str(refused.value)
+        == f"{tmp_path}/{name}: {what}, but tandem writes a directory with this name. Move it elsewhere."
+    )
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -270,7 +273,7 @@ def test_the_embedded_model_is_not_made_where_the_cache_cannot_be_written(tmp_pa
         with pytest.raises(ConfigError) as refused:
             make()
         assert str(refused.value) == (
-            f"the cache directory {tmp_path}/file cannot be written (File exists). Set TANDEM_CACHE to one that can."
+            f"the cache directory {tmp_path}/file cannot be written (File exists). Set TANDEM_CACHE to a writable directory."
         )
 
 

@@ -74,7 +74,7 @@ def test_a_model_without_a_training_set_is_refused_before_heavy_imports(command)
     ended = tandem(command, "policy.model_name=m")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "tandem: error: policy.model_name = m, but no training set is given, so it would train on the bundled pairs. Set "
+        "tandem: error: policy.model_name = m, but no training set is given, so the run would use the bundled pairs. Set "
         "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs.\nimported: \n"
     )
 
@@ -125,12 +125,16 @@ TWO_SETS = ["data.train=no.jsonl", "data.validation=no2.jsonl"]
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train", *MODEL], 2, "policy.model_name = ./no: no such directory."),
-        (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory."),
+        (["train", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
+        (["prepare", *MODEL], 2, "policy.model_name = ./no: no such directory. Check the path."),
         (["train", *FOLDER], 2, "policy.model_name = .: {here} holds no config.json, so it is not a model."),
-        (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory."),
-        (["train", "policy.tokenizer.name=./no"], 2, "policy.tokenizer.name = ./no: no such directory."),
-        (["train", *ADAPTER], 2, "policy.lora.adapter = ./no: no such directory."),
+        (["train", "reference.model=./no"], 2, "reference.model = ./no: no such directory. Check the path."),
+        (
+            ["train", "policy.tokenizer.name=./no"],
+            2,
+            "policy.tokenizer.name = ./no: no such directory. Check the path.",
+        ),
+        (["train", *ADAPTER], 2, "policy.lora.adapter = ./no: no such directory. Check the path."),
         (["train", *TWO_SETS], 3, f"train: no.jsonl: {NO_FILE}\n\nvalidation-default: no2.jsonl: {NO_FILE}"),
         (["prepare", "data.train=no.jsonl"], 3, f"no.jsonl: {NO_FILE}"),
         (["train", "data.train=[no*.jsonl,embedded]"], 3, "no*.jsonl: no file matches this pattern."),
@@ -333,7 +337,8 @@ def test_resume_refuses_a_checkpoint_and_suggests_its_run(monkeypatch, capsys, t
     assert run_here(monkeypatch, capsys, "train", "--resume", str(place)) == (
         4,
         "",
-        f"tandem: error: --resume {place}: a checkpoint, not a run. A run resumes from its newest intact checkpoint: --resume "
+        f"tandem: error: --resume {place}: a checkpoint, not a run. Give the run directory, and it resumes from its newest "
+        "intact checkpoint: --resume "
         f"{tmp_path}/run\n",
     )
 
@@ -360,7 +365,7 @@ def test_resume_refuses_another_configuration(monkeypatch, capsys, tmp_path, oth
             OSError(28, "No space left on device"),
             7,
             "tandem: error: the disk is full: [Errno 28] No space left on device. "
-            "Checkpoints saved before are intact.\n",
+            "Checkpoints saved before are intact. Free some space and run the command again.\n",
         ),
         (OutOfMemoryError("no room"), 6, "tandem: error: no room\n"),
     ],

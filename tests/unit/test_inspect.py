@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from models import MODEL
 from rich.console import Console
 
 from tandem.cli import main as cli
@@ -166,7 +167,7 @@ def test_a_file_named_twice_is_refused(file, monkeypatch, capsys, named):
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"tandem: error: inspect {file} shows that file, so {named} has no effect. Leave it out.\n"
+        f"tandem: error: inspect shows {file}, so {named} has no effect. Leave it out.\n"
     )
 
 
@@ -203,7 +204,7 @@ def test_a_row_of_one_file_among_several_is_named_with_it(file):
     assert str(nearest.value) == f"{pattern}: there is no row z.jsonl:7. The nearest is 1."
     with pytest.raises(DataError) as unknown:
         inspected(pattern, "no.jsonl:7")
-    assert str(unknown.value) == f"{pattern}: no rows come from a file no.jsonl."
+    assert str(unknown.value) == f"{pattern}: no row comes from a file no.jsonl. Check the name of the file in --row."
 
 
 @pytest.mark.parametrize("row", ["0", "-1", "x", "a.jsonl:"])
@@ -264,3 +265,12 @@ def test_prompts_that_training_warns_of_are_warned_of(tmp_path, capsys):
 
 def test_prompts_that_are_as_they_should_be_are_not(file):
     assert inspected(file).warnings == []
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_rows_are_read(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "pairs.jsonl"))
+    with pytest.raises(ConfigError) as refused:
+        inspected(file, None, f"policy.model_name={MODEL}")
+    assert str(refused.value) == (
+        f"the cache directory {file} cannot be written (File exists). Set TANDEM_CACHE to a writable directory."
+    )

@@ -239,8 +239,8 @@ def test_a_file_that_is_a_link_is_never_appended_to(tmp_path):
     victim.write_text("victim")
     link.symlink_to(victim)
     message = (
-        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in its place, or "
-        "remove the link."
+        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or replace "
+        "it by a copy of the file."
     )
     for mode in ("a", "a+", "ab"):
         assert refusal(open_own, link, mode) == message
@@ -265,16 +265,16 @@ def test_other_than_a_plain_file_or_folder_is_refused(tmp_path):
     (tmp_path / "broken").symlink_to("nowhere")
     (tmp_path / "linked").symlink_to("folder")
     assert refusal(refuse_other_than_file, tmp_path / "folder") == (
-        f"{tmp_path}/folder: a directory, where tandem writes a plain file. Move it elsewhere."
+        f"{tmp_path}/folder: a directory, but tandem writes a plain file with this name. Move it elsewhere."
     )
     assert refusal(refuse_other_than_file, tmp_path / "pipe") == (
-        f"{tmp_path}/pipe: a special file, where tandem writes a plain file. Move it elsewhere."
+        f"{tmp_path}/pipe: a special file, but tandem writes a plain file with this name. Move it elsewhere."
     )
     assert refusal(refuse_other_than_folder, tmp_path / "file") == (
-        f"{tmp_path}/file: a file, where tandem writes a directory. Move it elsewhere."
+        f"{tmp_path}/file: a file, but tandem writes a directory with this name. Move it elsewhere."
     )
     assert refusal(refuse_other_than_folder, tmp_path / "broken") == (
-        f"{tmp_path}/broken: a link to nothing, where tandem writes a directory. Move it elsewhere."
+        f"{tmp_path}/broken: a link to nothing, but tandem writes a directory with this name. Move it elsewhere."
     )
     refuse_other_than_file(tmp_path / "absent")
     refuse_other_than_folder(tmp_path / "absent")

@@ -269,7 +269,7 @@ def test_notes_duplicates_and_rows_left_out_are_reported(prepare, here):
         "  train: skipped 1: equal completions",
         f"  train: skipped rows are listed in {folder}/rejects.jsonl",
         "  train: noted 1: control characters in the text (first at pairs.jsonl:3)",
-        "  train: noted 1: preferences that stand in it already (first at pairs.jsonl:2)",
+        "  train: noted 1: preferences that repeat an earlier one (first at pairs.jsonl:2)",
     ]
 
 
@@ -343,12 +343,12 @@ def test_a_missing_file_is_one_message_and_code_3(prepare):
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [
-        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
-        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
-        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192."),
+        ("0", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
+        ("99999999999999999999", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
+        ("-5", "not a list of lengths from 1 to 16777216. Write 4096,8192, for example."),
         (
             "512,3",
-            "the sequence at pairs.jsonl:10 has 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
+            "too short for pairs.jsonl:10, which has 24 tokens. Give longer packs, or lower policy.max_total_sequence_length.",
         ),
     ],
 )
@@ -386,8 +386,8 @@ def test_packs_too_short_for_nemo_are_refused_before_anything_is_written(prepare
     code, out, err = prepare(*given)
     assert (code, out) == (2, "")
     assert err == (
-        "tandem: error: --to-nemo: a pack of 128 tokens cannot hold the pair at pairs.jsonl:1, which takes 205 there, its "
-        "prompt on both sides. Raise --pack-sizes, or leave out --to-nemo.\n"
+        "tandem: error: --to-nemo: a pack of 128 tokens cannot hold the pair at pairs.jsonl:1, which takes 205 tokens "
+        "with its prompt repeated for both completions. Raise --pack-sizes, or leave out --to-nemo.\n"
     )
     assert not any(Path("out").iterdir())
 
@@ -491,7 +491,7 @@ def test_duplicates_in_imported_packs_are_treated_as_asked(prepare, how):
         assert json.loads(Path("out/train/manifest.json").read_text())["counts"]["accepted"] == 2
     else:
         assert code == 3
-        assert "which data.duplicates=error refuses" in err
+        assert "which data.duplicates=error does not allow" in err
 
 
 def test_dropped_duplicates_are_reported_and_not_written(prepare):

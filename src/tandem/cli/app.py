@@ -12,11 +12,11 @@ from tandem.terminal.commands import key_of, override
 
 
 class Interrupted(Exception):
-    """Ctrl-C during a command, with a hint about the state it leaves."""
+    """The user pressed Ctrl-C. The message is a hint about the files that the command leaves."""
 
 
 class CommandGroup(TyperGroup):
-    """Turns Ctrl-C into Interrupted, so that `main` can print a message. Typer itself would exit silently."""
+    """Raises Interrupted on Ctrl-C, so that `main` can print a message. Typer would exit silently."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return [name for name in HELP_ORDER if name in self.commands]
@@ -28,9 +28,10 @@ class CommandGroup(TyperGroup):
             raise Interrupted(INTERRUPT_HINTS.get(str(ctx.invoked_subcommand), "")) from None
 
 
-HELP_ORDER = ("train", "inspect", "prepare", "config", "fail-points")
+HELP_ORDER = ("train", "report", "watch", "runs", "export", "inspect", "prepare", "config", "fail-points")
 LOADING_MESSAGE = "Loading torch and transformers (a few seconds)"
-INTERRUPT_HINTS = {"prepare": ". No incomplete files were kept; run the same command to start again."}
+NOTHING_KEPT = ". No incomplete files were kept; run the same command to start again."
+INTERRUPT_HINTS = {"prepare": NOTHING_KEPT, "export": NOTHING_KEPT}
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -39,7 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train language models on preference pairs, in exact packed batches that share prompts.",
+    help="Train language models on preference pairs, with DPO and related losses, on packed sequences.",
 )
 
 
@@ -58,20 +59,23 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override the configuration: key=value, +key=value or ~key."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Set a key of the configuration, or reset it with ~KEY. `tandem config` lists the keys.",
+    ),
 ]
 AllowEnv = Annotated[
     list[str] | None,
     typer.Option(
         "--allow-env",
         metavar="NAME",
-        help="Let a configuration file send this environment variable to trackers or the hub. Repeatable.",
+        help="Let the configuration file send environment variable NAME to trackers or the hub. Repeatable.",
     ),
 ]
 
 
 def with_option(overrides: list[str], option: str, key: str, value: str | int | None) -> list[str]:
-    """Add the override that an option is short for; refuse an option whose key is also overridden."""
+    """Add the override key=value for an option. Refuse the option if an override sets the same key."""
     if value is None:
         return overrides
     if given := next((one for one in overrides if key_of(one) == key), None):
@@ -80,7 +84,7 @@ def with_option(overrides: list[str], option: str, key: str, value: str | int | 
 
 
 def is_distributed() -> bool:
-    """Whether torchrun started several ranks, of which this process is one."""
+    """Whether this process is one of several ranks that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

@@ -12,9 +12,11 @@ def show_config(
     overrides: Overrides = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema instead, for editors.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of configuration files, for editors.")
+    ] = False,
 ) -> None:
-    """Print the configuration with every key resolved."""
+    """Print the complete configuration: every key with its value."""
     if schema:
         import json
 

@@ -1,4 +1,4 @@
-"""`tandem fail-points`: lists where tests can kill the process. Hidden from --help: it is for developers of tandem."""
+"""`tandem fail-points`: lists where tests can kill the process. For developers of tandem, so --help does not show it."""
 
 from tandem.cli.app import app
 

@@ -14,7 +14,11 @@ from tandem.errors import ConfigError
 def inspect_row(
     data: Annotated[
         str,
-        typer.Argument(metavar="DATA", callback=expand_home_callback, help="A data file, a glob pattern, or embedded."),
+        typer.Argument(
+            metavar="DATA",
+            callback=expand_home_callback,
+            help="A data file, a glob pattern, or `embedded` for the bundled pairs.",
+        ),
     ],
     overrides: Overrides = None,
     row: Annotated[
@@ -22,34 +26,39 @@ def inspect_row(
         typer.Option(
             metavar="[FILE:]N",
             callback=expand_home_callback,
-            help="Line (or array element) to show, of FILE if there are several. Default: the first usable row.",
+            help="Show row N, counted from 1; of FILE, if DATA is several files. Default: the first usable row.",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Use its tokenizer and chat template. Same as policy.model_name=MODEL."),
+        typer.Option(
+            metavar="MODEL", help="Use the tokenizer and chat template of MODEL. Same as policy.model_name=MODEL."
+        ),
     ] = None,
     config: ConfigFile = None,
     allow_env: AllowEnv = None,
-    positions: Annotated[bool, typer.Option("--positions", help="Also show position ids.")] = False,
+    positions: Annotated[bool, typer.Option("--positions", help="Also show the position id of each token.")] = False,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", callback=expand_home_callback, help="Write an HTML page to FILE.")
+        str | None,
+        typer.Option(
+            metavar="FILE", callback=expand_home_callback, help="Write an HTML page to FILE instead of printing."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show a preference as the model will see it.
+    """Show one row of a data file as the model will see it.
 
-    Lists its tokens, special tokens included, and marks the ones that are scored.
+    Prints all its tokens, including special tokens, and marks those that the loss scores.
     """
     from tandem.config.load import load_config
     from tandem.config.sections.section import EMBEDDED
 
     named = re.compile(r"\+*data\.train(\.data_path=|=(?!\{)|=.*data_path)")
     if given := next((one for one in overrides or [] if named.match(one)), None):
-        raise ConfigError(f"inspect {data} shows that file, so {given} has no effect. Leave it out.")
+        raise ConfigError(f"inspect shows {data}, so {given} has no effect. Leave it out.")
     if row is not None and not re.fullmatch(r"(.*:)?[1-9]\d*", row):
         raise ConfigError(f"--row {row}: not a row number. Count from 1; with several files, write FILE:N.")
-    # The user's own data is shown under the usual limits, as `prepare` and `train` apply them, not the embedded default's.
+    # For the user's own data, apply the same length limits as `prepare` and `train`, not those of the embedded default.
     usual_limits = [] if data == EMBEDDED or config else [f"policy.model_name={EMBEDDED}"]
     changes = [*usual_limits, *with_option(overrides or [], "--model", "policy.model_name", model)]
     loaded = load_config(config, changes, allow_env or ())

@@ -1,10 +1,10 @@
-"""The command `tandem`: parses arguments, runs the command and exits. Heavy modules are imported only when needed."""
+"""The command `tandem`: parses arguments, runs the command and exits. Imports heavy modules only when needed."""
 
 import os
 import sys
 
 # Importing a module registers its command with the application.
-from tandem.cli import config, fail_points, inspect, prepare, train  # noqa: F401
+from tandem.cli import config, export, fail_points, inspect, prepare, report, runs, train, watch  # noqa: F401
 from tandem.cli.app import Interrupted, app, is_distributed
 from tandem.errors import AlreadyReportedError, DiskError, StoppedError, TandemError, Terminated, full_disk
 from tandem.isolation import isolated
@@ -12,7 +12,7 @@ from tandem.terminal.streams import print_error, print_traceback, watched_stream
 
 
 def main() -> None:
-    """Run the command. A user's mistake ends in one message and an exit code, never in a traceback."""
+    """Run the command. User errors end in one message and an exit code, without a traceback."""
     sys.excepthook = print_traceback
     with isolated(), watched_streams():
         _run_command()
@@ -41,7 +41,11 @@ def _run_command() -> None:
         _exit(130)
     except Exception as error:
         if full := full_disk(error):
-            _fail(DiskError(f"the disk is full: {full}. Checkpoints saved before are intact."))
+            _fail(
+                DiskError(
+                    f"the disk is full: {full}. Checkpoints saved before are intact. Free some space and run the command again."
+                )
+            )
         if _is_lost_rank(error):
             _fail(
                 TandemError(
@@ -67,7 +71,7 @@ def _fail(error: TandemError) -> None:
 
 
 def _exit(exit_code: int) -> None:
-    """Exit. With several ranks, skip the teardown: threads that wait for ranks already gone would abort the process."""
+    """Exit. With several ranks, skip the teardown, because threads that wait for lost ranks would abort the process."""
     if is_distributed():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,12 +1,16 @@
-"""`tandem prepare`: tokenises and packs sets, writes both to disk and prints a report."""
+"""`tandem prepare`: tokenises and packs datasets, stores the results and prints a report."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app, expand_home_callback, with_option
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.config.load import LoadedConfig
+    from tandem.report.reporter import Reporter, Verbosity
 
 
 @app.command()
@@ -16,7 +20,9 @@ def prepare(
     allow_env: AllowEnv = None,
     pack_sizes: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Pack to each of these lengths. Default: policy.packing.pack_length."),
+        typer.Option(
+            metavar="N,N,...", help="Pack with each of these row lengths. Default: policy.packing.pack_length."
+        ),
     ] = None,
     packing_algorithm: Annotated[
         str | None, typer.Option(metavar="NAME", help="Same as policy.packing.algorithm=NAME.")
@@ -27,13 +33,15 @@ def prepare(
         typer.Option(
             metavar="DIR",
             callback=expand_home_callback,
-            help="Write each set to a folder in DIR. Train on it with data.train.data_path=DIR/SET.",
+            help="Write each dataset to a folder in DIR. To train on it, set data.train.data_path=DIR/NAME.",
         ),
     ] = None,
     from_nemo: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", callback=expand_home_callback, help="Read NeMo Aligner's packed .npy instead of data.train."
+            metavar="FILE",
+            callback=expand_home_callback,
+            help="Read packs of NeMo Aligner (.npy) instead of data.train.",
         ),
     ] = None,
     to_nemo: Annotated[
@@ -41,59 +49,88 @@ def prepare(
         typer.Option(
             metavar="DIR",
             callback=expand_home_callback,
-            help="Also write NeMo Aligner's packed_{size}_seed{seed}.npy there.",
+            help="Also write packs for NeMo Aligner to DIR, as packed_{size}_seed{seed}.npy.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")] = False,
 ) -> None:
-    """Tokenise and pack data before training.
+    """Tokenise and pack the data, and report what it contains.
 
-    Reports what the training and validation sets contain, and refuses what training would refuse.
+    Stops with the same errors as training, and stores the results, so that training starts sooner.
     """
-    from tandem.config.load import load_config, require_training_set
-    from tandem.config.sections.section import EMBEDDED
-    from tandem.paths import check_output, check_paths
+    from tandem.config.load import load_config
 
     changes = with_option(overrides or [], "--packing-algorithm", "policy.packing.algorithm", packing_algorithm)
     changes = with_option(changes, "--seed", "run.seed", seed)
     loaded = load_config(config, changes, allow_env or ())
-    if from_nemo is None:
-        require_training_set(loaded.config)
-    lengths = _parse_lengths(pack_sizes)
+    verbosity: Verbosity = "quiet" if quiet or as_json else "normal"
     output, nemo = (Path(folder) if folder else None for folder in (output_dir, to_nemo))
-    if from_nemo is None:
-        check_output("--output-dir", output)
-        check_output("--to-nemo", nemo)
-        check_paths(loaded.config)
+    lengths = _parse_lengths(pack_sizes)
+    if from_nemo is not None:
+        if nemo is not None or lengths:
+            raise ConfigError(
+                "--from-nemo only converts packs to a dataset of pairs. Leave out --to-nemo and --pack-sizes."
+            )
+        _convert_packs(loaded, Path(from_nemo), output, verbosity)
+    else:
+        _prepare_sets(loaded, lengths, output=output, to_nemo=nemo, verbosity=verbosity, as_json=as_json)
 
-    from tandem.report.reporter import Reporter
 
-    reporter = Reporter("quiet" if quiet or as_json else "normal")
-    reporter.say(LOADING_MESSAGE)
+def _convert_packs(loaded: "LoadedConfig", file: Path, output: Path | None, verbosity: "Verbosity") -> None:
+    """Convert a file of packs of NeMo Aligner to a dataset in the folder `output`."""
+    from tandem.config.sections.section import EMBEDDED
+
+    if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
+        raise ConfigError("--from-nemo reads FILE instead of data.train. Leave out data.train.")
+    if output is None:
+        raise ConfigError("--from-nemo needs a folder to write the dataset to. Add --output-dir DIR.")
+    reporter = _announce_loading(verbosity)
 
     from tandem import prepare as preparing
 
-    if from_nemo is not None:
-        if to_nemo is not None or lengths:
-            raise ConfigError(
-                "--from-nemo only turns packs back into a set of pairs. Leave out --to-nemo and --pack-sizes."
-            )
-        if [one.data_path for one in loaded.config.data.training_sets] != [EMBEDDED]:
-            raise ConfigError("--from-nemo reads FILE instead of data.train. Leave out data.train.")
-        if output is None:
-            raise ConfigError("--from-nemo needs a folder to write the set to. Add --output-dir DIR.")
-        found = preparing.prepare_from_nemo(loaded.config, Path(from_nemo), output)
-        preparing.show_imported(found, output, loaded, reporter)
-        return
-    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, nemo)
+    found = preparing.prepare_from_nemo(loaded.config, file, output)
+    preparing.show_imported(found, output, loaded, reporter)
+
+
+def _prepare_sets(
+    loaded: "LoadedConfig",
+    lengths: list[int],
+    *,
+    output: Path | None,
+    to_nemo: Path | None,
+    verbosity: "Verbosity",
+    as_json: bool,
+) -> None:
+    """Prepare the datasets of the configuration, and print the report."""
+    from tandem.config.load import require_training_set
+    from tandem.paths import check_output, check_paths
+
+    require_training_set(loaded.config)
+    check_output("--output-dir", output)
+    check_output("--to-nemo", to_nemo)
+    check_paths(loaded.config)
+    reporter = _announce_loading(verbosity)
+
+    from tandem import prepare as preparing
+
+    prepared = preparing.prepare_data(loaded.config, reporter.progress, lengths, output, to_nemo)
     if as_json:
         print(preparing.as_json(prepared))
     else:
         preparing.show(prepared, reporter)
 
 
+def _announce_loading(verbosity: "Verbosity") -> "Reporter":
+    from tandem.report.reporter import Reporter
+
+    reporter = Reporter(verbosity)
+    reporter.say(LOADING_MESSAGE)
+    return reporter
+
+
 def _parse_lengths(given: str | None) -> list[int]:
+    """Parse --pack-sizes. "8192,4096" -> [4096, 8192]"""
     from tandem.config.sections.policy import LONGEST_PACK
 
     try:
@@ -101,5 +138,7 @@ def _parse_lengths(given: str | None) -> list[int]:
     except ValueError:
         lengths = [0]
     if any(not 1 <= length <= LONGEST_PACK for length in lengths):
-        raise ConfigError(f"--pack-sizes {given}: not a list of lengths from 1 to {LONGEST_PACK}. Write 4096,8192.")
+        raise ConfigError(
+            f"--pack-sizes {given}: not a list of lengths from 1 to {LONGEST_PACK}. Write 4096,8192, for example."
+        )
     return sorted(set(lengths))

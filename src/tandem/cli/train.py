@@ -1,9 +1,11 @@
-"""`tandem train`: checks options and paths, then runs the training."""
+"""`tandem train`: checks options and paths, then trains."""
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +13,10 @@ from tandem.cli.app import LOADING_MESSAGE, AllowEnv, ConfigFile, Overrides, app
 from tandem.errors import AlreadyReportedError, ConfigError, TandemError
 from tandem.terminal.commands import override
 from tandem.terminal.streams import continue_without_reader
+
+if TYPE_CHECKING:
+    from tandem.config.load import LoadedConfig
+    from tandem.report.reporter import Verbosity
 
 
 @app.command()
@@ -34,18 +40,17 @@ def train(
         typer.Option(
             metavar="FILE",
             callback=expand_home_callback,
-            help="After training, write the metrics of every pair to FILE, smallest margin first.",
+            help="After training, write the metrics of each pair to FILE, sorted from the smallest margin.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print each record as a line of JSON, and the result as the last line.")
+        bool, typer.Option("--json", help="Print records as lines of JSON. The last line is the result.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and the result.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more details.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more details about the run.")] = False,
 ) -> None:
-    """Train on preferences. Without arguments, train a tiny model on the bundled pairs."""
-    from tandem.config.load import load_config, require_training_set
-    from tandem.paths import check_resumed, check_run
+    """Train a model on preferences. Without arguments, train a tiny model on the bundled pairs."""
+    from tandem.paths import check_resumed
 
     continue_without_reader("tandem: standard output was closed. The run continues without it.")
     if resume is not None:
@@ -53,25 +58,50 @@ def train(
             raise ConfigError("--resume uses the configuration saved in DIR. Leave out --config and --fresh.")
         check_resumed(Path(resume))
         config, overrides = f"{resume}/config.yaml", [*(overrides or []), override("run.dir", resume)]
-    try:
-        loaded = load_config(config, overrides or [], allow_env or ())
-        require_training_set(loaded.config)
-        check_run(loaded, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
-    except TandemError as error:  # every rank raises it; one per machine reports it
-        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else AlreadyReportedError(error.exit_code) from None
+    per_pair_file = Path(per_pair) if per_pair else None
+    with _reported_once_per_machine():
+        loaded = _load_checked(config, overrides or [], allow_env or [], fresh=fresh, per_pair=per_pair_file)
     silent = quiet or (as_json and not verbose)
     if not silent and os.environ.get("RANK", "0") == "0":
         print(LOADING_MESSAGE, flush=True, file=sys.stderr if as_json else sys.stdout)
+    verbosity: Verbosity = "quiet" if silent else "verbose" if verbose else "normal"
+    _train_and_leave_group(loaded, verbosity, as_json=as_json, fresh=fresh, per_pair=per_pair_file)
 
+
+def _load_checked(
+    config: str | None, overrides: list[str], allow_env: list[str], *, fresh: bool, per_pair: Path | None
+) -> "LoadedConfig":
+    """Load the configuration, and check everything that can be checked without torch."""
+    from tandem.config.load import load_config, require_training_set
+    from tandem.paths import check_run
+
+    loaded = load_config(config, overrides, allow_env)
+    require_training_set(loaded.config)
+    check_run(loaded, fresh=fresh, per_pair=per_pair)
+    return loaded
+
+
+@contextmanager
+def _reported_once_per_machine() -> Iterator[None]:
+    """Let one rank per machine report an error that every rank raises; the others exit silently."""
+    try:
+        yield
+    except TandemError as error:
+        raise error if os.environ.get("LOCAL_RANK", "0") == "0" else AlreadyReportedError(error.exit_code) from None
+
+
+def _train_and_leave_group(
+    loaded: "LoadedConfig", verbosity: "Verbosity", *, as_json: bool, fresh: bool, per_pair: Path | None
+) -> None:
     from tandem.model.distributed.process_group import leave_process_group
     from tandem.report.reporter import Reporter
     from tandem.train.trainer import train as run_training
 
-    reporter = Reporter("quiet" if silent else "verbose" if verbose else "normal", as_json=as_json)
+    reporter = Reporter(verbosity, as_json=as_json)
     try:
-        run_training(loaded, reporter, fresh=fresh, per_pair=Path(per_pair) if per_pair else None)
+        run_training(loaded, reporter, fresh=fresh, per_pair=per_pair)
     except BaseException:
-        if not is_distributed():  # leaving the group could wait for a rank that is gone
+        if not is_distributed():  # leaving the group could wait for a lost rank
             leave_process_group()
         raise
     leave_process_group()

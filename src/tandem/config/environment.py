@@ -1,4 +1,4 @@
-"""Finds which environment variables the interpolations of a configuration read, hides them, and checks where they are sent."""
+"""Finds the environment variables that a configuration reads, hides their values, and checks which are sent to servers."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tandem.terminal.printable import SECRETS
 
 Place = tuple[Any, ...]  # path of a value: keys, and indices of list items
 
-# Names that could be those of a model or a dataset on the hub, if no such path exists.
+# Text that may name a model or dataset on the hub, if no such path exists.
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 DATA_FILE = re.compile(r"\.(jsonl?|csv|parquet|arrow|npy)(\.(gz|zst))?\Z")
 LOCAL_MLFLOW = ("sqlite:///", "file:///", "/", ".")
@@ -37,7 +37,7 @@ _reading: ContextVar[set[str] | None] = ContextVar("_reading", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Interpolated:
-    """A value with interpolations: its place, its text as written, and the environment variables it reads."""
+    """A value with interpolations: its place, the text in the file, and the environment variables it reads."""
 
     place: Place
     written: str
@@ -49,7 +49,7 @@ class Interpolated:
 
 
 def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpolated]:
-    """All values of a tree with interpolations. `everything`: the tree merged over the defaults, to resolve them."""
+    """List the values of a tree that have interpolations. everything: the tree merged over the defaults."""
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
     return [
         Interpolated(place, written, _variables(everything, place))
@@ -59,26 +59,27 @@ def interpolations(tree: dict[str, Any], everything: DictConfig) -> list[Interpo
 
 
 def as_written(tree: dict[str, Any]) -> dict[Place, Any]:
-    """Values to show as written, never resolved: all interpolated values, if any of them uses a resolver.
+    """Return the values that must be shown unresolved: all that have interpolations, if any uses a resolver such as oc.env.
 
-    The result of a resolver may be a secret, and one interpolation may pass on the result of another.
+    The result of a resolver may be a secret, and other interpolations may refer to it.
     """
     values = {place: value for place, value in _values(tree) if any("${" in text for _, text in _texts(value))}
     uses_resolver = any(":" in text.partition("${")[2] for value in values.values() for _, text in _texts(value))
     return values if uses_resolver else {}
 
 
-def check_addresses(
+def check_sent_variables(
     config: Config, found: list[Interpolated], origins: Mapping[Place, str], allowed: Collection[str]
 ) -> tuple[str, ...]:
-    """Refuse a file that would send environment variables to a tracker or the hub; return the variables that are sent.
+    """Return the environment variables that are sent to a tracker or the hub. Refuse those that a file must not send.
 
-    origins: files that values came from. Values typed on the command line are not in it, and are always allowed.
+    origins: the file that each value came from. Values given on the command line are not in it; they may be sent.
+    allowed: the variables that files may send.
     """
-    addresses = list(_sent(config))
+    sent_places = list(_sent_places(config))
     sent: set[str] = set()
     for one in found:
-        if not one.variables or not any(address[: len(one.place)] == one.place for address in addresses):
+        if not one.variables or not any(place[: len(one.place)] == one.place for place in sent_places):
             continue
         if one.place in DIRECTORIES and not _is_in_name(one.written):
             continue
@@ -93,7 +94,7 @@ def check_addresses(
     return tuple(sorted(sent))
 
 
-def _sent(config: Config) -> Iterator[Place]:
+def _sent_places(config: Config) -> Iterator[Place]:
     """Places of the values that this configuration sends to trackers or to the hub."""
     logger = config.logger
     uri = logger.mlflow.tracking_uri
@@ -105,7 +106,7 @@ def _sent(config: Config) -> Iterator[Place]:
     if logger.tensorboard_enabled and "://" in (logger.tensorboard.log_dir or ""):
         yield "logger", "tensorboard", "log_dir"
     if (logger.wandb_enabled and not logger.wandb.name) or (mlflow and not logger.mlflow.run_name):
-        yield from (("run", "name"), *DIRECTORIES)  # tracker runs are named after them by default
+        yield from (("run", "name"), *DIRECTORIES)  # the default name of a run in trackers contains them
     named = {
         ("policy", "model_name"): config.policy.model_name,
         ("policy", "tokenizer", "name"): config.policy.tokenizer.name,
@@ -122,7 +123,7 @@ def _sent(config: Config) -> Iterator[Place]:
 
 
 def _is_in_name(path: str) -> bool:
-    """Whether an interpolation may be in the last part of a path: not in ${oc.env:SCRATCH}/runs/a."""
+    """Whether the last part of a path may contain an interpolation. ${oc.env:SCRATCH}/runs/a -> False"""
     name = path.rpartition("/")[2]
     return name in ("", ".", "..") or "${" in name or "}" in name
 
@@ -141,7 +142,7 @@ def _datasets(config: Config) -> Iterator[tuple[Place, DatasetFields]]:
 def _is_on_hub(name: str | None) -> bool:
     if name is None or name == EMBEDDED:
         return False
-    return HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)  # noqa: PTH110 - of any text: pathlib raises
+    return HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)  # noqa: PTH110 - pathlib raises for some text
 
 
 def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
@@ -157,7 +158,7 @@ def _variables(everything: DictConfig, place: Place) -> frozenset[str]:
 
 @contextmanager
 def _record_variables() -> Iterator[set[str]]:
-    """Yield a set to which the names of environment variables read inside are added."""
+    """Yield a set. The names of the environment variables that are read inside the context are added to it."""
     names: set[str] = set()
     token = _reading.set(names)
     try:
@@ -167,7 +168,7 @@ def _record_variables() -> Iterator[set[str]]:
 
 
 def _env(*arguments: Any) -> str | None:
-    """OmegaConf's oc.env, which also records the variable and hides its value from all later messages."""
+    """Resolve oc.env as OmegaConf does; also record the variable and hide its value in all later messages."""
     name, names = str(arguments[0]), _reading.get()
     if name in os.environ:
         SECRETS.add(name, os.environ[name], _words())
@@ -178,14 +179,14 @@ def _env(*arguments: Any) -> str | None:
 
 @cache
 def _words() -> frozenset[str]:
-    """Words that occur in the schema, which are not secrets when a variable has them as its value."""
+    """Words of the schema, such as float32. They are not hidden, even if they are the value of a variable."""
     keys = " ".join(f"{key.name} {key.type} {key.default}" for key in all_keys())
     words = re.findall(r"[\w-]+(?:\.[\w-]+)*", keys)
     return frozenset([*words, *(part for word in words for part in word.split(".")), *METRICS])
 
 
 def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Leaves of nested mappings. {"a": {"b": [1]}} -> (("a", "b"), [1])"""
+    """Yield the leaves of nested mappings. {"a": {"b": [1]}} -> (("a", "b"), [1])"""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _values(value, (*above, key))
@@ -194,7 +195,7 @@ def _values(tree: dict[Any, Any], above: Place = ()) -> Iterator[tuple[Place, An
 
 
 def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
-    """All text inside mappings and lists. {"a": ["b"]} -> (("a", 0), "b")"""
+    """Yield all text inside mappings and lists. {"a": ["b"]} -> (("a", 0), "b")"""
     if isinstance(value, str):
         yield above, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -202,12 +203,12 @@ def _texts(value: Any, above: Place = ()) -> Iterator[tuple[Place, str]]:
         yield from _texts(inner, (*above, key))
 
 
-MAX_RESOLVED = 2_000  # interpolations, counted each time one is resolved; each takes about half a millisecond
+MAX_RESOLVED = 2_000  # most interpolations to resolve, repeats included; each takes about half a millisecond
 
 
 @dataclass(slots=True)
 class _ResolutionCost:
-    """How many interpolations were resolved so far, and to how many values and characters."""
+    """The number of interpolations resolved so far, and the size of the results."""
 
     resolved: int = 0
     values: int = 0
@@ -237,9 +238,9 @@ class _ResolutionCost:
 
 @contextmanager
 def limited_resolution() -> Iterator[None]:
-    """Count what OmegaConf resolves inside, and refuse more than any configuration needs.
+    """Limit how much OmegaConf may resolve inside the context. A small file can expand to any size.
 
-    a: ${b}${b}, b: ${c}${c}, c: x -> a resolves b twice and c four times, because OmegaConf does not cache.
+    With a: ${b}${b}, b: ${c}${c} and c: x, resolving a resolves b twice and c four times, because OmegaConf does not cache.
     """
     resolve, spent = Container.resolve_parse_tree, _ResolutionCost()
 
@@ -256,7 +257,7 @@ def limited_resolution() -> Iterator[None]:
     except Exception:
         if spent.is_too_much():
             raise ConfigError(
-                f"configuration: its interpolations (${{key}}) expand too far: to more than {MAX_RESOLVED:,} resolved "
+                f"configuration: its interpolations (${{key}}) expand to more than {MAX_RESOLVED:,} resolved "
                 f"references, {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters. Use fewer interpolations."
             ) from None
         raise

@@ -1,7 +1,7 @@
-"""Every key of the schema as flat rows: for docs/keys.md, for suggestions and for tests.
+"""Lists every key of the schema: for docs/keys.md, for suggestions and for tests.
 
 python -m tandem.config.keys                 # print the table
-python -m tandem.config.keys --write         # write it into docs/keys.md of the checkout that the command is run in
+python -m tandem.config.keys --write         # write the table into docs/keys.md; run it in the root of a checkout
 """
 
 import json
@@ -22,7 +22,7 @@ from tandem.config.sections.scheduler import NAMED
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: its dotted name, what it takes, its default as YAML would write it, and its meaning."""
+    """One key: its dotted name, type, default (as in YAML) and description."""
 
     name: str
     type: str
@@ -34,7 +34,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[Key]:
     keys = []
     for name, field in model.model_fields.items():
         if isinstance(field.default, BaseModel):
-            if typing.get_origin(field.annotation) is not None:  # a section or another type: list the key itself too
+            if typing.get_origin(field.annotation) is not None:  # a union with a section: the key itself can be set too
                 keys.append(Key(prefix + name, _spell(field.annotation), "see below", field.description or ""))
             keys += all_keys(type(field.default), f"{prefix}{name}.")
         else:
@@ -94,7 +94,7 @@ def _spell(annotation: Any) -> str:
 
 def _default(field: Any) -> str:
     if field.default is PydanticUndefined:
-        return "(follows)"
+        return "(depends)"
     if isinstance(field.default, list) and field.default and isinstance(field.default[0], BaseModel):
         return "warm-up over 20 steps, then constant"
     return json.dumps(field.default)
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> None:
         return
     page = Path("docs/keys.md")
     if not page.is_file():
-        sys.exit(f"{page}: there is no such file. Run this in the root of a checkout.")
+        sys.exit(f"{page}: no such file. Run this command in the root of a checkout.")
     page.write_text(with_table(page.read_text(encoding="utf-8"), "keys", as_markdown()), encoding="utf-8")
 
 

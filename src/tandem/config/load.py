@@ -18,21 +18,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tandem.config.compat.suggest import describe_unknown_key
-from tandem.config.environment import Place, as_written, check_addresses, interpolations, limited_resolution
+from tandem.config.environment import Place, as_written, check_sent_variables, interpolations, limited_resolution
 from tandem.config.keys import all_keys, key_names
 from tandem.config.schema import Config
 from tandem.config.sections.datasets import DatasetFields
 from tandem.config.sections.section import EMBEDDED, expand_home
 from tandem.config.validation import COMMAND_LINE, flatten, origin_of, validate
-from tandem.config.yaml_text import YamlLimitError, is_scalar, read_yaml_text, resolve_config_path, to_yaml
+from tandem.config.yaml_text import YamlLimitError, is_scalar, listed_in, read_yaml_text, resolve_config_path, to_yaml
 from tandem.errors import ConfigError, one_line
 from tandem.terminal.printable import SECRETS
 
-Layers = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each came from
-MAX_DEFAULTS = 64  # length of a chain of `defaults:`
+TreeAndOrigins = tuple[dict[str, Any], dict[str, str]]  # a tree of values, and the file that each key came from
+MAX_DEFAULTS = 64  # files in a chain of `defaults:`
 # Replaces a ~ at the start of a value, which Hydra does not accept. Quoted text is left alone.
 TILDE = "__tilde__"
-BEGINS_IN_HOME = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
+HOME_TILDE = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?:(?<=[\[{,:\s])|\A)~""")
 MODEL_OR_DATA = ("policy.model_name.", "data.train.", "data.validation.", "data.val_data_paths.", "data.default.")
 
 
@@ -42,7 +42,7 @@ class LoadedConfig:
 
     config: Config
     origins: dict[str, str]
-    # Interpolated values that may come from the environment: always shown as written, never resolved.
+    # Values that may come from the environment, with the interpolation that is shown instead.
     from_environment: dict[Place, Any]
     file: str | None = None  # the configuration file, if one was given
     overrides: tuple[str, ...] = ()  # as written
@@ -50,13 +50,13 @@ class LoadedConfig:
 
     @property
     def options(self) -> list[str]:
-        """Options that a command needs to read this configuration from a file."""
+        """The --allow-env options that a command needs to read this configuration from a file."""
         return [part for name in self.sent_variables for part in ("--allow-env", name)]
 
     def as_yaml(self) -> str:
         """The resolved configuration, without values from the environment.
 
-        A missing training set is left out: written down, its default would ask for the bundled pairs.
+        If the user still has to give a training set, data.train is left out: its default selects the bundled pairs.
         """
         tree = self.config.model_dump()
         if any(place[:2] == ("data", "default") for place in self.from_environment):
@@ -93,21 +93,21 @@ def load_config(file: str | None, overrides: Sequence[str], allow_env: Collectio
         from_environment=from_environment,
         file=file,
         overrides=tuple(overrides),
-        sent_variables=check_addresses(config, found, from_files, allow_env),
+        sent_variables=check_sent_variables(config, found, from_files, allow_env),
     )
 
 
 def require_training_set(config: Config) -> None:
-    """Refuse the user's own model or validation sets without a training set, which would be the bundled pairs."""
+    """Refuse the user's own model or validation set without a training set: the default would be the bundled pairs."""
     if (given := _setting_that_needs_training_set(config)) is not None:
         raise ConfigError(
-            f"{given}, but no training set is given, so it would train on the bundled pairs. Set "
+            f"{given}, but no training set is given, so the run would use the bundled pairs. Set "
             "data.train.data_path=FILE, or data.train.data_path=embedded if you want the bundled pairs."
         )
 
 
 def _setting_that_needs_training_set(config: Config) -> str | None:
-    """The user's own model or validation set, as "key = value", if it is given without a training set."""
+    """The user's own model or validation set, as "key = value", if there is one but no training set. Otherwise None."""
     data = config.data
     own = {"policy.model_name": config.policy.model_name, "data.default.data_path": data.default.data_path}
     own |= {"data.validation": data.validation.data_path or data.validation.dataset_name} if data.validation else {}
@@ -116,7 +116,7 @@ def _setting_that_needs_training_set(config: Config) -> str | None:
     return None if "train" in data.model_fields_set else given
 
 
-def _start_without_file(parsed: list[Override]) -> Layers:
+def _start_without_file(parsed: list[Override]) -> TreeAndOrigins:
     # The learning rate of the embedded default is for a tiny random model, so it must not apply to other models:
     # the embedded default is used only if neither a model nor data is given.
     keys = [override.key_or_group for override in parsed]
@@ -127,10 +127,10 @@ def _start_without_file(parsed: list[Override]) -> Layers:
     return tree, dict.fromkeys(flatten(tree), "the embedded default")
 
 
-def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Layers:
+def _read(path: Path, above: tuple[Path, ...], known: dict[Path, TreeAndOrigins]) -> TreeAndOrigins:
     """Read a YAML file and merge it over the files in its `defaults:` (relative to it, later ones win, depth first).
 
-    known: files that were read already, so that files that name each other many times are read once each.
+    above: the files whose `defaults:` led to this one, to detect cycles. known: results, so that each file is read once.
     """
     path = resolve_config_path(path, above[-1] if above else None)
     if path in above:
@@ -144,8 +144,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
         is_mapping = not is_scalar(read_yaml_text(path))  # OmegaConf would parse the text of a scalar as YAML again
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if is_mapping else ""
     except FileNotFoundError:
-        asked = f", named by {above[-1]}" if above else ""
-        raise ConfigError(f"{path}: no such configuration file{asked}.") from None
+        raise ConfigError(f"{path}: no such configuration file{listed_in(above[-1] if above else None)}.") from None
     except YamlLimitError as error:
         raise ConfigError(f"{path}: {error} Is it a configuration file?") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError) as error:
@@ -169,7 +168,7 @@ def _read(path: Path, above: tuple[Path, ...], known: dict[Path, Layers]) -> Lay
 
 
 def _merge(below: dict[Any, Any], above: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge `above` over `below`, key by key; a section with `_override_: true` replaces the one below completely."""
+    """Merge `above` over `below`, key by key. A section with `_override_: true` replaces the section below."""
     above = dict(above)
     merged = {} if above.pop("_override_", False) else dict(below)
     for key, value in above.items():
@@ -247,7 +246,7 @@ def _holds(tree: Any, path: list[str]) -> bool:
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for depth, part in enumerate(path[:-1]):
         under = tree.get(part)
-        # A dataset may be given as a plain path; setting a key below turns it into a mapping.
+        # A dataset may be given as a plain path. Setting one of its fields turns it into a mapping.
         is_dataset = part in ("train", "validation") or path[:depth] == ["data", "val_data_paths"]
         if isinstance(under, str) and is_dataset:
             under = {"data_path": under}
@@ -257,7 +256,7 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert Hydra's quoted strings and nested values to plain Python."""
+    """Convert a value from Hydra, with quoted strings, to plain Python types."""
     if isinstance(value, dict):
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -269,11 +268,11 @@ def _plain(value: Any) -> Any:
 def _without_tildes(text: str) -> str:
     """Replace ~ for the home directory in values, where Hydra does not accept it: data.train=~/pairs.jsonl"""
     key, equals, value = text.partition("=")
-    return f"{key}{equals}{BEGINS_IN_HOME.sub(lambda found: found[1] or TILDE, value)}"
+    return f"{key}{equals}{HOME_TILDE.sub(lambda found: found[1] or TILDE, value)}"
 
 
 def _refer_to_default(data: dict[str, Any]) -> None:
-    """Replace values that datasets have from data.default by references to it: they may come from the environment."""
+    """Replace values inherited from data.default by references to data.default: they may come from the environment."""
     train = data["train"] if isinstance(data["train"], list) else [data["train"]]
     for dataset in (*train, data["validation"] or {}, *data["val_data_paths"].values()):
         for name in dataset:

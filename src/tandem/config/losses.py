@@ -1,4 +1,4 @@
-"""What the chosen losses need and which settings they support, read from their declarations in loss/losses.py."""
+"""Reports what the chosen losses need and which settings they support, from their declarations in loss/losses.py."""
 
 import difflib
 import json
@@ -65,7 +65,7 @@ def supports(chosen: ChosenLosses, input_setting: str) -> bool:
 
 
 def lowers_chosen(chosen: ChosenLosses) -> bool:
-    """Whether one of the losses lowers the log-probability of chosen completions by design."""
+    """Whether one of the chosen losses lowers the log-probability of chosen completions by design."""
     return any(LOSSES[name].lowers_chosen for name in weights_of(chosen))
 
 
@@ -78,23 +78,23 @@ def scope_of(chosen: ChosenLosses) -> Scope:
 
 
 def unsupported_column(chosen: ChosenLosses, column: str) -> tuple[str, str] | None:
-    """Why a column of the data would have no effect on one of the chosen losses, and which to choose; None if it has."""
+    """Why a chosen loss does not support a column of the data, and which losses do; None if all of them support it."""
     unsupported_by = [name for name in weights_of(chosen) if not LOSSES[name].supports_column(column)]
     if not unsupported_by:
         return None
     reason = f"is not supported by dpo.preference_loss {join_names(unsupported_by, 'and')}"
     if column == "weight":
         return (
-            f"{reason}, which compares over the whole batch and gives no single pair a loss",
-            "a loss of single pairs",
+            f"{reason}, which is computed over a batch, not per pair",
+            "a loss that is computed per pair",
         )
     return reason, join_names((name for name, loss in LOSSES.items() if loss.supports_column(column)), "or")
 
 
 def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[str]:
-    """Warnings about settings an order of magnitude away from those the chosen losses were published with.
+    """Warnings about settings at least ten times above or below the published values of the chosen losses.
 
-    `values` are those of section dpo. A setting of 0 is switched off.
+    values: the settings of section dpo. A setting of 0 turns its term off, and is not compared.
     """
     reasons = []
     for name in weights_of(chosen):
@@ -109,9 +109,9 @@ def far_from_published(chosen: ChosenLosses, values: Mapping[str, Any]) -> list[
             if value and (off := one.times_off(value)) > ORDER_OF_MAGNITUDE * (1 - 1e-9):
                 nearest = one.least if value < one.least else one.most
                 reasons.append(
-                    f"dpo.{one.key} = {value:g} is {off:.3g} times {'less' if value < one.least else 'more'} than {found} was "
-                    f"published with ({one.spelled()}, {one.source}). The objective may differ, or the model may barely change. "
-                    f"Set dpo.{one.key}={nearest:g}, unless {value:g} is intended."
+                    f"dpo.{one.key} = {value:g} is {off:.3g} times {'less' if value < one.least else 'more'} than the published "
+                    f"value for {found} ({one.spelled()}, {one.source}). The objective may differ, or the model may barely "
+                    f"change. Set dpo.{one.key}={nearest:g}, unless {value:g} is intended."
                 )
     return reasons
 
@@ -140,9 +140,9 @@ def why_not_losses(chosen: Any) -> str | None:
 
 
 def unsupported_settings(chosen: ChosenLosses, values: Mapping[str, Any], changed: Collection[str]) -> list[str]:
-    """Sentences that say which settings do not work with the chosen losses.
+    """Messages about settings that do not work with the chosen losses.
 
-    `values` are those of section dpo, and `changed` the keys that differ from their defaults.
+    values: the settings of section dpo. changed: the keys with values other than their defaults.
     """
     names = list(weights_of(chosen))
     reasons = []
@@ -163,7 +163,8 @@ def _check_divergence(values: Mapping[str, Any]) -> list[str]:
     is_alpha, has_order = values["f_divergence"] == "alpha", values["f_alpha"] != 1
     if has_order and not is_alpha:
         return [
-            f"dpo.f_alpha = {values['f_alpha']} has an effect with dpo.f_divergence=alpha only. Set that, or leave it out"
+            f"dpo.f_alpha = {values['f_alpha']} has an effect only with dpo.f_divergence=alpha. Set both, or leave out "
+            "dpo.f_alpha"
         ]
     if is_alpha and not has_order:
         return [

@@ -17,17 +17,17 @@ CONFIG_VERSION = 1
 
 
 class Run(Section):
-    """The run as a whole."""
+    """The name, directory and seed of the run."""
 
     name: str = Field(
         default="tandem",
         pattern=r"^[A-Za-z0-9._-]+$",
         max_length=200,
-        description="name of the run, part of its directory's name",
+        description="name of the run; part of the name of its directory",
     )
     dir: PathText | None = Field(
         default=None,
-        description="run directory; null: runs/{name}-{n}, where an unfinished run with the same configuration is resumed",
+        description="run directory; null: runs/{name}-{n}; resumes an unfinished run with the same configuration",
     )
     seed: int = Field(default=42, ge=0, lt=2**32, description="seed of all random numbers")
     deterministic: bool = Field(default=False, description="bitwise reproducible on a GPU too; slower there")
@@ -39,10 +39,12 @@ class Reference(Section):
     mode: Literal["cached", "live", "none"] = Field(
         default="cached",
         description="cached: compute its log-probabilities once and keep them on disk; live: keep a frozen copy in memory; "
-        "none: no reference (losses that do not use one never load it)",
+        "none: no reference, for losses that do not use one",
     )
     model: PathText | None = Field(
-        default=None, description="path or hub name of another reference model; null: the policy before training"
+        default=None,
+        description="path (also of a run or a checkpoint) or hub name of another reference model; null: the policy before "
+        "training",
     )
     cache_dir: PathText | None = Field(
         default=None,
@@ -53,6 +55,11 @@ class Reference(Section):
 class Export(Section):
     """The model folder written at the end."""
 
+    checkpoint: Literal["latest", "best"] = Field(
+        default="latest",
+        description="latest: export the last step; best: export the checkpoint that checkpointing.metric_name ranks first (a run "
+        "that stops early always does)",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="data type of the exported weights; auto: that of the original model"
     )
@@ -64,10 +71,15 @@ class Export(Section):
         default=True,
         description="merge LoRA adapters into the weights; false: export only the adapters, in float32 by default",
     )
+    max_shard_size: str = Field(
+        default="5GB",
+        pattern=r"^[1-9][0-9]{0,8}(KB|MB|GB|KiB|MiB|GiB)$",
+        description="largest size of a shard of the exported weights; a larger model is split into several shards",
+    )
 
 
 class Cluster(Section):
-    """Devices and machines."""
+    """Devices and machines. Reserved: has no keys yet."""
 
 
 class Config(Section):
@@ -82,19 +94,19 @@ class Config(Section):
     checkpointing: Checkpointing = Field(default=Checkpointing(), description="checkpoints")
     export: Export = Field(default=Export(), description="the exported model")
     logger: Logger = Field(default=Logger(), description="trackers")
-    cluster: Cluster = Field(default=Cluster(), description="devices and machines")
+    cluster: Cluster = Field(default=Cluster(), description="reserved")
 
     @model_validator(mode="after")
-    def _reference_where_needed(self) -> "Config":
+    def _check_reference_mode(self) -> "Config":
         if self.reference.mode == "none" and needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.mode=none, but dpo.preference_loss {spelled(self.dpo.preference_loss)} needs a reference. "
-                f"Use cached or live, or a loss without a reference ({', '.join(without_reference())})"
+                f"Set reference.mode=cached or live, or use a loss without a reference ({', '.join(without_reference())})"
             )
         return self
 
     @model_validator(mode="after")
-    def _another_reference_is_read(self) -> "Config":
+    def _reference_has_an_effect(self) -> "Config":
         if self.reference.model is not None and not needs_reference(self.dpo.preference_loss):
             raise ValueError(
                 f"reference.model = {self.reference.model} has no effect: dpo.preference_loss "
@@ -108,7 +120,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_fit(self) -> "Config":
+    def _check_lora(self) -> "Config":
         lora, loss = self.policy.lora, self.dpo.preference_loss
         if not self.export.merge_lora and not lora.enabled:
             raise ValueError(
@@ -117,7 +129,7 @@ class Config(Section):
         if lora.dropout > 0 and scope_of(loss) == "batch":
             raise ValueError(
                 f"policy.lora.dropout = {lora.dropout:g} does not work with dpo.preference_loss {spelled(loss)}, which runs each "
-                "batch through the model twice, with different dropout each time. Set policy.lora.dropout=0"
+                "batch through the model twice and needs the same results both times. Set policy.lora.dropout=0"
             )
         return self
 
@@ -128,7 +140,7 @@ class Config(Section):
                 if why := unsupported_column(self.dpo.preference_loss, column):
                     reason, others = why
                     key = f"{where}.{COLUMNS[column].key}"
-                    raise ValueError(f"{key} = {field} {reason}: leave it out, or choose {others}")
+                    raise ValueError(f"{key} = {field} {reason}. Leave it out, or use {others}")
         return self
 
     @field_validator("config_version")

@@ -1,4 +1,4 @@
-"""The metric that ranks checkpoints: parses its name into split and metric, in every spelling that NeMo RL has used."""
+"""Parses checkpointing.metric_name, in every spelling that NeMo RL has used, and checks the settings that depend on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from tandem.config.sections.dpo import Dpo
 from tandem.errors import ConfigError
 from tandem.terminal.printable import listed
 
-# Metrics that every training step and every validation records.
+# Metrics that are recorded at every training step and every validation.
 METRICS = (
     "loss",
     "preference_loss",
@@ -39,7 +39,7 @@ class TrackedMetric:
 
 
 def check_direction(tracked: TrackedMetric | None, *, higher_is_better: bool) -> None:
-    """Refuse a higher_is_better that would keep the worst checkpoints, for metrics whose direction is known."""
+    """Refuse a value of higher_is_better that would keep the worst checkpoints. Unknown metrics are not checked."""
     if tracked is None:
         return
     higher = tracked.metric.endswith("accuracy") or tracked.metric.startswith("rewards_margin")
@@ -70,10 +70,26 @@ def check_early_stopping(dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool
     raise ConfigError(f"dpo.early_stopping_patience = {patience}: {problem}, or leave out dpo.early_stopping_patience.")
 
 
-def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
-    """The metric that checkpointing.metric_name refers to, given the names of the validation sets. None: rank by age.
+def check_exported_best(checkpoint: str, dpo: Dpo, tracked: TrackedMetric | None, *, saves: bool) -> None:
+    """Refuse export.checkpoint=best if no metric ranks the checkpoints, or if there are none."""
+    if checkpoint != "best":
+        return
+    if tracked is None:
+        problem = "no validation set is given, so no checkpoint is known to be the best. Set data.validation"
+    elif tracked.split != "train" and not dpo.validates:
+        problem = f"{tracked} is never measured. Set dpo.val_period"
+    elif not saves:
+        problem = "no checkpoints are saved. Set checkpointing.enabled=true"
+    else:
+        return
+    raise ConfigError(f"export.checkpoint = best: {problem}, or export the last step with export.checkpoint=latest.")
 
-    `val_loss`, `validation-default_loss`, `val:validation-default_loss`, `train:accuracy`
+
+def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric | None:
+    """Parse checkpointing.metric_name; None if checkpoints are ranked by age, because there are no validation sets.
+
+    Accepts val_loss, validation-default_loss, val:validation-default_loss and train:accuracy, for example.
+    validation: names of the validation sets.
     """
     if name is None:
         return TrackedMetric(f"validation-{validation[0]}", "loss") if validation else None
@@ -86,9 +102,9 @@ def tracked_metric(name: str | None, validation: Sequence[str]) -> TrackedMetric
     rest = name.removeprefix("val:")
     if rest.startswith("val_"):
         return _known(name, f"validation-{validation[0]}", rest.removeprefix("val_"))
-    # The longest first: one set's name may be a prefix of another's.
+    # Longest name first, because the name of one set may be a prefix of another.
     for one in sorted(validation, key=len, reverse=True):
-        if rest.startswith((f"validation-{one}_", f"validation-{one}/")):  # the latter as trackers show it
+        if rest.startswith((f"validation-{one}_", f"validation-{one}/")):  # trackers show the form with a slash
             return _known(name, f"validation-{one}", rest[len(f"validation-{one}_") :])
     sets = listed(f"validation-{one}" for one in validation)
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""Validates a tree of values; reports every error with the origin of its value, in one message."""
+"""Validates a tree of values. One message reports all errors, each with the file that the value came from."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from tandem.errors import ConfigError
 
 COMMAND_LINE = "command line"
 SHOWN_ERRORS = 20
-MOST_ERRORS = 50  # errors that are processed: a file may hold any number of wrong keys
-# pydantic adds the union branch that it tried to an error's location; these parts are not keys that the user wrote.
+MOST_ERRORS = 50  # errors to process; a file may have any number of wrong keys
+# For a union, pydantic adds the type that it tried to the location of an error. These parts are not keys.
 UNION_BRANCH = re.compile(
     r"(function-.*|list\[.*|literal\[.*|constrained-.*|scheduler-.*|Scheduler|Milestones|one|several|int|float|bool|str)\Z"
 )
@@ -32,11 +32,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, Any]) -> Config:
-    """Validate a tree of values. Errors name the origin of a value; values in `hidden` are shown as written there."""
+    """Validate a tree of values. Errors name the origin of each value, and show the text in `hidden` instead of secret values."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A default that depends on another key is not computed if that key's section has errors: not an error by the user.
+        # A default that depends on another key is not computed if that key has an error. Only the first error is the user's.
         errors = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
         num_more = len(errors[MOST_ERRORS:])
         errors = [one for e in _without_repeats(errors[:MOST_ERRORS]) for one in _split_unknown_section(e)]
@@ -44,7 +44,7 @@ def validate(tree: dict[str, Any], origins: dict[str, str], hidden: dict[str, An
 
 
 def _split_unknown_section(error: Any) -> list[Any]:
-    """Split the error for an unknown section into one per key with a suggestion; keep it if no key has one."""
+    """Replace the error for an unknown section by an error for each key that has a suggestion, if there are any."""
     given = error["input"]
     if (
         error["type"] != "extra_forbidden"
@@ -57,7 +57,7 @@ def _split_unknown_section(error: Any) -> list[Any]:
 
 
 def _without_repeats(errors: list[Any]) -> list[Any]:
-    """The errors without duplicates: an error in data.default is repeated for every dataset that inherits it."""
+    """Remove duplicate errors: an error in data.default is repeated for every dataset that inherits the value."""
 
     def identify(error: Any) -> tuple[Any, str]:
         return error["loc"][-1:], repr(error["input"])
@@ -68,7 +68,7 @@ def _without_repeats(errors: list[Any]) -> list[Any]:
 
 
 def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> str:
-    """One line per mistake, up to SHOWN_ERRORS. A value that matches no type of a union has a reason for each type."""
+    """Join errors into one line per value, up to SHOWN_ERRORS. A value of a union has a reason for each type it fails."""
     reasons: dict[str, list[str]] = {}
     for mistake, reason in explained:
         known = reasons.setdefault(mistake, [])
@@ -80,7 +80,7 @@ def _join_errors(explained: list[tuple[str, str | None]], num_more: int = 0) -> 
 
 
 def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tuple[str, str | None]:
-    """The mistake, and the reason if the mistake does not include it."""
+    """Return the text for an error, and the reason to append to it; None if the text includes the reason."""
     loc = [str(part) for part in error["loc"] if not UNION_BRANCH.match(str(part))]
     key = ".".join(loc)
     place = origin_of(key, origins)
@@ -93,13 +93,14 @@ def _explain(error: Any, origins: dict[str, str], hidden: dict[str, Any]) -> tup
     if error["type"] == "too_short":
         least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         error = {**error, "msg": f"it has {given} items and needs at least {least}"}
-    # A value from the environment may be a secret, so it is shown as written.
+    # A value from the environment may be a secret, so its interpolation is shown instead.
     shown = next((v for k, v in hidden.items() if f"{key}.".startswith(f"{k}.")), error["input"])
     reason = error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {key} = {json.dumps(shown, default=str, ensure_ascii=False)}", reason
 
 
 def origin_of(key: str, origins: dict[str, str]) -> str:
+    """Where the value of a key comes from; the command line, if it sets any part of the value."""
     found = [
         origin
         for known, origin in origins.items()

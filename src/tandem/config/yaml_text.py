@@ -1,4 +1,4 @@
-"""Reads YAML within limits on nesting, references and size that no configuration exceeds; writes it with escapes."""
+"""Reads YAML, with limits on nesting, references and size; writes YAML without control characters."""
 
 import re
 from collections.abc import Iterator
@@ -19,27 +19,31 @@ NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_:]*)")  # in YAML
 
 
 class YamlLimitError(ConfigError):
-    """A file exceeds a limit. The message continues a sentence that begins with the file's name."""
+    """A YAML file exceeds a limit. The message does not name the file; the caller adds its name."""
+
+
+def listed_in(by: Path | None) -> str:
+    """The part of a message that says which file lists a wrong path; empty if the user gave the path."""
+    return f", listed in `defaults:` of {by}. Correct the path" if by else ""
 
 
 def resolve_config_path(path: Path, by: Path | None) -> Path:
-    """The real path of a configuration file. by: the file whose `defaults:` names it; None if the user gives it.
+    """Resolve the path of a configuration file. by: the file that lists it in `defaults:`; None if the user gave it.
 
-    The user may give a pipe. A pipe in `defaults:` is refused, because reading it could wait forever.
+    The user may give a pipe. A pipe in `defaults:` is refused, because reading it could block forever.
     """
-    asked = f", named by {by}" if by else ""
     try:
         path = path.resolve()
         is_file = by is None or not path.exists() or path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long a name, invalid characters, circular links
+    except (OSError, ValueError, RuntimeError):  # the name is too long or invalid, or links are circular
         is_file = False
     if not is_file:
-        raise ConfigError(f"{path}: not a configuration file{asked}.")
+        raise ConfigError(f"{path}: not a configuration file{listed_in(by)}.")
     return path
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a file and check it with `check_yaml`; stops reading at the size limit."""
+    """Read a YAML file and check it against the limits. Stops reading at the size limit."""
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
     check_yaml(text)
@@ -49,14 +53,14 @@ def read_yaml_text(path: Path) -> str:
 def check_yaml(text: str) -> None:
     """Refuse YAML that expands to far more memory than its text, or nests deeper than Python can recurse.
 
-    Only parses events, which is safe. a: &a [x, x]; b: &b [*a, *a]; c: [*b, *b] -> a has 3 values, b 1 + 2 * 3 = 7,
-    c 1 + 2 * 7 = 15.
+    Counts parser events, so nothing is expanded. With a: &a [x, x], b: &b [*a, *a] and c: [*b, *b], the list a has 3
+    values (itself and 2 items), b has 1 + 2 * 3 = 7, and c has 1 + 2 * 7 = 15.
     """
     if len(text) > MAX_CHARACTERS:
         raise YamlLimitError(f"it has more than {MAX_CHARACTERS:,} characters.")
     known: dict[str, tuple[int, int]] = {}  # anchor -> number of values and levels
     names: list[str | None] = []  # anchors of the open lists and mappings
-    values, levels = [0], [0]  # inside each open one; the first entry is the file
+    values, levels = [0], [0]  # inside each open list or mapping; the first entry is for the file
     for event in _events(text):
         name, inside = getattr(event, "anchor", None), (1, 0)
         if isinstance(event, yaml.CollectionStartEvent):
@@ -85,31 +89,31 @@ def check_yaml(text: str) -> None:
 
 
 def _refuse_long_number(event: yaml.ScalarEvent) -> None:
-    """Python computes with a number of any length, but does not print one of thousands of digits."""
+    """Refuse integers with so many digits that Python raises an error when it prints them."""
     is_number = NUMBER.fullmatch(event.value) and (event.implicit[0] or event.tag == "tag:yaml.org,2002:int")
     if is_number and len(event.value) > MAX_DIGITS:
         raise YamlLimitError(f"it has a number of more than {MAX_DIGITS:,} digits.")
 
 
 def is_scalar(text: str) -> bool:
-    """Whether a YAML file holds a single scalar (a string, number or date), not a mapping or a list. False for an empty file."""
+    """Whether a YAML document is a single string, number or date. False for an empty document."""
     root = next((event for event in _events(text) if isinstance(event, yaml.NodeEvent)), None)
     return isinstance(root, yaml.ScalarEvent) and yaml.safe_load(text) is not None
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Parser events up to the first syntax error, which is reported when the file is loaded."""
+    """Yield parser events up to the first syntax error. Loading the file reports the error later."""
     with suppress(yaml.YAMLError):
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """Dump a tree as YAML without control characters: they become YAML escapes in double quotes."""
+    """Dump a tree as YAML. Text with control characters is written in double quotes, with YAML escapes."""
     return escaped(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text that needs escapes in double quotes."""
+    """Writes text that needs escapes in double quotes."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         style = '"' if escaped(text) != text else None

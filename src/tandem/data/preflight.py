@@ -22,7 +22,7 @@ HELD_OUT = "held out"
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens. The histogram has equal bins from 0 to the longest."""
+    """A distribution of lengths in tokens. The histogram has bins of equal width, from 0 to the longest length."""
 
     mean: float
     percentiles: dict[int, int]
@@ -32,7 +32,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The summary of one set. For a validation set it includes the overlap with the training set."""
+    """The summary of one set. The summary of a validation set includes its overlap with the training data."""
 
     name: str
     format: str
@@ -55,7 +55,7 @@ class Preflight:
 
 
 def preflights(sets: Sets) -> list[Preflight]:
-    """Summarise every set that was read, and every validation set held out of the training data."""
+    """Summarise every set of the configuration, and every validation set that is held out of the training data."""
     read = [
         preflight(name, store, None if name.startswith("train") else sets.train) for name, store in sets.read.items()
     ]
@@ -70,7 +70,7 @@ def preflights(sets: Sets) -> list[Preflight]:
 
 
 def preflight(name: str, store: TokenStore | Selection, train: Preferences | None = None) -> Preflight:
-    """Summarise one set. If `train` is given, measure the overlap with it."""
+    """Summarise one set. If `train` is given, also measure how much of the set is contained in `train`."""
     prompt_tokens = int(store.num_prompt_tokens.sum())
     completion_tokens = int(store.num_completion_tokens.sum())
     repeated = int((store.num_prompt_tokens * store.num_completions).sum())
@@ -102,7 +102,7 @@ def warnings_of(found: Preflight) -> dict[str, str]:
 
 
 def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -> dict[str, str]:
-    """Return a warning for each note that usually indicates a mistake in the data, by note."""
+    """Return a dict from note to warning, for the notes that usually indicate a mistake in the data."""
     texts = {
         TEMPLATED: (
             "tokens of a chat template",
@@ -142,7 +142,10 @@ def warnings_about(name: str, notes: dict[str, int], noted_at: dict[str, str]) -
 
 
 def _repeat_notes(sets: Sets) -> dict[str, dict[str, int]]:
-    """Count, per training set, the preferences that an earlier training set contains, unchanged or swapped."""
+    """Count the preferences of each training set that are also in an earlier training set.
+
+    Return a dict from set name to counts by note. Preferences with chosen and rejected swapped are counted separately.
+    """
     training = {name: store for name, store in sets.read.items() if name.startswith("train")}
     seen: dict[int, str] = {}
     notes: dict[str, dict[str, int]] = {}
@@ -182,13 +185,16 @@ def _prompt_overlap(store: Preferences, train: Preferences) -> int:
 
 
 def _ngram_overlap(store: Preferences, train: Preferences) -> float | None:
-    """Return the fraction of the n-grams of `store` that are also in `train`, or None if `store` has no n-grams."""
+    """Return the fraction of the n-grams of `store` that are also in `train`, or None if `store` has no n-grams.
+
+    Only n-grams of completions are counted, and each distinct n-gram counts once.
+    """
     own, other = _ngrams(store), _ngrams(train)
     return float(np.isin(own, other).mean()) if len(own) else None
 
 
 def _ngrams(store: Preferences) -> NDArray[np.uint64]:
-    """Return the distinct hashes of the n-grams of all completions."""
+    """Return the hashes of the n-grams of all completions, without repeats."""
     weights = np.random.default_rng(0).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
     hashes = []
     for i in range(min(len(store), MAX_PREFERENCES)):

@@ -1,8 +1,9 @@
-"""Every loss, declared where it is defined: Pairs in, one value per pair out. docs/losses.md says when to choose which.
+"""All losses. Each function takes Pairs and returns one value per pair. docs/losses.md explains when to use which loss.
 
-In the formulas r_c and r_r are the ratios, d = r_c - r_r, s is the sigmoid and eps the label smoothing. The name of a loss
-is that of its function, and its keyword arguments are keys of section dpo (`beta`: reference_policy_kl_penalty).
-Configuration imports this module, which therefore imports torch only when a loss is computed.
+In the formulas, c is the chosen and r the rejected completion, n_c and n_r are their lengths in tokens, R_c and R_r their scores.
+r_c and r_r are their log-ratios log pi - log ref, and d = r_c - r_r. s is the sigmoid, eps the label smoothing, and NLL(c) is
+-log pi(c). A loss has the name of its function. The keyword arguments of the function are keys of section dpo, except `beta`,
+which is reference_policy_kl_penalty. The configuration imports this module, so torch is imported only when a loss is computed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ __all__ = ["LOSSES"]
 
 LOG_2 = math.log(2)
 
-# A mean log-probability nearer to 0 is rounding noise in float32; the odds of a certain completion are infinite.
+# Mean log-probabilities are capped here. Closer to 0 they are rounding noise in float32, and at 0 the odds are infinite.
 NEARLY_CERTAIN = -1e-6
 
 
-# The paper has 0.1 and 0.5; 0.01 is usual since Zephyr.
+# The paper uses 0.1 and 0.5; since Zephyr, 0.01 is common.
 @loss(
     aliases=("sigmoid",),
     start=LOG_2,
@@ -36,9 +37,9 @@ NEARLY_CERTAIN = -1e-6
 def dpo(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
     """-(1 - eps) log s(beta d) - eps log s(-beta d). Eq. 7 of arXiv:2305.18290; eps > 0 is conservative DPO.
 
-    With a margin m in the data, beta d - m takes the place of beta d: arXiv:2402.10571.
+    If the data gives a margin m, beta d - m replaces beta d, as in arXiv:2402.10571.
     """
-    return _smoothed(_beyond_margin(beta * pair.ratios.margin, pair), label_smoothing)
+    return _smoothed(_minus_margin(beta * pair.ratios.margin, pair), label_smoothing)
 
 
 @loss(start=lambda beta: 1 / (4 * beta**2))
@@ -55,13 +56,13 @@ def rpo_sq(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
 
 @loss(columns=("score",))
 def rpo_bwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(given || implied) of the preference's probability: s(g) and s(beta d). arXiv:2406.11704, 2502.00203."""
+    """KL(s(g) || s(beta d)) of Bernoulli distributions, g = scale (R_c - R_r). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(gt_reward_scale * pair.scores.margin, beta * pair.ratios.margin)
 
 
 @loss(columns=("score",))
 def rpo_fwd_kl(pair: Pairs, *, beta: float, gt_reward_scale: float) -> Tensor:
-    """KL(implied || given) of the preference's probability: s(beta d) and s(g). arXiv:2406.11704, 2502.00203."""
+    """KL(s(beta d) || s(g)) of Bernoulli distributions, g = scale (R_c - R_r). arXiv:2406.11704, 2502.00203."""
     return _bernoulli_kl(beta * pair.ratios.margin, gt_reward_scale * pair.scores.margin)
 
 
@@ -118,18 +119,18 @@ def sppo_hard(pair: Pairs, *, beta: float) -> Tensor:
     return (pair.ratios.chosen - target).square() + (pair.ratios.rejected + target).square()
 
 
-# Sorted over the batch, values belong to no pair: a pair's WPO weight has nothing to multiply. aot compares
-# log-probabilities before their ratio is taken, so an f-divergence would have no effect.
+# After sorting over the batch, a value belongs to no single pair, so WPO's weight of a pair cannot be applied. aot does not read
+# ratios, so an f-divergence would have no effect.
 @loss(scope="batch", input_settings=("preference_average_log_probs", "ld_alpha"), start=LOG_2)
 def aot(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """dpo of the sorted margins of the policy less the sorted margins of the reference. arXiv:2406.05882, paired."""
+    """The loss dpo with d = (sorted margins of the policy) - (sorted margins of the reference). Paired AOT, arXiv:2406.05882."""
     delta = _sorted(pair.policy.margin) - _sorted(pair.reference.margin)
     return _smoothed(beta * delta, label_smoothing)
 
 
 @loss(scope="batch", input_settings=("preference_average_log_probs", "ld_alpha", "f_divergence"), start=LOG_2)
 def aot_unpaired(pair: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """dpo of the sorted r_c less the sorted r_r. arXiv:2406.05882, unpaired."""
+    """The loss dpo with d = (sorted r_c) - (sorted r_r). Unpaired AOT, arXiv:2406.05882."""
     delta = _sorted(pair.ratios.chosen) - _sorted(pair.ratios.rejected)
     return _smoothed(beta * delta, label_smoothing)
 
@@ -154,7 +155,7 @@ def discopop(pair: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     """(1 - m) (-log s(z)) + m exp(-z), z = beta d, m = s(z / tau). Eq. 5 of arXiv:2406.08414."""
     logits = beta * pair.ratios.margin
     logistic = (-logits / discopop_tau).sigmoid() * -_log_sigmoid(logits)
-    # exp(-z) alone overflows where m has long vanished; for tau <= 1 their product never exceeds 1 there.
+    # exp(-z) alone overflows for very negative z, where m is nearly 0. There m exp(-z) is at most 1 for tau <= 1.
     return logistic + (_log_sigmoid(logits / discopop_tau) - logits).exp()
 
 
@@ -167,7 +168,7 @@ def discopop(pair: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
 )
 def sigmoid_norm(pair: Pairs, *, beta: float) -> Tensor:
     """-log s(beta (r_c / n_c - r_r / n_r)). Length-normalized DPO, arXiv:2411.15124."""
-    return -_log_sigmoid(_beyond_margin(beta * (pair.ratios / pair.num_tokens).margin, pair))
+    return -_log_sigmoid(_minus_margin(beta * (pair.ratios / pair.num_tokens).margin, pair))
 
 
 @loss(
@@ -183,7 +184,7 @@ def simpo(pair: Pairs, *, beta: float, simpo_gamma: float) -> Tensor:
 
 @loss(needs_reference=False, averages=True, input_settings=("wpo",))
 def orpo(pair: Pairs, *, orpo_lambda: float) -> Tensor:
-    """NLL(c) / n_c - lambda log s(log odds(c) - log odds(r)), odds of the mean log-probability. arXiv:2403.07691."""
+    """NLL(c) / n_c - lambda log s(log odds(c) - log odds(r)), odds = p / (1 - p), log p = log pi / n. ORPO, arXiv:2403.07691."""
     mean = pair.policy / pair.num_tokens
     return -mean.chosen - orpo_lambda * _log_sigmoid(mean.map(_log_odds).margin)
 
@@ -204,20 +205,20 @@ def _log_sigmoid(logits: Tensor) -> Tensor:
     return logsigmoid(logits)
 
 
-def _beyond_margin(logits: Tensor, pair: Pairs) -> Tensor:
-    """z - m, where the data gives a margin m."""
+def _minus_margin(logits: Tensor, pair: Pairs) -> Tensor:
+    """Return the logits minus the margins given in the data. Without margins, return the logits."""
     return logits if pair.required_margin is None else logits - pair.required_margin
 
 
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """The form of conservative DPO: the label is wrong with probability eps."""
+    """-(1 - eps) log s(z) - eps log s(-z), where z are the logits and eps is the label smoothing."""
     return -(1 - label_smoothing) * _log_sigmoid(logits) - label_smoothing * _log_sigmoid(-logits)
 
 
 def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL of two coins given by their logits."""
-    heads = p.sigmoid() * (_log_sigmoid(p) - _log_sigmoid(q))
-    return heads + (-p).sigmoid() * (_log_sigmoid(-p) - _log_sigmoid(-q))
+    """KL(s(p) || s(q)) of two Bernoulli distributions with logits p and q."""
+    positive = p.sigmoid() * (_log_sigmoid(p) - _log_sigmoid(q))
+    return positive + (-p).sigmoid() * (_log_sigmoid(-p) - _log_sigmoid(-q))
 
 
 def _sorted(values: Tensor) -> Tensor:
@@ -225,6 +226,6 @@ def _sorted(values: Tensor) -> Tensor:
 
 
 def _log_odds(mean_logp: Tensor) -> Tensor:
-    """log p - log(1 - p) for log p <= 0; log(-expm1) keeps the digits of 1 - p where p is close to 1."""
+    """log p - log(1 - p), where log p is `mean_logp`. For p close to 1, log(-expm1(log p)) is more accurate than log(1 - p)."""
     logp = mean_logp.clamp(max=NEARLY_CERTAIN)
     return logp - (-logp.expm1()).log()

@@ -1,4 +1,4 @@
-"""Completions in; PairLoss out: the losses and implicit rewards of every pair."""
+"""Computes the losses and implicit rewards of every pair of a micro-batch."""
 
 from dataclasses import dataclass
 
@@ -9,28 +9,32 @@ from tandem.completions import ChosenRejected, Completions
 from tandem.config.losses import averages, needs_reference, weights_of
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.pairs import Pairs, PairSums, diverged, divergence_slope, pair_sums, wpo_weights
+from tandem.loss.pairs import Pairs, PairSums, apply_divergence, divergence_slope, pair_sums, wpo_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLoss:
-    """Losses and implicit rewards. Rewards are scaled by beta, as the papers define them."""
+    """The losses and implicit rewards of a micro-batch. Rewards are multiplied by beta, as in the papers."""
 
-    pair_losses: Tensor  # [pairs], the chosen losses combined, times WPO's weight and that of the row
-    sft: Tensor  # [preferences], of the best completion
-    policy: ChosenRejected  # log pi of each pair as its loss reads it, before averaging; carries the gradient
+    pair_losses: Tensor  # [pairs], sum of the configured losses, times WPO's weight and the row's weight
+    sft: Tensor  # [preferences], SFT loss of the best completion
+    policy: ChosenRejected  # log pi, summed as in PairSums; carries the gradient
     rewards: ChosenRejected
-    reward_slopes: ChosenRejected  # how much the rewards change per nat of a completion's log-probability
+    reward_slopes: ChosenRejected  # change of the rewards per nat of a completion's log-probability
 
 
-def compare(sums: PairSums, dpo: Dpo) -> Pairs:
-    """What the losses read, from summed log-probabilities: averaged first if the settings ask for it, then the divergence."""
+def pairs_from_sums(sums: PairSums, dpo: Dpo) -> Pairs:
+    """Make the input of the losses from summed log-probabilities.
+
+    Log-probabilities are averaged over tokens if dpo.preference_average_log_probs is set. Log-ratios are transformed by the
+    f-divergence.
+    """
     policy, reference, num_tokens = sums.policy, sums.reference, sums.num_tokens
     ratios = policy - reference
     if dpo.preference_average_log_probs:
         policy, reference, ratios = policy / num_tokens, reference / num_tokens, ratios / num_tokens
-    ratios = ratios.map(lambda ratio: diverged(ratio, dpo.f_divergence, dpo.f_alpha))
-    # A loss that reads scores where none were given becomes NaN, which stops the run.
+    ratios = ratios.map(lambda ratio: apply_divergence(ratio, dpo.f_divergence, dpo.f_alpha))
+    # Without scores in the data, a loss that reads them becomes NaN, which stops the run.
     scores = sums.scores or policy.map(lambda logps: torch.full_like(logps, torch.nan))
     return Pairs(
         policy=policy,
@@ -43,10 +47,10 @@ def compare(sums: PairSums, dpo: Dpo) -> Pairs:
 
 
 def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
-    """The chosen losses, weighted and summed: [pairs].
+    """Return the weighted sum of the configured losses: [pairs].
 
-    A loss of scope batch is right only when `pairs` are those of the whole global batch. It sorts over them, so its
-    values belong to no single pair, and only their sum has a meaning.
+    A loss of scope batch sorts values over the global batch, so `pairs` must be all pairs of the global batch. The values of such
+    a loss do not belong to single pairs; only their sum is meaningful.
     """
     losses = [
         weight * LOSSES[name].function(pairs, **LOSSES[name].arguments(dpo))
@@ -56,12 +60,15 @@ def combined_losses(pairs: Pairs, dpo: Dpo) -> Tensor:
 
 
 def sft(logps: Tensor, num_tokens: Tensor, *, average: bool) -> Tensor:
-    """The SFT loss: -log pi(completion), summed over its tokens or averaged. [preferences] of best completions in and out."""
+    """Return the SFT loss of each preference: -log pi of its best completion, summed or averaged over tokens. [preferences]"""
     return -(logps / num_tokens) if average else -logps
 
 
 def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
-    """beta times the ratios, or times log pi for losses without a reference; per token where the losses are."""
+    """Return the implicit reward of each completion: beta times its log-ratio, or beta times log pi if no loss needs a reference.
+
+    Rewards are divided by the completion length if the losses are.
+    """
     values = pairs.ratios if needs_reference(dpo.preference_loss) else pairs.policy
     if averages(dpo.preference_loss):
         values = values / pairs.num_tokens
@@ -69,10 +76,10 @@ def implicit_rewards(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 
 
 def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
-    """The derivative of each implicit reward with respect to its completion's summed log-probability.
+    """Return the derivative of each implicit reward with respect to the summed log-probability of its completion.
 
-    Rounding errors of the sums are multiplied by this factor in the rewards: beta times the slope of the f-divergence, divided
-    by the length if rewards are per token.
+    The derivative is beta times the slope of the f-divergence, divided by the completion length if rewards are per token.
+    A rounding error of the summed log-probability is multiplied by this derivative in the reward.
     """
     beta = dpo.reference_policy_kl_penalty
     ratios = (pairs.policy - pairs.reference).map(lambda ratio: ratio.detach())
@@ -81,17 +88,17 @@ def reward_slopes(pairs: Pairs, dpo: Dpo) -> ChosenRejected:
 
 
 def pair_loss(completions: Completions, dpo: Dpo, batch_losses: Tensor | None = None) -> PairLoss:
-    """The losses of every pair of a micro-batch.
+    """Compute the losses and rewards of every pair of a micro-batch.
 
-    `batch_losses`: the values of a loss of scope batch, which these pairs alone do not determine.
+    `batch_losses`: the losses of these pairs, if they were already computed over the global batch (scope batch).
     """
     pairing, num_tokens = completions.pairing, completions.num_tokens
     sums = pair_sums(completions, dpo.ld_alpha)
-    pairs = compare(sums, dpo)
+    pairs = pairs_from_sums(sums, dpo)
     losses = combined_losses(pairs, dpo) if batch_losses is None else batch_losses
     if dpo.wpo:
-        assert completions.log_likeliness is not None, "dpo.wpo needs the likeliness of the completions"
-        losses = wpo_weights(completions.log_likeliness, pairing) * losses
+        assert completions.wpo_log_weights is not None, "dpo.wpo needs the weight of each completion"
+        losses = wpo_weights(completions.wpo_log_weights, pairing) * losses
     if (weight := completions.columns.get("weight")) is not None:
         losses = completions.per_pair(weight) * losses
     return PairLoss(

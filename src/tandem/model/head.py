@@ -1,15 +1,64 @@
-"""Computes the log-probabilities of scored tokens from the hidden states of the positions that predict them.
+"""The head of a policy: what it computes from the trunk's hidden states.
 
-The head works in chunks and stores no logits: its backward pass recomputes them.
+The language-model head computes the log-probabilities of scored tokens from the positions that predict them. It works in chunks
+and stores no logits: its backward pass recomputes them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from tandem.data.text.tokens import TokenizedPreference
+from tandem.packing.layout import Pack
+
+if TYPE_CHECKING:
+    from tandem.model.policy import PackInputs
+
+
+class Head(Protocol):
+    """What a policy computes from the trunk's hidden states, packed and, for the audit, by the model's own forward pass.
+
+    A head has settings but no weights: these stay in the model, where sharding, adapters and export find them. So a head with one
+    number per completion, as a reward model has, would be one more class with these methods:
+    - `positions`: the last token of each completion, as a new field of `PackInputs`
+    - `compute`: the product of those hidden states with the model's score layer
+    - `num_values`: 1 for every completion
+    - `plain_values`: the score that the model itself gives a sequence
+    - `values_in_pack`: the only one
+    - `plain_bytes_per_token`: 0, because there are no logits
+    `architecture.head_of` would choose it and `architecture.auto_class` the class that loads and exports it. It would have no
+    reference, and `train/terms.py` would copy its numbers into `Completions` instead of adding up log-probabilities.
+    """
+
+    def positions(self, inputs: "PackInputs") -> Tensor:
+        """Return the positions, in the flattened rows of a pack, whose hidden states the head needs."""
+        ...
+
+    def compute(self, model: Any, hidden: Tensor, inputs: "PackInputs", *, squares: bool = False) -> Tensor:
+        """Return float32 numbers for the hidden states of `positions`. squares: see `LanguageModelHead`."""
+        ...
+
+    def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
+        """Return how many numbers each completion of a pack has, in the order of `compute`. Padding comes after all of them."""
+        ...
+
+    def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
+        """Return the numbers of one completion by the model's own forward pass. `filler`: tokens after the sequence."""
+        ...
+
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
+        """Return the indices of those plain values of a completion that are also computed in packs."""
+        ...
+
+    def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
+        """Return the memory that `plain_values` needs above the trunk, per token."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +67,62 @@ class HeadRule:
 
     scale: float = 1.0
     softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModelHead:
+    """The log-probability of every scored token."""
+
+    rule: HeadRule
+    chunk: int  # scored tokens whose logits exist at the same time
+
+    def positions(self, inputs: "PackInputs") -> Tensor:
+        return inputs.predicting
+
+    def compute(self, model: Any, hidden: Tensor, inputs: "PackInputs", *, squares: bool = False) -> Tensor:
+        """Return log-probabilities, [scored, padded].
+
+        squares: return [2, scored, padded]; the second row is log sum_v pi(v)^2 at the same positions, without gradient.
+        """
+        layer = model.get_output_embeddings()
+        bias = getattr(layer, "bias", None)
+        settings = {"rule": self.rule, "chunk": self.chunk, "squares": squares}
+        return chunked_logps(hidden, layer.weight, bias, inputs.target_ids, **settings)
+
+    def num_values(self, pack: Pack) -> NDArray[np.integer[Any]]:
+        return pack.completion_lengths
+
+    def plain_values(self, model: Any, prompt: Tensor, completion: Tensor, *, filler: int = 0) -> Tensor:
+        """Return the log-probability of every token of a completion, from full logits. As in packs, these are float32."""
+        ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
+        end = len(prompt) + len(completion) - 1
+        hook = model.get_output_embeddings().register_forward_hook(_float32_logits)
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
+        finally:
+            hook.remove()
+        return logits.to(_wide(logits)).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+
+    def values_in_pack(self, preference: TokenizedPreference, number: int) -> NDArray[np.integer[Any]]:
+        return preference.scored(number)
+
+    def plain_bytes_per_token(self, vocabulary: int, element_size: int) -> int:
+        """Logits in the model's dtype, in float32, and their softmax."""
+        return vocabulary * (element_size + 8)
+
+
+def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
+    """Tokens per chunk, a power of two: the float32 logits of a chunk take at most 2 GiB on a GPU, 64 MiB on a CPU."""
+    logits = 2**29 if device.type == "cuda" else 2**24
+    return max(64, min(4096, 2 ** ((logits // vocabulary).bit_length() - 1)))
+
+
+def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """A forward hook that replaces a head's output with the same product in float32, not rounded to bfloat16."""
+    if output.dtype.itemsize >= torch.float32.itemsize:
+        return output
+    bias = getattr(head, "bias", None)
+    return nn.functional.linear(inputs[0].float(), head.weight.float(), None if bias is None else bias.float())  # type: ignore[operator, union-attr]
 
 
 class _ChunkedLogps(torch.autograd.Function):

@@ -7,68 +7,13 @@ import torch
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError, MachineError, one_line
+from tandem.model.architecture import auto_class, check_architecture, fixed_attention_error, head_of
 from tandem.model.attention.pack_attention import IMPLEMENTATION, AttentionKind
 from tandem.model.checks.trial import check_forward, is_out_of_memory
 from tandem.model.files.build_limits import within_limits
 from tandem.model.files.source import ModelSource, describe
-from tandem.model.policy import Policy, auto_head_chunk
-
-# A setting whose name contains one of these adds randomness in training mode.
-RANDOM_SETTINGS = ("dropout", "pdrop", "layerdrop", "jitter")
-
-
-def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
-    """Refuse a model that is not causal, or that cannot be packed because a mask does not separate its sequences.
-
-    Called before any weights load.
-    """
-    model_class = _model_class(source)
-    _ = source.dtype  # raises if it is not a floating-point dtype
-    _refuse_row_dependent_positions(source, policy)
-    if policy.packing.mode == "none":
-        return
-    config = source.config.get_text_config()
-    recurrent = {
-        kind for kind in getattr(config, "layer_types", None) or [] if "attention" not in kind or "linear" in kind
-    }
-    if recurrent or getattr(model_class, "_is_stateful", False):
-        kinds = ", ".join(sorted(recurrent)) or config.model_type
-        raise ConfigError(
-            f"{source.key} = {source.name}: its recurrent layers ({kinds}) carry state along a row, so packed "
-            "sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
-        )
-    if not model_class._can_set_attn_implementation():
-        raise _fixed_attention_error(source)
-    if getattr(config, "index_topk", None):
-        raise ConfigError(
-            f"{source.key} = {source.name}: its attention selects the tokens that it attends to (index_topk), which packing "
-            "does not support. Train it unpacked: policy.packing.mode=none."
-        )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and policy.max_total_sequence_length > chunk:
-        raise ConfigError(
-            f"{source.key} = {source.name}: its attention works in chunks of {chunk} tokens, which packing does not support. Set "
-            f"policy.max_total_sequence_length={chunk} or less, or policy.packing.mode=none."
-        )
-
-
-def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -> None:
-    """Refuse RoPE scaling that depends on the longest position in a batch, packed or not: one sequence would change another."""
-    config = source.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    model_limit = getattr(config, "max_position_embeddings", None)
-    for kind in (
-        rope,
-        *(kind for kind in rope.values() if isinstance(kind, dict)),
-    ):  # some models have one entry per type of layer
-        # The scaling of longrope changes at the first of these limits, that of dynamic at the second.
-        original = min((one for one in (kind.get("original_max_position_embeddings"), model_limit) if one), default=0)
-        if kind.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
-            raise ConfigError(
-                f"{source.key} = {source.name}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the "
-                "longest sequence computed at the same time, so training would not be exact. Set "
-                f"policy.max_total_sequence_length={original} or less."
-            )
+from tandem.model.head import auto_head_chunk
+from tandem.model.policy import Policy
 
 
 def load_policy(
@@ -84,19 +29,18 @@ def load_policy(
     The model is in evaluation mode: training sees what the exported model computes, without dropout, noise or sampled experts.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     packed = policy.packing.mode != "none"
     try:
         with within_limits(source):
-            answer: Any = AutoModelForCausalLM.from_pretrained(
+            answer: Any = auto_class(source.config).from_pretrained(
                 str(source.folder),
                 output_loading_info=True,
                 config=source.config,
                 dtype=dtype,
                 quantization_config=quantization,
                 device_map=device,
-                attn_implementation=IMPLEMENTATION if packed else _plain_attention(source),
+                attn_implementation=IMPLEMENTATION if packed else check_architecture(source).plain_attention,
                 trust_remote_code=False,
                 use_safetensors=True,
             )
@@ -113,7 +57,7 @@ def load_policy(
         if isinstance(error, KeyError) and error.args == (
             IMPLEMENTATION,
         ):  # the model looks attention classes up by name
-            raise _fixed_attention_error(source) from None
+            raise fixed_attention_error(source) from None
         raise ConfigError(
             f"{source.key} = {source.name}: transformers cannot load it ({describe(error)}). Choose another model, or "
             "download it again."
@@ -128,7 +72,8 @@ def load_policy(
     chunk = policy.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_head_chunk(source.vocabulary, device)
-    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head_chunk=chunk)
+    head = head_of(model, chunk=chunk)
+    loaded = Policy(model.eval(), packed=packed, attention=attention_kind(policy, device), head=head)
     check_forward(loaded, source, device, longest=policy.max_total_sequence_length)
     return loaded
 
@@ -154,11 +99,9 @@ def _quantization_method(source: ModelSource) -> str:
 
 def empty_model(source: ModelSource) -> Any:
     """Build the model without weights, to inspect its layers."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"), within_limits(source):
-            return AutoModelForCausalLM.from_config(source.config, attn_implementation="eager")
+            return auto_class(source.config).from_config(source.config, attn_implementation="eager")
     except ConfigError:
         raise
     except Exception as error:
@@ -203,53 +146,9 @@ def check_varlen(source: ModelSource, policy: PolicyConfig, precision: str, devi
         )
     if device.type == "cuda" and precision == "float32":
         raise ConfigError("policy.attention = varlen: its kernels compute in bfloat16. Use policy.attention=flex.")
-    config = source.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
+    architecture = check_architecture(source)
+    if architecture.caps_scores or architecture.has_sinks:
         raise ConfigError(
             f"policy.attention = varlen: the attention of {source.name} caps its scores or has sinks, which these kernels do "
             "not support. Use policy.attention=auto."
         )
-
-
-def has_experts(config: Any) -> bool:
-    text = config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def dropouts(config: Any) -> dict[str, float]:
-    """The nonzero settings of a model that would add randomness in training mode."""
-    values = config.get_text_config().to_dict()
-    if config.get_text_config().model_type == "phimoe":
-        values.pop("router_jitter_noise")  # not randomness: a margin that its router uses in evaluation too
-    return {
-        k: v for k, v in values.items() if any(part in k for part in RANDOM_SETTINGS) and isinstance(v, float) and v > 0
-    }
-
-
-def _plain_attention(source: ModelSource) -> str:
-    # transformers' SDPA path silently ignores a soft-cap of attention scores.
-    capped = getattr(source.config.get_text_config(), "attn_logit_softcapping", None)
-    return "eager" if capped or not _model_class(source)._supports_sdpa else "sdpa"
-
-
-def _fixed_attention_error(source: ModelSource) -> ConfigError:
-    return ConfigError(
-        f"{source.key} = {source.name}: the attention of {_model_class(source).__name__} in transformers cannot be replaced, so "
-        "packed sequences would attend to each other. Train it unpacked: policy.packing.mode=none."
-    )
-
-
-def _model_class(source: ModelSource) -> Any:
-    """Return the class that transformers uses for a causal language model with this configuration."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        text = source.config.get_text_config()
-        if any(getattr(text, name, None) is None for name in ("hidden_size", "num_hidden_layers", "vocab_size")):
-            raise KeyError
-        return AutoModelForCausalLM._model_mapping[type(source.config)]
-    except (KeyError, ValueError):  # ValueError: several language models in one
-        raise ConfigError(
-            f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model in "
-            "transformers. Choose a model that generates text."
-        ) from None

@@ -1,4 +1,4 @@
-"""The trained module: trunk and head of a causal language model. It maps a pack to token log-probabilities."""
+"""The trained module: trunk and head of a model. It maps a pack to the numbers that its head computes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask, windows_of
-from tandem.model.head import HeadRule, chunked_logps
+from tandem.model.architecture import architecture_of, trunk_of, windows_of
+from tandem.model.attention.pack_attention import AttentionKind, PackMask, make_mask
+from tandem.model.head import Head
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 from tandem.model.transfer import to_device
 from tandem.packing.layout import FILLER, Pack
@@ -40,15 +41,15 @@ class PackInputs:
 
 
 class Policy(nn.Module):
-    """A transformers causal LM that computes the log-probability of every scored token of a pack."""
+    """A transformers model with a head, which today computes the log-probability of every scored token of a pack."""
 
-    def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head_chunk: int):
+    def __init__(self, model: Any, *, packed: bool, attention: AttentionKind, head: Head):
         super().__init__()
         self.model = model
+        self.architecture = architecture_of(model.config, type(model))
         self.packed = packed
         self.attention: AttentionKind = attention  # how attention inside packs is computed
-        self.head_chunk = head_chunk
-        self.head_rule = head_rule(model)
+        self.head = head
         self.windows = windows_of(model)
         self.block = BLOCK  # block size of FlexAttention
         self.working_copy: WorkingCopy | None = None  # bfloat16 copies that are used instead of the weights
@@ -94,20 +95,17 @@ class Policy(nn.Module):
         )
 
     def forward(self, inputs: PackInputs, *, squares: bool = False) -> Tensor:
-        """Return float32 log-probabilities, [scored, padded]. Those of padding are meaningless and must get no gradient.
+        """Return the head's float32 numbers: log-probabilities, [scored, padded]. Those of padding must get no gradient.
 
-        squares: return [2, scored, padded]; the second row is log sum_v pi(v)^2 at the same positions, without gradient.
+        squares: see `LanguageModelHead.compute`.
         """
         if any(one is not None and not one.is_held for one in (self.working_copy, self.gradient_sums)):
             if torch.is_grad_enabled():
                 raise RuntimeError("forward and backward must both run inside the same `computing` context.")
             with self.computing():
                 return self.forward(inputs, squares=squares)
-        hidden = self._trunk(inputs).flatten(0, 1)[inputs.predicting]
-        head = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        settings = {"rule": self.head_rule, "chunk": self.head_chunk, "squares": squares}
-        return chunked_logps(hidden, head.weight, bias, inputs.target_ids, **settings)
+        hidden = self._trunk(inputs).flatten(0, 1)[self.head.positions(inputs)]
+        return self.head.compute(self.model, hidden, inputs, squares=squares)
 
     def _trunk(self, inputs: PackInputs) -> Tensor:
         # The pack's mask replaces the one that transformers would build.
@@ -142,43 +140,24 @@ class Policy(nn.Module):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every sequence has a different length: compiling would take minutes
     def plain_logps(self, prompt: Tensor, completion: Tensor, *, filler: int = 0, perturbed: bool = False) -> Tensor:
-        """Compute a completion's token log-probabilities with the model's own eager forward: one sequence, full logits.
+        """Compute a completion's token log-probabilities with the model's own eager forward, one sequence at a time.
 
-        The audit compares packs with these. As in packs, the head's product is in float32. `filler` tokens after the sequence
-        change only the rounding, since no position sees a later one. `perturbed` shifts every number of the embeddings by one
-        rounding step.
+        The audit compares packs with these. `filler` tokens after the sequence change only the rounding, since no position sees
+        a later one. `perturbed` shifts every number of the embeddings by one rounding step.
         """
         own = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
-        hooks = [self.model.get_output_embeddings().register_forward_hook(_float32_logits)]
+        hooks = []
         if perturbed:
             embeddings = self.model.get_input_embeddings()
             hooks.append(embeddings.register_forward_hook(lambda module, inputs, output: _perturb(output)))
         try:
-            ids = torch.cat([prompt, completion, prompt.new_zeros(filler)])[None]
-            end = len(prompt) + len(completion) - 1
             with self.computing():
-                logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : end]
+                return self.head.plain_values(self.model, prompt, completion, filler=filler)
         finally:
             self.model.set_attn_implementation(own)
             for hook in hooks:
                 hook.remove()
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-
-
-def trunk_of(model: Any) -> Any:
-    """Return the part of a causal language model below its head."""
-    # In Llama 4's text model, `base_model_prefix` does not match the attribute's name.
-    return model.base_model if model.base_model is not model else model.model
-
-
-def _float32_logits(head: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """A forward hook that replaces a head's output with the same product in float32, not rounded to bfloat16."""
-    if output.dtype.itemsize >= torch.float32.itemsize:
-        return output
-    bias = getattr(head, "bias", None)
-    return nn.functional.linear(inputs[0].float(), head.weight.float(), None if bias is None else bias.float())  # type: ignore[operator, union-attr]
 
 
 def _perturb(values: Tensor) -> Tensor:
@@ -191,23 +170,3 @@ def _real(pack: Pack) -> NDArray[np.bool_]:
     """Mark the real positions of unpacked rows. A row of filler only counts as real: attention to nothing would give NaN."""
     real = pack.tree != FILLER
     return real | ~real.any(axis=1, keepdims=True)
-
-
-def head_rule(model: Any) -> HeadRule:
-    """Return how this model scales and caps its logits. The audit catches models with a rule that is missing here."""
-    config = model.config.get_text_config()
-    scale = 1.0
-    if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
-        scale = float(given)
-    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite divides by it
-        scale = float(given) if config.model_type == "hyperclovax" else 1 / float(given)
-    elif isinstance(given := getattr(config, "lm_head_multiplier", None), int | float):  # Falcon-H1
-        scale = float(given)
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
-    return HeadRule(scale, next((cap for name in names if (cap := getattr(config, name, None))), None))
-
-
-def auto_head_chunk(vocabulary: int, device: torch.device) -> int:
-    """Tokens per chunk, a power of two: the float32 logits of a chunk take at most 2 GiB on a GPU, 64 MiB on a CPU."""
-    logits = 2**29 if device.type == "cuda" else 2**24
-    return max(64, min(4096, 2 ** ((logits // vocabulary).bit_length() - 1)))

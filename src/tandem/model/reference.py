@@ -26,12 +26,12 @@ from tandem.storage.ownership import free_path
 
 # Increased whenever the same weights and tokens would give different numbers.
 LOGPS_VERSION = 3
-PREFERENCES_PER_PORTION = 256  # per rank
+PREFERENCES_PER_PORTION = 256  # per data-parallel rank
 VALUES_PER_CHECK = 1 << 20
 
 
 class Reference(Protocol):
-    """Returns the reference's token log-probabilities for a pack, padded like the policy's."""
+    """Provides the reference's token log-probabilities for a pack, padded like the policy's."""
 
     def token_logps(self, pack: Pack, inputs: PackInputs) -> Tensor: ...
 
@@ -118,19 +118,20 @@ def cached_reference(
     store = packer.store
     # All ranks compute; one rank of each machine stores the result.
     num_values = int(store.num_scored_tokens.sum())
-    missing = ranks.agreed(lambda: not is_intact(place, num_values), by=ranks.is_first_here) or False
+    missing = ranks.run_or_stop_all(lambda: not is_intact(place, num_values), on=ranks.is_first_here) or False
     if ranks.highest(missing):
         with ExitStack() as stack:
             model = policy()
-            aside = ranks.agreed(lambda: stack.enter_context(published(place, "reference")), by=missing)
-            compute_reference(model, packer, ranks, aside / "logps.f32" if aside else None, progress, portions)
+            aside = ranks.run_or_stop_all(lambda: stack.enter_context(published(place, "reference")), on=missing)
+            path = aside / "logps.f32" if aside else None
+            compute_reference(model, packer, ranks, path=path, progress=progress, portions=portions)
 
             def complete() -> None:
                 assert aside is not None
                 write_manifest(aside, version=LOGPS_VERSION, tokens=store.tokens_fingerprint)
                 stack.close()
 
-            ranks.agreed(complete, by=missing)
+            ranks.run_or_stop_all(complete, on=missing)
     values = np.memmap(place / "logps.f32", np.float32, mode="r")
     return CachedReference(values, np.cumsum(store.num_scored_tokens))
 
@@ -163,15 +164,16 @@ def compute_reference(
     policy: Policy,
     packer: Packer,
     ranks: Ranks,
+    *,
     path: Path | None,
     progress: Callable[[int], None],
     portions: Sequence[NDArray[np.int64]] | None = None,
 ) -> None:
-    """Compute the reference of a set. Each rank computes its share and receives all of it; a rank with a `path` writes it."""
+    """Compute the reference of a set. Each rank computes a part and receives all parts. A rank with a `path` writes them."""
     store = packer.store
     ends = np.cumsum(store.num_scored_tokens)
     if portions is None:
-        size = PREFERENCES_PER_PORTION * ranks.count
+        size = PREFERENCES_PER_PORTION * ranks.data_parallel
         portions = [np.arange(start, min(start + size, len(store))) for start in range(0, len(store), size)]
     # Not through a memory map: on a full disk that would kill the process without a message.
     with nullcontext() if path is None else path.open("wb") as out, policy.computing():
@@ -180,7 +182,7 @@ def compute_reference(
             first, last = pending.indices[0], pending.indices[-1]
             before = int(ends[first - 1]) if first else 0
             values = np.zeros(int(ends[last]) - before, np.float32)
-            computed = [one for of_rank in ranks.gather(pending.read(store)) for one in of_rank]
+            computed = [one for of_rank in ranks.gather_parts(pending.read(store)) for one in of_rank]
             if sorted(index for index, _ in computed) != pending.indices.tolist():
                 raise DefectError(
                     f"the reference was computed for {len(computed)} preferences instead of {len(pending.indices)}. "
@@ -239,6 +241,6 @@ def _start_portion(
     for pack in packer.micro_batches(indices):
         inputs = policy.inputs(pack, device)
         packs.append(pack)
-        values.append(policy(inputs)[: inputs.num_scored])
+        values.append(policy(inputs)[: int(policy.head.num_values(pack).sum())])
         after_each()
     return _PendingPortion(indices, packs, to_host(torch.cat(values)))

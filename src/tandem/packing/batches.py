@@ -1,4 +1,4 @@
-"""Preferences in; an epoch's global batches out, counted in pairs."""
+"""Divides an epoch's preferences into global batches, and lays out packs ahead of the training loop."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -16,54 +16,58 @@ from tandem.packing.packer import Packer
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The preferences of one optimizer step, in epoch order, and how many pairs they hold."""
+    """The preferences of one optimizer step, in epoch order, and their total number of pairs."""
 
     epoch: int
     preferences: NDArray[np.int64]
     num_pairs: int
-    bounds: NDArray[np.int64] | None = None  # where packs begin and end among them, if they are given
+    bounds: NDArray[np.int64] | None = None  # where packs begin and end in `preferences`; None: not packed yet
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Which preferences form each step's batch: independent of their packing, unless the whole set was packed once."""
+    """Decides which preferences form the batch of each step.
 
-    num_pairs: NDArray[np.int64]  # of each preference
-    batch_size: int  # pairs
+    The batches do not depend on how preferences are packed, except if `packs` holds the packs of the whole set.
+    """
+
+    num_pairs: NDArray[np.int64]  # pairs of each preference
+    batch_size: int  # in pairs
     seed: int = 0
     shuffle: bool = False
     drop_last: bool = False
-    spans: tuple[Span, ...] = ()  # of sets that an epoch passes over more or less than once
-    packs: Bins | None = None  # of the whole set: batches are then made of whole packs
+    spans: tuple[Span, ...] = ()  # training sets that an epoch takes more or less than once
+    packs: Bins | None = None  # packs of the whole set; batches then consist of complete packs
 
     def members(self, epoch: int) -> NDArray[np.int64]:
-        """The preferences of an epoch, set by set.
+        """Return the preferences of an epoch, one training set after another.
 
-        Weight 2 takes a set twice. Weight 0.4 takes two of five, and continues where the last epoch stopped:
-        0 1, 2 3, 4 0, ... of a fixed order.
+        A set with weight 2 is in every epoch twice. A set of five preferences with weight 0.4 has two preferences in each epoch:
+        0 1 in the first, 2 3 in the second, 4 0 in the third. With `shuffle`, they are taken from a random order of the set,
+        which is the same for all epochs.
         """
         if not self.spans:
             return np.arange(len(self.num_pairs))
         parts = []
         for number, span in enumerate(self.spans):
-            everyone = np.arange(span.start, span.end)
-            whole, share = divmod(span.weight, 1)
-            parts += [everyone] * int(whole)
-            if count := round(share * len(everyone)):
+            indices = np.arange(span.start, span.end)
+            num_passes, fraction = divmod(span.weight, 1)
+            parts += [indices] * int(num_passes)
+            if count := round(fraction * len(indices)):
                 if self.shuffle:
-                    everyone = np.random.default_rng((self.seed, number)).permutation(everyone)
-                parts.append(everyone[(epoch * count + np.arange(count)) % len(everyone)])
+                    indices = np.random.default_rng((self.seed, number)).permutation(indices)
+                parts.append(indices[(epoch * count + np.arange(count)) % len(indices)])
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def num_pairs_of(self, epoch: int) -> int:
-        """Pairs of an epoch, those of a last short batch included."""
+        """Return the number of pairs in an epoch, including the pairs of an incomplete last batch."""
         return int(self.num_pairs[self.members(epoch)].sum())
 
     def epoch(self, epoch: int) -> list[GlobalBatch]:
-        """Preferences (or packs) in epoch order, taken until their pairs reach the batch size and never beyond.
+        """Return the batches of an epoch. Each batch takes preferences (or packs) in order, up to the batch size in pairs.
 
-        A preference that would exceed the batch size starts the next batch, unless the batch is empty: pairs [2, 2, 1, 6], size 4
-        -> [2, 2], [1], [6].
+        A preference that would exceed the batch size starts the next batch. A preference with more pairs than the batch size is a
+        batch alone. Example: preferences with 2, 2, 1 and 6 pairs and batch size 4 give batches with [2, 2], [1] and [6] pairs.
         """
         order = self.members(epoch) if self.packs is None else np.arange(len(self.packs))
         if self.shuffle:
@@ -76,18 +80,21 @@ class Batches:
                 batches.append(self._batch(epoch, order[start:i], total))
                 start, total = i, 0
             total += count
-        if total and not (self.drop_last and total < self._least(batches)):
+        if total and not (self.drop_last and total < self._min_last_batch(batches)):
             batches.append(self._batch(epoch, order[start:], total))
         return batches
 
     def pairs_per_pack(self) -> NDArray[np.int64]:
+        """Return the number of pairs in each pack of the whole set."""
         assert self.packs is not None
         return np.add.reduceat(self.num_pairs[self.packs.order], self.packs.bounds[:-1])
 
-    def _least(self, others: list[GlobalBatch]) -> int:
-        """Pairs below which a last batch is short: fewer than any other batch of the epoch has; of packs, than it may have.
+    def _min_last_batch(self, others: list[GlobalBatch]) -> int:
+        """Return the smallest number of pairs with which `drop_last` keeps the last batch.
 
-        Preferences of 3 pairs each, size 4: every batch has 3, and the last one is kept.
+        This is the number of pairs in the smallest of the `others`, but at most the batch size. Example: with 3 pairs in every
+        preference and batch size 4, every batch has 3 pairs, and a last batch of 3 pairs is kept. If batches consist of packs,
+        this is the smallest number of pairs that a batch before the last can have.
         """
         if self.packs is None:
             return min([self.batch_size, *(batch.num_pairs for batch in others)])
@@ -103,7 +110,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch, its packs, and how long the loop had to wait for them."""
+    """A batch, its packs, and how long the training loop waited for the packs."""
 
     batch: GlobalBatch
     packs: list[Pack]
@@ -111,7 +118,10 @@ class LoadedBatch:
 
 
 def load_ahead(batches: Iterable[GlobalBatch], packer: Packer) -> Iterator[LoadedBatch]:
-    """Every batch in order; while one is in use, a thread lays out the next."""
+    """Yield every batch with its packs, in order.
+
+    While the caller uses one batch, a thread lays out the packs of the next batch.
+    """
 
     def lay_out(batch: GlobalBatch) -> tuple[GlobalBatch, list[Pack]]:
         return batch, list(packer.micro_batches(batch.preferences, batch.bounds))

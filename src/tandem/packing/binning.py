@@ -1,4 +1,4 @@
-"""Sizes in; Bins out: which items go together, so that the sizes in no bin pass its capacity."""
+"""Bin packing: groups items of given sizes so that no bin exceeds the capacity."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -7,20 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from tandem.packing.layout import IntArray
+
 Sizes = Sequence[int] | NDArray[np.integer]
 
-# Distinct sizes an exact fit chooses from, spread over all that fit. Of a million realistic lengths, 128 in place of 64
-# saved two bins in 179,414 at best.
+# An exact fit considers at most this many distinct sizes, spread over all that fit. With 128 instead of 64, packing a million
+# realistic lengths saved at most two of 179,414 bins.
 NUM_CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """Indices of items, bin by bin.
-
-    [[1, 0], [2, 3, 4]] is order 1 0 2 3 4, bounds 0 2 5
-    """
+    """The items of every bin, as item indices: the bins [[1, 0], [2, 3, 4]] are stored as order 1 0 2 3 4, bounds 0 2 5."""
 
     order: IntArray  # [items]
     bounds: IntArray  # [bins + 1]; bin i is order[bounds[i] : bounds[i + 1]]
@@ -37,31 +35,33 @@ class Bins:
 
 
 def first_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Largest first, each into the first bin with room. Ties keep their order, so the result is reproducible.
+    """Place items from largest to smallest, each in the first bin with enough room. Items of equal size keep their order.
 
-    sizes [3, 7, 5, 4], capacity 10 -> [[1, 0], [2, 3]]
+    Example: sizes [3, 7, 5, 4] and capacity 10 give the bins [[1, 0], [2, 3]].
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, _largest_first(sizes), capacity)
 
 
 def first_fit_shuffle(sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """In an order drawn from the seed, each into the first bin with room: a little less full, but sizes mix in a bin.
+    """Place items in a random order, each in the first bin with enough room. `seed` determines the order.
 
-    sizes [3, 7, 5, 4], capacity 10, drawn order 2 0 1 3 -> [[2, 0], [1], [3]]
+    Bins are slightly less full than with first_fit_decreasing, but each bin holds a mix of sizes.
+    Example: sizes [3, 7, 5, 4], capacity 10 and random order 2 0 1 3 give the bins [[2, 0], [1], [3]].
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     return _first_fit(sizes, np.random.default_rng(seed).permutation(len(sizes)), capacity)
 
 
 def exact_fit_decreasing(sizes: Sizes, capacity: int) -> Bins:
-    """Each bin takes the largest item left and whichever others fill it best. Never more bins than first fit decreasing.
+    """Fill one bin after another with the largest remaining item and the remaining items that fill the rest of the bin best.
 
-    sizes [4, 4, 3, 3, 3, 3], capacity 10 -> [[0, 2, 3], [1, 4, 5]], where first fit decreasing takes three bins
+    This never takes more bins than first_fit_decreasing. Example: sizes [4, 4, 3, 3, 3, 3] and capacity 10 give two bins,
+    [[0, 2, 3], [1, 4, 5]]; first_fit_decreasing takes three bins.
     """
-    sizes = _checked(sizes, capacity)
+    sizes = _check_sizes(sizes, capacity)
     order = _largest_first(sizes)
-    bins = _grouped(order, _exact_fit(sizes, capacity))
+    bins = _to_bins(order, _exact_fit(sizes, capacity))
     fewest_possible = -(-int(sizes.sum()) // capacity)
     if len(bins) > fewest_possible:
         bins = min(bins, _first_fit(sizes, order, capacity), key=len)
@@ -72,18 +72,18 @@ ALGORITHMS = {"first_fit_decreasing": first_fit_decreasing, "exact_fit_decreasin
 
 
 def pack_into_bins(algorithm: str, sizes: Sizes, capacity: int, seed: int) -> Bins:
-    """Bins by the algorithm of that name. Only the shuffle reads the seed."""
+    """Pack items with the named algorithm. Only first_fit_shuffle uses the seed."""
     if algorithm == "first_fit_shuffle":
         return first_fit_shuffle(sizes, capacity, seed)
     return ALGORITHMS[algorithm](sizes, capacity)
 
 
-def _checked(sizes: Sizes, capacity: int) -> IntArray:
+def _check_sizes(sizes: Sizes, capacity: int) -> IntArray:
     sizes = np.asarray(sizes, np.int64)
     if len(sizes) and sizes.max() > capacity:
-        raise ValueError(f"a size of {sizes.max()} does not fit a bin of {capacity}")
+        raise ValueError(f"an item of size {sizes.max()} does not fit in a bin of capacity {capacity}")
     if len(sizes) and sizes.min() < 1:
-        raise ValueError(f"a size of {sizes.min()} is below 1")
+        raise ValueError(f"an item has size {sizes.min()}, but sizes must be at least 1")
     return sizes
 
 
@@ -91,10 +91,10 @@ def _largest_first(sizes: IntArray) -> IntArray:
     return np.argsort(-sizes, kind="stable")
 
 
-def _grouped(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
-    """Items in the order they were placed, and the bin each went to, as Bins.
+def _to_bins(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
+    """Return the Bins in which items were placed. `order`: the items as placed. `bin_of`: the bin of each item in `order`.
 
-    order 1 2 0 3 into bins 0 1 0 1 -> order 1 0 2 3, bounds 0 2 4
+    Example: order 1 2 0 3 and bin_of 0 1 0 1 are returned as order 1 0 2 3, bounds 0 2 4.
     """
     bins = np.asarray(bin_of, np.int64)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(bins))])
@@ -105,11 +105,13 @@ def _grouped(order: IntArray, bin_of: Sequence[int] | IntArray) -> Bins:
 
 
 def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
-    """Each item, in the order given, into the first bin with room, or into a new one.
+    """Place items in the given order, each in the first bin with enough room, or in a new bin.
 
-    Most go to the newest bin, whose room is a plain variable; the older ones are searched only when one has room.
+    Most items go to the newest bin, so the room in the newest bin is kept in a variable. Older bins are searched only if at least
+    one of them has enough room.
     """
-    # What two neighbouring bins hold passes one capacity, or the second's first item would be in the first.
+    # Two neighbouring bins together hold more than one capacity, or else the second bin's first item would be in the first
+    # bin. This limits the number of bins.
     older = _OlderBins(max_bins=2 * int(sizes.sum()) // capacity + 1)
     newest, room = 0, capacity
     bin_of: list[int] = []
@@ -118,17 +120,18 @@ def _first_fit(sizes: IntArray, order: IntArray, capacity: int) -> Bins:
             bin_of.append(older.place(size))
             continue
         if size > room:
-            older.add(newest, room)
+            older.set_room(newest, room)
             newest, room = newest + 1, capacity
         room -= size
         bin_of.append(newest)
-    return _grouped(order, bin_of)
+    return _to_bins(order, bin_of)
 
 
 class _OlderBins:
-    """The room of each bin, in a tree whose node k holds the larger of its children 2k and 2k + 1.
+    """The room left in each older bin, as a binary tree.
 
-    Bins 0, 1, 2 with rooms 3, 0, 5 (-1: no bin yet):
+    The leaves are bins; node k holds the larger value of nodes 2k and 2k + 1.
+    Example: bins 0, 1 and 2 with room for 3, 0 and 5. A leaf without a bin holds -1.
 
         node 1              5
         nodes 2 3       3       5
@@ -141,17 +144,20 @@ class _OlderBins:
         self.most_room = -1
 
     def place(self, size: int) -> int:
-        """The first bin with room for an item, which is now in it. Some bin must have that room."""
+        """Put an item in the first bin with enough room, and return the index of that bin.
+
+        At least one bin must have enough room.
+        """
         rooms, num_leaves, node = self.rooms, self.num_leaves, 1
         while node < num_leaves:
             node *= 2
             if rooms[node] < size:
                 node += 1
-        self.add(node - num_leaves, rooms[node] - size)
+        self.set_room(node - num_leaves, rooms[node] - size)
         return node - num_leaves
 
-    def add(self, bin: int, room: int) -> None:
-        """Set the room left in a bin, new or known."""
+    def set_room(self, bin: int, room: int) -> None:
+        """Set the room left in a bin. The bin may be new."""
         rooms, node = self.rooms, bin + self.num_leaves
         rooms[node] = room
         while node > 1:
@@ -169,9 +175,10 @@ class _OlderBins:
 
 
 def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
-    """The bin of each item, items largest first. Equal sizes are interchangeable, so only their counts are handled.
+    """Return the bin of each item, for items from largest to smallest.
 
-    What fills one bin best fills the next best too while the items last, so a filling is repeated until a size runs out.
+    Items of equal size are interchangeable, so only the number of items of each size matters. The best filling of one bin is also
+    the best filling of the next bin, so the filling is repeated until one of its sizes runs out.
     """
     left = dict(enumerate(np.bincount(sizes).tolist()))
     distinct = [size for size, count in left.items() if count]
@@ -186,13 +193,14 @@ def _exact_fit(sizes: IntArray, capacity: int) -> IntArray:
             if not left[size]:
                 del distinct[bisect_left(distinct, size)]
         num_bins += repeats
-    return _spelled_out(rows)
+    return _expand(rows)
 
 
-def _spelled_out(rows: list[tuple[int, int, int, int]]) -> IntArray:
-    """Rows of (size, copies in a bin, first bin, number of bins) as the bin of each item, items largest first.
+def _expand(rows: list[tuple[int, int, int, int]]) -> IntArray:
+    """Return the bin of each item, for items from largest to smallest.
 
-    (4, 1, 0, 2), (3, 2, 0, 2) -> 0 1 for the items of size 4, 0 0 1 1 for those of size 3
+    `rows`: (size, copies in each bin, first bin, number of bins). Example: (4, 1, 0, 2) and (3, 2, 0, 2) describe bins 0 and 1,
+    each with one item of size 4 and two items of size 3. Result: 0 1 (items of size 4), then 0 0 1 1 (items of size 3).
     """
     size, copies, first_bin, num_bins = np.array(rows, np.int64).reshape(-1, 4).T
     by_size = np.argsort(-size, kind="stable")
@@ -203,7 +211,7 @@ def _spelled_out(rows: list[tuple[int, int, int, int]]) -> IntArray:
 
 
 def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[int, int]:
-    """How many items of each size go into the next bin: one of the largest, and those that fill the rest of it best."""
+    """Return how many items of each size go into the next bin: one of the largest size, and the items that fill the rest best."""
     largest = distinct[-1]
     room = capacity - largest
     left[largest] -= 1
@@ -215,7 +223,10 @@ def _filling(distinct: list[int], left: dict[int, int], capacity: int) -> dict[i
 
 
 def _candidates(distinct: list[int], room: int) -> list[int]:
-    """Sizes up to the room, largest first; when there are many, some from the largest to the smallest."""
+    """Return the sizes that fit in the room, largest first.
+
+    If there are more than NUM_CANDIDATES, return an evenly spread selection.
+    """
     num = bisect_right(distinct, room)
     if num <= NUM_CANDIDATES:
         return distinct[:num][::-1]
@@ -224,9 +235,11 @@ def _candidates(distinct: list[int], room: int) -> list[int]:
 
 
 def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
-    """Copies of each size whose sum comes closest to the room: a subset sum, in favour of the sizes named first.
+    """Return how many copies of each size come closest to filling the room (subset sum).
 
-    Sums that can be reached are the bits of a number: from 1 (bit 0, the empty sum), a 3 makes 1001, another 1001001.
+    Earlier sizes in `available` are preferred.
+    `available`: (size, number of copies). The sums that can be reached are stored as the bits of an integer, which starts as 1:
+    only the sum 0. An item of size 3 makes the integer binary 1001 (sums 0 and 3), a second item makes it 1001001 (0, 3 and 6).
     """
     within_room = (1 << (room + 1)) - 1
     reached = [1]
@@ -235,7 +248,7 @@ def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
         reached.append((reached[-1] | reached[-1] << size * copies) & within_room)
         pieces.append((size, copies))
         if reached[-1].bit_length() > room:
-            break  # the room itself can be reached
+            break  # the bin can be filled completely
     total = reached[-1].bit_length() - 1
     filling: dict[int, int] = {}
     for (size, copies), before in zip(reversed(pieces), reversed(reached[:-1]), strict=True):
@@ -246,7 +259,10 @@ def _fullest(available: list[tuple[int, int]], room: int) -> dict[int, int]:
 
 
 def _pieces(available: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Copies in lots that make up every number of them: 6 copies of a size as lots of 1, 2 and 3."""
+    """Split the copies of each size into lots, so that any number of copies is a sum of lots.
+
+    Example: 6 copies are split into lots of 1, 2 and 3.
+    """
     for size, copies in available:
         lot = 1
         while copies:

@@ -1,4 +1,4 @@
-"""TokenizedPreferences in; a Pack out: rows of fixed length in which each prompt is followed by its completions."""
+"""Lays out tokenized preferences as a Pack: rows of fixed length in which each prompt is followed by its completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.columns import Column, in_use
+from tandem.columns import Column, columns_in_use
 from tandem.data.text.tokens import TokenizedPreference
 
 IntArray = NDArray[np.int64]
 
 # How a preference is laid out in rows:
 #   shared    prompt | completion 0 | completion 1           in one row, the prompt once
-#   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each
-#   separate  prompt | completion 0                          one row each
-# A preference that is longer than a row has several to itself, each with the prompt and the next completions that fit.
+#   repeated  prompt | completion 0 | prompt | completion 1  in one row, the prompt for each completion
+#   separate  prompt | completion 0                          one row for each completion
+# A preference that is longer than a row takes several rows alone. Each holds the prompt and the next completions that fit.
 Arrangement = Literal["shared", "repeated", "separate"]
 
 FILLER = -1
@@ -24,25 +24,26 @@ FILLER = -1
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Rows of tokens, who may see whom, and which positions predict which scored tokens.
+    """Rows of tokens. Also defines which positions attend to which, and which position predicts each scored token.
 
-    A position attends to itself and to earlier positions of the same tree that are on branch 0 (the prompt) or on its
-    own branch. A tree is a prompt with the completions that share it. Filler has tree -1 and attends to itself.
+    A tree is a prompt with the completions that share it. Branch 0 of a tree is the prompt, and every completion is a branch.
+    A position attends to itself, and to earlier positions of the same tree that are in the prompt or in the same branch.
+    Filler has tree -1 and attends only to itself.
     """
 
     token_ids: IntArray  # [rows, length]
-    position_ids: IntArray  # [rows, length]; a completion's continue from its prompt's length
+    position_ids: IntArray  # [rows, length]; in a completion they continue from the prompt's length
     tree: IntArray  # [rows, length]
     branch: IntArray  # [rows, length]; 0 for the prompt, 1.. for its completions
     predicting: IntArray  # [scored] flat position (row * length + column) that predicts each scored token
     target_ids: IntArray  # [scored]
-    completion_lengths: IntArray  # [completions], scored tokens of each; tokens are stored completion by completion
+    completion_lengths: IntArray  # [completions], number of scored tokens; these are stored completion by completion
     columns: Mapping[str, NDArray[np.float32]]  # values given in the data, by name: [completions] or [preferences]
     winners: IntArray  # [pairs], indices into the completions
     losers: IntArray  # [pairs]
-    best: IntArray  # [preferences], the best completion of each: what the SFT loss takes
-    owner: IntArray  # [completions], which of the preferences each belongs to
-    preferences: IntArray  # [preferences], index of each in its set
+    best: IntArray  # [preferences], index of the best completion, which the SFT loss uses
+    owner: IntArray  # [completions], index into `preferences`
+    preferences: IntArray  # [preferences], index in the data set
 
     @property
     def num_pairs(self) -> int:
@@ -50,7 +51,7 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not filler."""
+        """Number of tokens that are not filler."""
         return int((self.tree != FILLER).sum())
 
 
@@ -61,7 +62,10 @@ def lay_out(
     length: int,
     arrangement: Arrangement = "shared",
 ) -> Pack:
-    """Lay preferences one after another into a row (or, separate, one sequence a row). Without any: a row of filler."""
+    """Lay out preferences one after another in a row. With arrangement separate, every completion has a separate row.
+
+    `indices`: the index of each preference in the data set. Without preferences, the result is a row of filler.
+    """
     plans = [_rows(preference, length, arrangement) for preference in preferences]
     one_row = arrangement != "separate" and all(len(plan) == 1 for plan in plans)
     writer = _Writer(length, 1 if one_row else sum(len(plan) for plan in plans))
@@ -86,10 +90,10 @@ def lay_out(
         predicting = [positions[kept] for positions, kept in zip(predicting, scored, strict=True)]
         completions = [completion[kept] for completion, kept in zip(completions, scored, strict=True)]
     return Pack(
-        writer.token_ids,
-        writer.position_ids,
-        writer.tree_ids,
-        writer.branch_ids,
+        token_ids=writer.token_ids,
+        position_ids=writer.position_ids,
+        tree=writer.tree_ids,
+        branch=writer.branch_ids,
         predicting=_concatenate(predicting),
         target_ids=_concatenate(completions),
         completion_lengths=np.array([len(completion) for completion in completions], np.int64),
@@ -103,7 +107,7 @@ def lay_out(
 
 
 def join(packs: Sequence[Pack]) -> Pack:
-    """Several packs of one length as one with more rows: a micro-batch."""
+    """Join packs with the same row length into one pack, a micro-batch. It has the rows of all packs."""
     if len(packs) == 1:
         return packs[0]
     positions = np.cumsum([0, *(pack.token_ids.size for pack in packs)])
@@ -117,10 +121,10 @@ def join(packs: Sequence[Pack]) -> Pack:
         return np.concatenate([getattr(pack, field) + start for pack, start in zip(packs, by, strict=False)])
 
     return Pack(
-        stacked("token_ids"),
-        stacked("position_ids"),
-        stacked("tree"),
-        stacked("branch"),
+        token_ids=stacked("token_ids"),
+        position_ids=stacked("position_ids"),
+        tree=stacked("tree"),
+        branch=stacked("branch"),
         predicting=shifted("predicting", positions),
         target_ids=stacked("target_ids"),
         completion_lengths=stacked("completion_lengths"),
@@ -134,7 +138,7 @@ def join(packs: Sequence[Pack]) -> Pack:
 
 
 class _Writer:
-    """Fills rows from the left."""
+    """Writes tokens into rows, from left to right."""
 
     def __init__(self, length: int, rows: int):
         self.length, self.row, self.at, self.trees = length, 0, 0, 0
@@ -151,11 +155,11 @@ class _Writer:
         self.started = True
 
     def tree(self, prompt: NDArray[np.int32], completions: Sequence[NDArray[np.int32]]) -> list[IntArray]:
-        """Write a prompt and its completions; return, per completion, the positions that predict its tokens.
+        """Write a prompt and its completions. Return, for each completion, the positions that predict its tokens.
 
-        A prompt of 4 at columns 0-3, completions of 2 and 3 at 4-5 and 6-8:
+        Example: a prompt of 4 tokens at columns 0-3, completions of 2 and 3 tokens at columns 4-5 and 6-8:
           position ids  0 1 2 3 | 4 5 | 4 5 6
-          predicting              3 4 | 3 6 7     (the last prompt position predicts every first token)
+          predicting              3 4 | 3 6 7     (the last prompt position predicts the first token of every completion)
         """
         last_prompt = self._write(prompt, 0, 0) + len(prompt) - 1
         predicting = []
@@ -167,7 +171,7 @@ class _Writer:
 
     def _write(self, ids: NDArray[np.int32], branch: int, first_position: int) -> int:
         start, end = self.at, self.at + len(ids)
-        assert end <= self.length, f"{end} tokens do not fit a row of {self.length}"
+        assert end <= self.length, f"{end} tokens do not fit in a row of {self.length}"
         self.token_ids[self.row, start:end] = ids
         self.position_ids[self.row, start:end] = np.arange(first_position, first_position + len(ids))
         self.tree_ids[self.row, start:end] = self.trees
@@ -177,10 +181,10 @@ class _Writer:
 
 
 def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement) -> list[list[list[int]]]:
-    """The rows of a preference, the trees in each, and the completions of each tree.
+    """Return the rows of a preference: a list of rows. A row is a list of trees; a tree is a list of completion indices.
 
-    A prompt of 4, completions of 2, 3 and 2, rows of 10: shared [[[0, 1]], [[2]]], repeated [[[0]], [[1]], [[2]]].
-    With rows of 11: shared [[[0, 1, 2]]].
+    Example: a prompt of 4 tokens, completions of 2, 3 and 2 tokens. In rows of 10, shared gives [[[0, 1]], [[2]]] and repeated
+    gives [[[0]], [[1]], [[2]]]. In rows of 11, shared gives [[[0, 1, 2]]].
     """
     prompt = len(preference.prompt)
     rows: list[list[list[int]]] = []
@@ -201,8 +205,8 @@ def _rows(preference: TokenizedPreference, length: int, arrangement: Arrangement
 
 
 def _columns(preferences: Sequence[TokenizedPreference]) -> dict[str, NDArray[np.float32]]:
-    """Of a column that some preferences give, the others have the default."""
-    columns = in_use(name for preference in preferences for name in preference.columns)
+    """Return the values of the data columns in use. A preference that does not give a column has the column's default value."""
+    columns = columns_in_use(name for preference in preferences for name in preference.columns)
     return {c.name: np.array([value for p in preferences for value in p.values(c.name)], c.dtype) for c in columns}
 
 
@@ -211,7 +215,7 @@ def _joined_columns(packs: Sequence[Pack]) -> dict[str, NDArray[np.float32]]:
         num = len(pack.completion_lengths) if column.per == "completion" else len(pack.preferences)
         return pack.columns.get(column.name, np.full(num, column.default, column.dtype))
 
-    columns = in_use(name for pack in packs for name in pack.columns)
+    columns = columns_in_use(name for pack in packs for name in pack.columns)
     return {column.name: np.concatenate([values(pack, column) for pack in packs]) for column in columns}
 
 

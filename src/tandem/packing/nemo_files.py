@@ -1,16 +1,17 @@
-"""Packed files of NeMo Aligner in, a prepared folder out; and preferences in, such packed files out."""
+"""Converts NeMo Aligner's packed files to prepared data, and preferences to NeMo Aligner's packed files."""
 
 from pathlib import Path
 
 import numpy as np
 
+from tandem.columns import COLUMNS
 from tandem.config.sections.datasets import Data
 from tandem.data.formats.nemo_packs import nemo_pack_tokens, read_nemo, single_pairs, write_nemo
 from tandem.data.read.sources import CHUNK_RECORDS, RowError
 from tandem.data.store.selection import Preferences
 from tandem.data.store.token_store import TokenStore
 from tandem.data.store.tokens_file import FORMAT_VERSION
-from tandem.data.store.writer import Prepared, settle, write_store
+from tandem.data.store.writer import ChunkResult, accept_rows, write_store
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError
 from tandem.packing.binning import pack_into_bins
@@ -18,7 +19,10 @@ from tandem.storage.cache import content_of, fingerprint, published, read_manife
 
 
 def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenStore:
-    """A prepared folder from `packed_*.npy`. It holds no text, so no tokenizer is compared with it when it is opened."""
+    """Convert NeMo Aligner's file `packed_*.npy` to a prepared folder.
+
+    The file holds tokens but no text, so the prepared folder can be used with any tokenizer.
+    """
     rows = [_usable(row) for pack in read_nemo(file) for row in pack]
     made_of = {
         "sources": [[str(file), str(file.resolve()), content_of(file)]],
@@ -28,13 +32,17 @@ def import_nemo(file: Path, folder: Path, data: Data, max_length: int) -> TokenS
     scores = (data.default_chosen_reward, data.default_rejected_reward)
     with published(folder, "packs") as aside:
         parts = [rows[start : start + CHUNK_RECORDS] for start in range(0, len(rows), CHUNK_RECORDS)]
-        facts = write_store((settle(part, Prepared(), max_length, data.overlong, scores) for part in parts), aside)
+        results = (
+            accept_rows(part, ChunkResult(), max_length=max_length, overlong=data.overlong, default_scores=scores)
+            for part in parts
+        )
+        facts = write_store(results, aside)
         write_manifest(
             aside,
             format_version=FORMAT_VERSION,
             fingerprint=fingerprint(FORMAT_VERSION, made_of, data.overlong, scores),
             format="NeMo Aligner's packs",
-            format_reason="as --from-nemo says",
+            format_reason="set by --from-nemo",
             made_of=made_of,
             **facts,
         )
@@ -49,23 +57,26 @@ def _usable(row: TokenizedPreference) -> TokenizedPreference | RowError:
 
 
 def check_for_nemo(store: Preferences, size: int) -> None:
-    """Refuse, before anything is written, what such packs cannot hold: a pair that is too long, weights, margins."""
+    """Refuse preferences that NeMo Aligner's packs cannot store: pairs of more than `size` tokens, weights and margins."""
     if store.columns:
         raise ConfigError(
-            f"--to-nemo: the preferences have a {' and a '.join(store.columns)}, for which NeMo Aligner's packs have no place. "
-            "Leave out --to-nemo, or the key of the data set that names it."
+            f"--to-nemo: the preferences have a {' and a '.join(store.columns)}, which NeMo Aligner's packs cannot store. "
+            f"Leave out --to-nemo, or the data set's {' and '.join(COLUMNS[name].key or name for name in store.columns)}."
         )
     for index in range(len(store)):
         largest = max(nemo_pack_tokens(pair) for pair in single_pairs(store[index]))
         if largest > size:
             raise ConfigError(
                 f"--to-nemo: a pack of {size} tokens cannot hold the pair at {store.place(index)}, which takes {largest} "
-                "there, its prompt on both sides. Raise --pack-sizes, or leave out --to-nemo."
+                "tokens with its prompt repeated for both completions. Raise --pack-sizes, or leave out --to-nemo."
             )
 
 
 def export_nemo(store: Preferences, folder: Path, *, size: int, algorithm: str, seed: int) -> Path:
-    """`packed_{size}_seed{seed}.npy` in NeMo Aligner's layout, where both sides of every pair repeat the prompt."""
+    """Write the file `packed_{size}_seed{seed}.npy` in NeMo Aligner's layout.
+
+    The layout repeats the prompt for both completions of a pair.
+    """
     pairs = [pair for i in range(len(store)) for pair in single_pairs(store[i])]
     sizes = np.array([nemo_pack_tokens(pair) for pair in pairs])
     file = folder / f"packed_{size}_seed{seed}.npy"

@@ -1,124 +1,131 @@
-"""The preferences of a batch in; the packs that go through the model, a few at a time, out."""
+"""Packs the preferences of a batch, and groups the packs into micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.config.sections.policy import Packing
 from tandem.data.store.selection import Preferences
 from tandem.data.store.token_store import TokenStore
 from tandem.errors import ConfigError
 from tandem.packing.binning import Bins, pack_into_bins
-from tandem.packing.distribution import FloatArray, Round, row_cost, share_out
-from tandem.packing.layout import Arrangement, Pack, join, lay_out
+from tandem.packing.distribution import FloatArray, Round, assign_to_ranks, row_cost
+from tandem.packing.layout import Arrangement, IntArray, Pack, join, lay_out
 
-# FlexAttention works in blocks of this many positions; a row is a whole number of them.
+# FlexAttention computes in blocks of this many positions. Row lengths are multiples of it.
 BLOCK = 128
-# Rows may be shorter than the longest, in sixteenths of it. Each length is compiled, so there are few; but three rows of
-# these come to every number of sixteenths for which two would not do.
+# Row lengths, in sixteenths of the longest. Each length is compiled, so there are few of them. But every total of 33 to 48
+# sixteenths is the sum of three.
 SIXTEENTHS = (4, 9, 13, 15, 16)
-# Tokens of an `auto` pack of a set packed once. It changes which pairs share a batch, so it may not follow from the machine.
+# The `auto` length, in tokens, for a set that is packed once. It decides which pairs share a batch, so it must not depend on the
+# machine.
 DATASET_PACK = 8192
-# An `auto` length gives a batch at least this many rows, or most of the last one would be filler; unless they were shorter
-# than is fast on a GPU.
+# With an `auto` length, a batch has at least this many rows: with fewer, the filler of the last row would be a large part of it.
+# It has fewer if the rows would be too short to be fast on a GPU.
 ROWS_PER_BATCH = 4
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of every batch: the number of the rank, and the number of ranks."""
+class RankShare:
+    """The part of every batch that a rank computes. `num_ranks` is the number of parts: the data-parallel degree."""
 
-    worker: int = 0
+    rank: int = 0
     num_ranks: int = 1
 
 
-SINGLE_RANK = Share()
+SINGLE_RANK = RankShare()
 
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """How preferences become packs, and packs the micro-batches of one rank."""
+    """Packs preferences, and groups the packs of one rank into micro-batches."""
 
     store: Preferences
-    sizes: IntArray  # tokens each preference takes in a row
-    lengths: tuple[int, ...]  # of rows, rising; most have the last
+    sizes: IntArray  # tokens that each preference takes in a row
+    lengths: tuple[int, ...]  # row lengths, ascending; most rows have the last
     arrangement: Arrangement
     packs_per_micro_batch: int
     algorithm: str
     seed: int = 0
-    share: Share = SINGLE_RANK
-    costs: FloatArray | None = None  # what each preference adds to its row's cost; without it, its tokens
+    share: RankShare = SINGLE_RANK
+    costs: FloatArray | None = None  # what each preference adds to its row's cost; None: its number of tokens
 
     @property
     def length(self) -> int:
         return self.lengths[-1]
 
     def micro_batches(self, preferences: IntArray, bounds: IntArray | None = None) -> Iterator[Pack]:
-        """The packs of this rank in a batch, a few at a time, as they go through the model: as many for every rank.
+        """Yield the micro-batches that this rank computes for a batch of preferences.
 
-        `bounds`: where packs begin and end, if that is decided already.
+        Every rank has the same number of micro-batches.
+        `bounds`: where packs begin and end in `preferences`; None: the preferences are not packed yet.
         """
         together = self.packs_per_micro_batch
         for length, same in groupby(self.rounds(preferences, bounds), key=lambda round: round.length):
-            waiting = [round.packs[self.share.worker].tolist() for round in same]
+            waiting = [round.packs[self.share.rank].tolist() for round in same]
             while waiting:
-                # What is left is taken in powers of two: each number of rows is compiled.
+                # The remaining packs are taken in powers of two, because each number of rows is compiled.
                 size = together if len(waiting) >= together else 2 ** (len(waiting).bit_length() - 1)
                 yield join([self.row(chosen, length) for chosen in waiting[:size]])
                 waiting = waiting[size:]
 
     def rounds(self, preferences: IntArray, bounds: IntArray | None = None) -> list[Round]:
-        """The packs of all ranks, one for each in every round."""
+        """Return the packs of all ranks, in rounds with one pack per rank."""
         costs = self.sizes.astype(np.float64) if self.costs is None else self.costs
         bins, num_ranks = self.bins(preferences, bounds), self.share.num_ranks
-        # Rows that go through the model together have one length: what shorter ones save, smaller groups would cost.
-        free = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
-        return share_out(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, tightly=free)
+        # The rows of a micro-batch have the same length. With several packs per micro-batch, repacking would save filler, but
+        # different row lengths would make micro-batches smaller, which costs as much.
+        repack = self.arrangement != "separate" and bounds is None and self.packs_per_micro_batch == 1
+        return assign_to_ranks(bins, self.sizes, costs, lengths=self.lengths, num_ranks=num_ranks, repack=repack)
 
-    def alone(self) -> "Packer":
-        """This packer for a single rank, which computes everything."""
+    def for_single_rank(self) -> "Packer":
+        """Return a copy of this packer for a run with a single rank, which computes every pack."""
         return replace(self, share=SINGLE_RANK)
 
     def bins(self, preferences: IntArray, bounds: IntArray | None = None) -> Bins:
-        """Which preferences share a row. One that is longer than a row has several to itself."""
+        """Return which preferences share a row.
+
+        A preference that is longer than a row is in a bin alone, and takes several rows.
+        """
         if bounds is not None:
             return Bins(preferences, bounds)
-        alone = self.arrangement == "separate" or self.sizes[preferences] > self.length
-        alone = np.broadcast_to(alone, preferences.shape)
-        together, single = preferences[~alone], preferences[alone]
+        is_single = self.arrangement == "separate" or self.sizes[preferences] > self.length
+        is_single = np.broadcast_to(is_single, preferences.shape)
+        together, single = preferences[~is_single], preferences[is_single]
         bins = pack_into_bins(self.algorithm, self.sizes[together], self.length, self.seed)
         order = np.concatenate([together[bins.order], single])
         return Bins(order, np.concatenate([bins.bounds, bins.bounds[-1] + 1 + np.arange(len(single))]))
 
     def row_length(self, bin: IntArray) -> int:
-        """The shortest row that holds a bin: of 256, 512, 768, 896 and 1024, a bin of 600 tokens takes 768."""
+        """Return the shortest row length that holds a bin.
+
+        With row lengths 256, 512, 768, 896 and 1024, a bin of 600 tokens takes 768.
+        """
         size = int(self.sizes[bin].sum())
         return next((length for length in self.lengths if length >= size), self.length)
 
     def longest_row(self, bins: Bins) -> int:
-        """Of a batch, before the last of its rows are packed again."""
+        """Return the longest row length that any of the bins takes. Repacking of the last rounds is not taken into account."""
         return max(self.row_length(bin) for bin in bins)
 
     def num_rows(self, bin: IntArray) -> int:
-        """One, but for a preference that is longer than a row, and where sequences have rows to themselves."""
+        """Return how many rows a bin takes: 1, except for a preference longer than a row, and with arrangement separate."""
         if self.arrangement != "separate" and int(self.sizes[bin].sum()) <= self.length:
             return 1
         return self.row(bin.tolist(), self.length).token_ids.shape[0]
 
     def row(self, chosen: list[int], length: int) -> Pack:
-        """Preferences as a pack with rows of that length."""
+        """Lay out the preferences `chosen` as a pack with rows of `length` tokens."""
         return lay_out(chosen, [self.store[i] for i in chosen], length=length, arrangement=self.arrangement)
 
 
 def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
-    """Tokens each preference takes in a row (its longest row when separate).
+    """Return how many tokens each preference takes in a row.
 
-    A prompt of 4, completions of 2 and 3: shared 9, repeated 13, separate 7
+    With arrangement separate, this is the longest row of the preference.
+    Example: a prompt of 4 tokens, completions of 2 and 3 tokens take 9 (shared), 13 (repeated) or 7 (separate).
     """
     if arrangement == "shared":
         return store.num_prompt_tokens + store.num_completion_tokens
@@ -128,7 +135,7 @@ def row_sizes(store: Preferences, arrangement: Arrangement) -> IntArray:
 
 
 def tokens_of_pairs(num: float, sizes: IntArray, store: Preferences) -> float:
-    """Tokens that this many pairs of a set take in rows, on average."""
+    """Return how many tokens `num` pairs of a set take in rows, on average."""
     return num * float(sizes.mean()) / float(store.num_pairs.mean())
 
 
@@ -146,49 +153,60 @@ def make_packer(
     shortest_auto: int = 0,
     pairs_per_batch: int | None,
     seed: int = 0,
-    share: Share = SINGLE_RANK,
+    share: RankShare = SINGLE_RANK,
     hidden_size: int | None = None,
 ) -> Packer:
-    """A packer for a set. An `auto` length holds every preference; it is `usual_auto`, or less for a small batch.
+    """Make a packer for a set.
 
-    A batch takes one row rather than several that are shorter than `shortest_auto`.
-    In mode dataset it is the longest that the set was prepared for, if it was. `hidden_size` of the model tells what
-    attention costs where work is shared out; without it a row costs its tokens.
+    `usual_auto`, `shortest_auto`, `pairs_per_batch`: used to choose the row length if pack_length is `auto`; see `_auto_length`.
+    `hidden_size`: of the model, to estimate the cost of attention. None: the cost of a preference is its number of tokens.
     """
     arrangement = arrangement_of(packing)
     sizes = row_sizes(store, arrangement)
-    longest = int(np.argmax(store.longest))
     if packing.pack_length != "auto":
         length = packing.pack_length
-        if store.longest[longest] > in_blocks(length):
-            raise ConfigError(
-                f"policy.packing.pack_length = {length}, but a sequence at {store.place(longest)} takes "
-                f"{store.longest[longest]} tokens. Raise the pack length, or lower policy.max_total_sequence_length."
-            )
+        _refuse_too_long(store, length)
     elif packing.mode == "dataset" and (prepared := prepared_lengths(store)):
         length = max(prepared)
     elif arrangement == "separate":
         length = int(sizes.max())
     else:
-        wanted = usual_auto
-        if pairs_per_batch is not None:
-            per_batch = tokens_of_pairs(pairs_per_batch, sizes, store)
-            # Packed as a whole, a set is cut into batches by its packs: their length may not depend on the number of ranks.
-            rows = ROWS_PER_BATCH * (1 if packing.mode == "dataset" else share.num_ranks)
-            whole = per_batch * ROWS_PER_BATCH / rows  # the share of a rank
-            wanted = min(usual_auto, int(max(per_batch / rows, min(whole, shortest_auto))))
-        length = max(int(sizes.max()), wanted)
+        # Mode dataset forms batches of complete packs, so the length of packs must not depend on the number of ranks.
+        num_ranks = 1 if packing.mode == "dataset" else share.num_ranks
+        per_rank = None if pairs_per_batch is None else tokens_of_pairs(pairs_per_batch, sizes, store) / num_ranks
+        length = _auto_length(sizes, tokens_per_batch=per_rank, usual=usual_auto, shortest=shortest_auto)
     return Packer(
-        store,
-        sizes,
-        row_lengths(length),
-        arrangement,
-        packing.packs_per_micro_batch,
-        packing.algorithm,
-        seed,
-        share,
-        None if hidden_size is None or share == SINGLE_RANK else _costs(store, arrangement, hidden_size),
+        store=store,
+        sizes=sizes,
+        lengths=row_lengths(length),
+        arrangement=arrangement,
+        packs_per_micro_batch=packing.packs_per_micro_batch,
+        algorithm=packing.algorithm,
+        seed=seed,
+        share=share,
+        costs=None if hidden_size is None or share == SINGLE_RANK else _costs(store, arrangement, hidden_size),
     )
+
+
+def _refuse_too_long(store: Preferences, pack_length: int) -> None:
+    longest = int(np.argmax(store.longest))
+    if store.longest[longest] > in_blocks(pack_length):
+        raise ConfigError(
+            f"policy.packing.pack_length = {pack_length}, but a sequence at {store.place(longest)} takes "
+            f"{store.longest[longest]} tokens. Raise the pack length, or lower policy.max_total_sequence_length."
+        )
+
+
+def _auto_length(sizes: IntArray, *, tokens_per_batch: float | None, usual: int, shortest: int) -> int:
+    """Return a row length that holds every preference: `usual`, or a shorter length if batches are small.
+
+    `tokens_per_batch`: tokens of a batch that one rank computes. They are divided into ROWS_PER_BATCH rows, or into fewer rows if
+    rows would be shorter than `shortest`.
+    """
+    wanted = usual
+    if tokens_per_batch is not None:
+        wanted = min(usual, int(max(tokens_per_batch / ROWS_PER_BATCH, min(tokens_per_batch, shortest))))
+    return max(int(sizes.max()), wanted)
 
 
 def _costs(store: Preferences, arrangement: Arrangement, hidden_size: int) -> FloatArray:
@@ -197,16 +215,19 @@ def _costs(store: Preferences, arrangement: Arrangement, hidden_size: int) -> Fl
 
 
 def prepared_lengths(store: Preferences) -> set[int]:
-    """Of packs that `tandem prepare` wrote next to the tokens."""
+    """Return the pack lengths for which `tandem prepare` stored packs together with the tokens."""
     return {facts["pack_length"] for facts in store.packs} if isinstance(store, TokenStore) else set()
 
 
 def row_lengths(length: int) -> tuple[int, ...]:
-    """A length and the shorter ones used with it, in whole blocks: 2048 -> 512, 1152, 1664, 1920, 2048; 200 -> 128, 256."""
+    """Return the row lengths of a packer: `length` and several shorter ones, all multiples of the block size.
+
+    Example: length 2048 gives 512, 1152, 1664, 1920, 2048; length 200 gives 128, 256.
+    """
     blocks = in_blocks(length) // BLOCK
     return tuple(sorted({max(1, blocks * part // SIXTEENTHS[-1]) * BLOCK for part in SIXTEENTHS}))
 
 
 def in_blocks(length: int) -> int:
-    """The least number of whole blocks that hold this many tokens, in tokens: 200 -> 256."""
+    """Round a number of tokens up to a multiple of the block size: 200 -> 256."""
     return -(-length // BLOCK) * BLOCK

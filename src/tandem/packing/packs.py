@@ -1,4 +1,4 @@
-"""A set packed once, as a whole: which preferences share a row, found on disk by a fingerprint, or made and kept."""
+"""Packs a whole set before training (policy.packing.mode=dataset), and stores the packs on disk for later runs."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
 from tandem.storage.cache import cache_dir, fingerprint, published, read_manifest, write_manifest
 
-# Raised whenever the same sizes would be packed otherwise.
+# Increased whenever the same sizes would be packed differently.
 PACKS_VERSION = 1
 SCHEMA = pa.schema({"preferences": pa.large_list(pa.int64())})
 
 
-def facts_of(packer: Packer) -> dict[str, Any]:
-    """All that decides how a set is packed."""
+def pack_settings(packer: Packer) -> dict[str, Any]:
+    """Return all settings and fingerprints that determine how a set is packed."""
     return {
         "version": PACKS_VERSION,
         "tokens": packer.store.fingerprint,
@@ -31,40 +31,44 @@ def facts_of(packer: Packer) -> dict[str, Any]:
 
 
 def open_packs(packer: Packer) -> Bins:
-    """The packs of a whole set: as prepared earlier, or made now and kept for the next run."""
-    facts = facts_of(packer)
-    if isinstance(packer.store, TokenStore) and facts in packer.store.packs:
+    """Return the packs of a whole set. If no packs with these settings are stored yet, pack the set and store the packs."""
+    settings = pack_settings(packer)
+    if isinstance(packer.store, TokenStore) and settings in packer.store.packs:
         folder = packer.store.folder
         try:
             if file_name(packer.length) not in packer.store.verified:
-                raise ValueError(f"{folder}/manifest.json does not name {file_name(packer.length)}")
-            return _checked(folder / file_name(packer.length), packer)  # its SHA-256 was verified with the tokens'
+                raise ValueError(f"{folder}/manifest.json does not list {file_name(packer.length)}")
+            return _read_checked(folder / file_name(packer.length), packer)  # its SHA-256 was verified with the tokens
         except ValueError as error:
             raise DataError(f"{error}. The prepared data is damaged. Prepare it again, with tandem prepare.") from None
-    folder = cache_dir() / "packs" / fingerprint(facts)
+    folder = cache_dir() / "packs" / fingerprint(settings)
     if not folder.is_dir():
         with published(folder, "packs") as aside:
             write_packs(packer.bins(np.arange(len(packer.store))), aside / file_name(packer.length))
-            write_manifest(aside, **facts)
+            write_manifest(aside, **settings)
     try:
         read_manifest(folder)
-        return _checked(folder / file_name(packer.length), packer)
+        return _read_checked(folder / file_name(packer.length), packer)
     except (ValueError, OSError) as error:
         raise DataError(f"{error}. The packs are damaged: remove {folder} and start again.") from None
 
 
-def _checked(file: Path, packer: Packer) -> Bins:
-    """Packs from disk, if each preference of the set is in one of them and none holds more than fits in a row."""
+def _read_checked(file: Path, packer: Packer) -> Bins:
+    """Read packs and check them against the set.
+
+    Raise ValueError unless every preference is in exactly one pack, no pack is empty, and every pack of several preferences fits
+    in a row.
+    """
     bins = read_packs(file)
     num = len(packer.store)
     if not np.array_equal(np.sort(bins.order), np.arange(num)):
-        raise ValueError(f"{file} does not hold each of {num} preferences once")
+        raise ValueError(f"{file} does not hold each of the {num} preferences exactly once")
     sizes = np.diff(bins.bounds)
     if not (sizes > 0).all():
         raise ValueError(f"{file} has a pack without preferences")
     tokens = np.add.reduceat(packer.sizes[bins.order], bins.bounds[:-1]) if num else sizes
-    if ((tokens > packer.length) & (sizes > 1)).any():  # one that is longer than a row has several to itself
-        raise ValueError(f"{file} has a pack of over {packer.length} tokens")
+    if ((tokens > packer.length) & (sizes > 1)).any():  # a single preference may take several rows
+        raise ValueError(f"{file} has a pack with more than {packer.length} tokens")
     return bins
 
 
@@ -79,9 +83,9 @@ def write_packs(bins: Bins, file: Path) -> None:
 
 
 def read_packs(file: Path) -> Bins:
-    """Packs as written, copied into memory; ValueError says what is wrong with them."""
+    """Read packs from a file into memory. Raise ValueError if the file is damaged."""
     batches = open_batches(file, SCHEMA)
     if len(batches) != 1:
-        raise ValueError(f"{file} has {len(batches)} batches where tandem writes one")
+        raise ValueError(f"{file} has {len(batches)} Arrow record batches instead of one")
     lists = batches[0].column("preferences")
     return Bins(lists.values.to_numpy().copy(), lists.offsets.to_numpy().copy())

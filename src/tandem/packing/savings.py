@@ -1,4 +1,4 @@
-"""A packer and its packs in; what they give out: fill, packs, and tokens spared against padding."""
+"""Computes how well a set packs: how full its rows are, and how many times more positions padded batches would compute."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.packing.binning import Bins
-from tandem.packing.packer import IntArray, Packer, row_sizes
+from tandem.packing.layout import IntArray
+from tandem.packing.packer import Packer, row_sizes
 
-# What padding is compared with: this many sequences go together, each padded to the longest of them.
-PADDED_TOGETHER = 16
+# Packing is compared with batches of this many sequences, each padded to the longest of its batch.
+PADDED_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """How a set packs into rows of one length."""
+class PackingStats:
+    """Statistics of a set that is packed into rows."""
 
     pack_length: int
     algorithm: str
@@ -22,17 +23,17 @@ class Outlook:
     fill: float
     preferences_per_pack: float
     pairs_per_pack: float
-    batch_in_packs: int  # packs that hold the pairs of a global batch, about
-    padding_factor: float  # positions that padding would compute, over those of the packs
+    batch_in_packs: int  # approximate number of packs in a global batch
+    padding_factor: float  # positions that padding would compute, divided by those of the packs
 
 
-def outlook(packer: Packer, bins: Bins, pairs_per_batch: int) -> Outlook:
-    """Of the preferences that are in the bins."""
+def packing_stats(packer: Packer, bins: Bins, pairs_per_batch: int) -> PackingStats:
+    """Return the statistics of a set whose preferences are packed in `bins`."""
     store, packed = packer.store, bins.order
     rows = [packer.row_length(bin) * packer.num_rows(bin) for bin in bins]
     tokens = row_sizes(store, "shared" if packer.arrangement == "shared" else "repeated")[packed]
     pairs_per_pack = float(store.num_pairs[packed].sum()) / len(bins)
-    return Outlook(
+    return PackingStats(
         pack_length=packer.length,
         algorithm=packer.algorithm,
         num_packs=len(bins),
@@ -45,19 +46,25 @@ def outlook(packer: Packer, bins: Bins, pairs_per_batch: int) -> Outlook:
 
 
 def packed_by_batch(packer: Packer, batches: Iterable[IntArray]) -> Bins:
-    """The rows of batches that are packed one by one: [0 1], [2] and [3 4] -> order 0 1 2 3 4, bounds 0 2 3 5."""
+    """Pack each batch separately, and return the bins of all batches.
+
+    Example: bins [0 1] and [2] of one batch and [3 4] of the next are returned as order 0 1 2 3 4, bounds 0 2 3 5.
+    """
     packed = [packer.bins(batch) for batch in batches]
     sizes = [size for bins in packed for size in np.diff(bins.bounds)]
     return Bins(np.concatenate([bins.order for bins in packed]), np.cumsum([0, *sizes]))
 
 
 def _padded_positions(packer: Packer, packed: IntArray) -> int:
-    """Sequences in a shuffled order, some at a time, each padded to the longest: lengths 3 5 | 2 2 -> 10 + 4."""
+    """Return how many positions the shuffled sequences take in batches that are padded to their longest sequence.
+
+    Example: in batches of 2, sequences of lengths 3 5 | 2 2 take 10 + 4 positions.
+    """
     store = packer.store
     order = np.random.default_rng(0).permutation(np.sort(packed))
     lengths = np.concatenate(
         [len(row.prompt) + np.array([len(c) for c in row.completions]) for row in (store[int(i)] for i in order)]
     )
-    padding = -len(lengths) % PADDED_TOGETHER
-    groups = np.pad(lengths, (0, padding)).reshape(-1, PADDED_TOGETHER)
+    padding = -len(lengths) % PADDED_BATCH_SIZE
+    groups = np.pad(lengths, (0, padding)).reshape(-1, PADDED_BATCH_SIZE)
     return int((groups.max(1) * (groups > 0).sum(1)).sum())

@@ -23,7 +23,10 @@ def list_row(run: Run) -> list[str]:
         f"{run.step:,}" if run.num_steps in (None, run.step) else f"{run.step:,}/{run.num_steps:,}",
         "-" if interval is None else percent(interval.share),
         "-" if interval is None else f"{percent(interval.low)} to {percent(interval.high)}",
-        *(number(number_in(record, name)).replace("−", "-").replace("–", "-") for name in ("loss", "rewards_margin_mean")),
+        *(
+            number(number_in(record, name)).replace("−", "-").replace("–", "-")
+            for name in ("loss", "rewards_margin_mean")
+        ),
     ]
 
 

@@ -10,7 +10,8 @@ from tandem.config.losses import BETA, LOSS_ARGUMENTS, SFT_TERM, reads, spelled
 from tandem.config.schema import Config
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import Sets, columns_in_words
-from tandem.model.load import describe_attention, dropouts
+from tandem.model.architecture import architecture_of
+from tandem.model.load import describe_attention
 from tandem.model.lora.layers import LoraPlan
 from tandem.terminal.printable import listed
 from tandem.train.adamw import state_bytes
@@ -38,7 +39,7 @@ def describe_computation(setup: Setup) -> str:
 
 
 def describe_choices(setup: Setup) -> list[tuple[str, str]]:
-    """Return the settings that determine the trained model, as (name, value in words)."""
+    """Return the settings that determine the trained model, as pairs (name of the setting, its value in words)."""
     config, dpo = setup.config, setup.config.dpo
     sets = config.data.training_sets
     weights = ", ".join(f"{s.data_path} {s.weight:g}" for s in sets) if any(s.weight != 1 for s in sets) else ""
@@ -76,7 +77,10 @@ def describe_choices(setup: Setup) -> list[tuple[str, str]]:
 
 
 def describe_sets(sets: Sets, config: Config) -> list[tuple[str, str]]:
-    """Return the path and the number of pairs of each set: ("training set", "a.jsonl (10 pairs) and b.jsonl (20 pairs)")."""
+    """Return the path and the number of pairs of each set, as pairs (name, description).
+
+    Example: ("training sets", "a.jsonl (10 pairs) and b.jsonl (20 pairs)").
+    """
     data = config.data
     given = data.training_sets
     names = ["train"] if len(given) == 1 else [f"train-{number}" for number in range(len(given))]
@@ -96,7 +100,7 @@ def _num_pairs(preferences: Preferences) -> str:
 
 
 def _loss_settings(config: Config) -> str:
-    """List the arguments of the chosen losses, and other loss settings that differ from their defaults."""
+    """Return the arguments of the chosen losses, and other loss settings that differ from their defaults, as text."""
     dpo, fields = config.dpo, type(config.dpo).model_fields
     defaults = {name: field.default for name, field in fields.items()}
     arguments = [name for name in LOSS_ARGUMENTS if reads(dpo.preference_loss, name)]
@@ -107,7 +111,7 @@ def _loss_settings(config: Config) -> str:
 
 
 def _packs_per_batch(setup: Setup) -> str:
-    """Describe about how many packs make a batch; empty unless policy.packing.mode=dataset."""
+    """Return the approximate number of packs in a batch, in words. Return empty text unless policy.packing.mode=dataset."""
     plan = setup.plan
     if plan.batches.packs is None:
         return ""
@@ -131,7 +135,10 @@ def _run_length(setup: Setup) -> str:
 
 
 def _pairs_of_epochs(setup: Setup) -> str:
-    """Count the pairs of all epochs, with incomplete last batches; the pairs per epoch if there are very many epochs."""
+    """Return the number of pairs in all epochs, as text. For more than MAX_COUNTED_EPOCHS epochs, return the number per epoch.
+
+    Pairs that drop_last leaves out of a batch are counted too.
+    """
     batches, epochs = setup.plan.batches, setup.config.dpo.max_num_epochs
     if epochs > MAX_COUNTED_EPOCHS:
         return f"{batches.num_pairs_of(0):,} per epoch"
@@ -177,13 +184,13 @@ def _reference(setup: Setup) -> str:
 
 
 def _dropout(setup: Setup) -> str:
-    of_adapters, of_model = setup.config.policy.lora.dropout, dropouts(setup.source.config)
+    of_adapters, of_model = setup.config.policy.lora.dropout, architecture_of(setup.source.config).random_settings
     used = f"{of_adapters:g} of the adapters' inputs, in training steps" if of_adapters else "0"
     return f"{used} (the model's dropout of {of_model} is switched off)" if of_model else used
 
 
 def _as_yaml(value: Any) -> str:
-    """Format a value as in a configuration file: true, not True."""
+    """Format a value as in a YAML file: True is written as true."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""Writes a JSONL file with the metrics of every pair, one pair per line, smallest margin first."""
+"""Writes the metrics of every pair to a JSONL file: one line per pair, the smallest margin first."""
 
 import json
 import os
@@ -32,7 +32,7 @@ METRIC_COLUMNS = (
 
 
 class PerPairFile:
-    """The file that --per-pair writes. It is written under a temporary name and renamed when complete."""
+    """The file that --per-pair writes. The file has a temporary name until it is complete."""
 
     def __init__(self, path: Path, dpo: Dpo):
         self.path = path
@@ -42,7 +42,7 @@ class PerPairFile:
         self._names = tuple(name for name in (*own_loss, *METRIC_COLUMNS) if name not in absent)
 
     def write(self, tables: Iterator[tuple[str, "PairTable", Preferences]]) -> None:
-        """Write every pair of every split, smallest margin first within each split."""
+        """Write every pair of every split. Within a split, the pair with the smallest margin comes first."""
         with replacing(self.path, "per_pair") as out:
             for split, table, store in tables:
                 self._add(out, split, table, store)
@@ -62,7 +62,7 @@ class PerPairFile:
 
 
 def check_per_pair(path: Path) -> None:
-    """Refuse a file that cannot be written, before training starts."""
+    """Raise ConfigError, before training starts, if the file cannot be written."""
     if path.is_dir():
         raise ConfigError(f"--per-pair {path}: a directory. Give the name of a file.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

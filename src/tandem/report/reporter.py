@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl and prints the progress of a run: as a bar on a terminal, plain lines elsewhere, or JSON lines."""
+"""Writes metrics.jsonl and prints the progress of a run: as a bar on a terminal, as plain lines elsewhere, or as JSON lines."""
 
 import json
 import os
@@ -39,7 +39,7 @@ STEP_LINES = 50  # about how many steps of a run stay visible on a terminal
 
 
 class MetricsFile:
-    """The file metrics.jsonl. It has one JSON object per line, and is flushed after each line."""
+    """The file metrics.jsonl, with one JSON object per line. Every line is flushed when it is written."""
 
     has_lost_lines = False  # whether lines from before the checkpoint that the run resumes from are missing
 
@@ -62,11 +62,11 @@ class MetricsFile:
                 self._file.flush()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all intact records so far, including those from before the run was resumed."""
+        """Return all records that can be read, including records from before the run was resumed."""
         return [record for record in self._lines() if record is not None]
 
     def size(self) -> int:
-        """Flush the file to disk; return the number of bytes written so far."""
+        """Flush the file to disk, and return its size in bytes."""
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -75,12 +75,12 @@ class MetricsFile:
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the number of bytes up to the end of the last complete line."""
+    """Return the size of the file in bytes without an incomplete last line."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
 class NoMetricsFile(MetricsFile):
-    """Writes nothing. For ranks other than 0, because only rank 0 writes metrics."""
+    """A MetricsFile that writes nothing, for ranks other than 0. Only rank 0 writes metrics."""
 
     def __init__(self) -> None:
         pass
@@ -99,7 +99,7 @@ class Reporter:
     """Prints messages, tables and progress. Progress bars and line wrapping are used only on a terminal."""
 
     def __init__(self, verbosity: Verbosity = "normal", console: Console | None = None, *, as_json: bool = False):
-        """as_json: print records and the result as JSON lines on standard output, and everything else on standard error."""
+        """`as_json`: print records and the result as JSON lines on standard output, and everything else on standard error."""
         in_ci = os.environ.get("CI", "") not in ("", "0", "false")
         self.console = console or SafeConsole(stderr=as_json, force_terminal=False if in_ci else None)
         if console is None and not self.console.is_terminal:
@@ -109,12 +109,12 @@ class Reporter:
         self.shows_parts = False  # whether to show the preference loss and the SFT loss next to their sum
 
     def say(self, text: str = "", *, hang: int | None = None) -> None:
-        """Print a message, wrapped at words on a terminal; `hang` is the indentation of continuation lines."""
+        """Print a message, wrapped at words on a terminal. `hang`: the indentation of continuation lines."""
         if self.verbosity in ("normal", "verbose"):
             self._print(text, hang=hang)
 
     def command(self, text: str) -> None:
-        """Print a command for the user to copy. It is never wrapped."""
+        """Print a command for the user to copy. A command is never wrapped."""
         if self.verbosity in ("normal", "verbose"):
             self._draw(f"  {text}")
 
@@ -138,19 +138,19 @@ class Reporter:
         self.console.print(Text(escaped(text), style), soft_wrap=True)
 
     def end(self, text: str) -> None:
-        """Print where the results are, also in quiet runs."""
+        """Print where the results are. Quiet runs print this too."""
         if self.verbosity == "quiet" and not self.as_json:
             self._print(text)
         else:
             self.say(f"\n{text}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """Print a record of metrics.jsonl, if as_json is set."""
+        """Print a record of metrics.jsonl as a JSON line. Does nothing unless as_json is set."""
         if self.as_json:
             print(json.dumps(record), flush=True)
 
     def result(self, run: Path) -> None:
-        """Print the run directory and the last record of every split, if as_json is set."""
+        """Print the run directory and the last record of every split as a JSON line. Does nothing unless as_json is set."""
         if self.as_json:
             metrics = run / "metrics.jsonl"
             records = records_in(metrics.read_bytes() if metrics.is_file() else b"")
@@ -165,7 +165,7 @@ class Reporter:
             self.say(f"  {name:<{width}}  {value}", hang=width + 4)
 
     def preflight(self, sets: Sequence[Preflight], rejects: Mapping[str, Path]) -> None:
-        """Print a table of the sets, notes and warnings. rejects: the file that lists the skipped rows of each set."""
+        """Print a table of the sets, with notes and warnings. `rejects`: for each set, the file that lists its skipped rows."""
         counted = ["rows", "accepted", "bad", "filtered", "pairs", "prompt tok", "compl. tok", "longest"]
         rows = []
         for s in sets:
@@ -203,7 +203,7 @@ class Reporter:
                     self.warn(f"{s.prompt_overlap} prompts of {s.name} are in the training set too.")
 
     def lengths(self, rows: dict[str, Lengths]) -> None:
-        """Print a table of lengths in tokens."""
+        """Print a table of length statistics in tokens: mean, percentiles and longest."""
         columns = ["of", "mean", *(f"p{p}" for p in PERCENTILES), "longest"]
         cells = [
             [name, f"{of.mean:,.1f}", *(f"{n:,}" for n in of.percentiles.values()), f"{of.longest:,}"]
@@ -212,7 +212,10 @@ class Reporter:
         self._table("", columns, cells)
 
     def step(self, record: dict[str, Any], total: int) -> None:
-        """Print a line per step. On a terminal, where the bar shows every step, print only about STEP_LINES lines per run."""
+        """Print the metrics of a step.
+
+        On a terminal, the bar shows every step, so only about STEP_LINES steps of a run are printed.
+        """
         step = record["step"]
         line = f"step {step}/{total}"
         parts = [
@@ -229,7 +232,7 @@ class Reporter:
             self.say("  ".join([line, *_fitting(parts, self.console.width - cell_len(line), gap=2)]))
 
     def numbers(self, record: dict[str, Any]) -> list[str]:
-        """Return the metrics of a step to show next to the bar, the most important first."""
+        """Return the metrics to show next to the progress bar, the most important first."""
         return [
             *self._losses(record),
             f"accuracy {record['accuracy']:.3f}",
@@ -238,7 +241,7 @@ class Reporter:
         ]
 
     def _losses(self, record: dict[str, Any]) -> list[str]:
-        """Format the loss, and its unweighted parts if they are shown."""
+        """Format the loss. If `shows_parts` is set, also format the preference loss and the SFT loss, both unweighted."""
         names = {"loss": "loss", **({"preference": "preference_loss", "sft": "sft_loss"} if self.shows_parts else {})}
         return [f"{shown} {record[name]:.4f}" for shown, name in names.items()]
 
@@ -254,7 +257,7 @@ class Reporter:
         self._table(title, ["set", "pairs", *(_short(name) for name in names)], rows)
 
     def samples(self, step: int, samples: Sequence["Sample"]) -> None:
-        """Print answers to the same prompts, the policy's below the reference's."""
+        """Print the answers to each prompt: first the reference's answer, then the policy's."""
         self.say(f"\nAnswers after step {step}" if step else "\nAnswers before training")
         for sample in samples:
             self.say(f"  {sample.place}: {_one_line(sample.prompt)}")
@@ -269,7 +272,10 @@ class Reporter:
         before: Sequence["ValidationReport"],
         after: Sequence["ValidationReport"],
     ) -> None:
-        """Print a table that compares metrics at two times, one row per set and metric."""
+        """Print a table that compares the metrics of `before` and `after`, one row per set and metric.
+
+        `times`: the column titles.
+        """
         names = self._validation_metrics()
         start = {report.split: report.metrics for report in before}
         rows = [
@@ -294,9 +300,10 @@ class Reporter:
 
     @contextmanager
     def progress(self, what: str, total: int, done: int = 0, unit: str = "") -> Iterator[Callable[..., None]]:
-        """Show a progress bar on a terminal. Yields a function that advances the bar and sets the metrics next to it.
+        """Show a progress bar on a terminal. Yields a function that advances the bar and sets the metrics next to the bar.
 
-        done: how many of `total` are done. unit: "%" if they are percentages; without it the bar shows "3/9".
+        `done`: how much of `total` is already done. `unit`: text after the number, such as "%". Without a unit, the bar shows
+        "3/9".
         """
         if self.verbosity not in ("normal", "verbose") or not self.console.is_terminal:
             yield lambda advance=1, numbers=(): None
@@ -326,13 +333,16 @@ class Reporter:
 
 
 def _fitting(parts: Sequence[str], width: int, gap: int) -> list[str]:
-    """Return the first parts that fit into the width, each after a gap."""
+    """Return as many of the first parts as fit into the width. A gap of `gap` cells precedes each part."""
     ends = accumulate(gap + cell_len(part) for part in parts)
     return [part for part, end in zip(parts, ends, strict=True) if end <= width]
 
 
 def _line_period(total: int) -> int:
-    """Return the steps between printed lines: the smallest of 1, 2, 5, 10, 20, ... that gives at most STEP_LINES lines."""
+    """Return the number of steps between two printed lines.
+
+    This is the smallest of 1, 2, 5, 10, 20, ... with which a run prints at most STEP_LINES lines.
+    """
     period = 1
     while total > STEP_LINES * period:
         period = period * 5 // 2 if str(period).startswith("2") else period * 2
@@ -344,13 +354,13 @@ def _margin(record: dict[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the text on one line, cut to ANSWER_CHARACTERS."""
+    """Return the text without line breaks, cut to ANSWER_CHARACTERS characters."""
     line = " ".join(text.split())
     return line if len(line) <= ANSWER_CHARACTERS else line[: ANSWER_CHARACTERS - 1] + "…"
 
 
 def _answer(text: str) -> str:
-    """Return an answer on one line; an answer of white space only is quoted."""
+    """Return an answer as one line. If the answer is only white space, describe the white space instead."""
     return _one_line(text) if text.strip() else f"{text[:20]!r} ({len(text)} characters of white space)"
 
 

@@ -1,4 +1,7 @@
-"""Reads the records of metrics.jsonl and returns verdicts: problems that the metrics show, with numbers and advice."""
+"""Judges a run by the records of metrics.jsonl.
+
+Each verdict describes a problem, with numbers and advice, or says that there is none.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ SMALLER_RATE = "try a smaller policy.optimizer.kwargs.lr"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One finding about one set."""
+    """One finding about one training or validation set."""
 
     name: str
     split: str
@@ -42,7 +45,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The metrics of one set over a run, and the training steps and configuration that verdicts depend on."""
+    """The metrics of one set over a run, with the records of all training steps and the configuration."""
 
     split: str
     records: Sequence[Record]  # measured on the same pairs, in order of steps
@@ -59,17 +62,23 @@ class History:
 
     @property
     def start(self) -> Record | None:
-        """The record from before the first step; None if it was not measured."""
+        """The record from before the first step; None if there is none."""
         return self.first if self.first["step"] == 0 and len(self.records) > 1 else None
 
     @property
     def starts_at_reference(self) -> bool:
-        """Whether policy and reference are equal before the first step, so that every pair is a tie."""
+        """Whether policy and reference are equal before the first step.
+
+        Every pair is then a tie, so accuracy starts at one half.
+        """
         return "kl_per_token" in self.last and self.config.reference.model is None
 
 
 def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
-    """Return verdicts on every validation set, or on the training set if no validation set was measured during training."""
+    """Return verdicts on every validation set.
+
+    If no validation set was measured during training, return verdicts on the training set.
+    """
     splits: dict[str, list[Record]] = {}
     for record in filter(_is_complete, records):
         splits.setdefault(record["split"], []).append(record)
@@ -86,14 +95,14 @@ def judge(records: Sequence[Record], config: Config) -> list[Verdict]:
 
 
 def _is_complete(record: Record) -> bool:
-    """Whether a record has all metrics that verdicts read. A record that was damaged on disk may not."""
+    """Return whether a record has all metrics that verdicts need. A record that was damaged on disk may lack some."""
     has_all = all(isinstance(record.get(name), int | float) for name in NEEDED_METRICS)
     is_trained = record["split"] != "train" or record["step"] > 0
     return has_all and is_trained and record["num_pairs"] > 0 and record["tokens_chosen_mean"] > 0
 
 
 def _on_last_pairs(lines: Sequence[Record]) -> list[Record]:
-    """Return the records on the same pairs as the last one, because a set may have changed when the run was resumed."""
+    """Return the records that were measured on the same pairs as the last record. A set may change when a run is resumed."""
     return [record for record in lines if measured_on(record) == measured_on(lines[-1])]
 
 
@@ -107,13 +116,13 @@ def _judge(history: History) -> Iterator[Verdict]:
 
 
 def _quarter_means(records: Sequence[Record]) -> list[Record]:
-    """Return the means over each quarter of the steps, with equal weight for every pair."""
+    """Divide the records of training steps into quarters, and return the mean of each quarter. Every pair has the same weight."""
     size = -(-len(records) // NUM_PARTS)
     return [_mean(records[start : start + size]) for start in range(0, len(records), size)]
 
 
 def _mean(records: Sequence[Record]) -> Record:
-    """Return the mean of each metric that all records have, weighted by pairs."""
+    """Return the mean over `records` of each metric that all of them have. Each record is weighted by its number of pairs."""
     pairs = sum(record["num_pairs"] for record in records)
     shared = [name for name in records[0] if all(isinstance(r.get(name), int | float) for r in records)]
     means = {name: sum(r[name] * r["num_pairs"] for r in records) / pairs for name in shared}
@@ -145,12 +154,15 @@ def _diverged(history: History) -> str | None:
 
 
 def _chosen_nats(record: Record) -> float:
-    """Mean negative log-probability per token of the chosen completions."""
+    """Return the mean negative log-probability per token of the chosen completions."""
     return -record["logps_chosen_mean"] / record["tokens_chosen_mean"]
 
 
 def _start_and_threshold(history: History) -> tuple[float, float] | None:
-    """Return the accuracy before training, and the smallest significant difference from it; None if it was not measured."""
+    """Return the accuracy before training, and the smallest significant difference from it.
+
+    Return None if the accuracy before training is unknown.
+    """
     if not history.starts_at_reference and len(history.records) == 1:
         return None
     guess = 0.5 if history.starts_at_reference else history.first["accuracy"]
@@ -196,7 +208,7 @@ def _accuracy_reversed(history: History) -> str | None:
 
 
 def _label_hint(history: History, guess: float) -> str:
-    """Return advice on swapped labels: they are not the cause if accuracy on the training pairs has not risen either."""
+    """Return advice on swapped labels. They are not the cause if accuracy on the training pairs has not risen either."""
     if history.split == "train":
         return "These are the training pairs, so swapped labels are not the cause: "
     trained = _quarter_means(history.training)[-1]["accuracy"] if history.training else None
@@ -271,12 +283,12 @@ def _kl_running_away(history: History) -> str | None:
 
 
 def _is_above(loss: float, lowest: float) -> bool:
-    """Whether a loss is above the lowest one by more than noise. Losses may be 0 or negative."""
+    """Return whether `loss` is above `lowest` by more than noise. Both may be 0 or negative."""
     return loss - lowest >= max(WORSE_SHARE * abs(lowest), LEAST_WORSE)
 
 
 def _best(history: History) -> Record:
-    """Return the record with the lowest loss after at least one step."""
+    """Return the record with the lowest loss, except the record from before the first step."""
     return min((record for record in history.records if record["step"] > 0), key=lambda record: record["loss"])
 
 

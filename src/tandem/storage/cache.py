@@ -1,4 +1,7 @@
-"""Cache directories, and atomic publishing of files and folders: written under a temporary name, synced, then renamed."""
+"""Provides the cache directory, manifests, and functions that write files and folders atomically.
+
+Files and folders are written under a temporary name, then synced to the disk and renamed.
+"""
 
 import hashlib
 import json
@@ -21,28 +24,28 @@ from tandem.storage.ownership import (
     temporary_folder,
 )
 
-# Hashing runs at about 0.7 GB/s, so the hash of a smaller file is not worth remembering.
+# Hashes of larger files are stored in the cache. Hashing runs at about 0.7 GB/s, so smaller files are hashed each time.
 REMEMBERED_BYTES = 16 * 1024 * 1024
 MANIFEST_FINGERPRINT = "fingerprint_of_manifest"
-MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # far more than any manifest has
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024  # much larger than any real manifest
 PUBLISHED_IN_CACHE = ("tokens", "packs", "reference", "models")
 NOTED_IN_CACHE = ("hashes", "hub", "tokenizers")
 
 
 def cache_dir() -> Path:
-    """`$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
+    """Return the cache directory: `$TANDEM_CACHE`, or `tandem` in the user's cache directory."""
     if given := os.environ.get("TANDEM_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def check_cache_dir() -> None:
-    """Refuse a cache directory that cannot be created or written, before any work is done.
+    """Raise an error if the cache directory cannot be created or written. This is checked before any work is done.
 
-    Also removes temporary folders that killed processes on this machine left there.
+    Also remove temporary folders in it that were left by killed processes on this machine.
     """
     folder = cache_dir()
-    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to one that can.")
+    check_writable(folder, f"the cache directory {folder}", "Set TANDEM_CACHE to a writable directory.")
     for kind in (*PUBLISHED_IN_CACHE, *NOTED_IN_CACHE):
         refuse_other_than_folder(folder / kind)
     for kind in PUBLISHED_IN_CACHE:
@@ -50,7 +53,10 @@ def check_cache_dir() -> None:
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:
-    """Refuse a directory that cannot be created or written. what: its name in the message; instead: what to do."""
+    """Raise a ConfigError if a directory cannot be created or written.
+
+    `what`: the directory in words, at the start of the message. `instead`: what to do, at the end of the message.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,14 +66,14 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
 
 
 def real_path(path: str | Path) -> Path:
-    """The path with links resolved. Unlike Path.resolve, does not raise on circular links."""
+    """Return the path with links resolved. Unlike Path.resolve, this does not raise an error on circular links."""
     return Path(os.path.realpath(path))
 
 
 def outside_of(folder: Path, file: Path) -> Path | None:
-    """Where a file really is, if a link leads out of its folder. Links into the hub's cache are allowed.
+    """Return the target of `file` if it is a link to outside `folder`, else None.
 
-    models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
+    Links within the hub's cache are allowed: models--NAME/snapshots/COMMIT/config.json -> models--NAME/blobs/HASH
     """
     target = real_path(file)
     in_hub_cache = target.parent.name == "blobs" and (target.parent.parent / "snapshots").is_dir()
@@ -75,7 +81,10 @@ def outside_of(folder: Path, file: Path) -> Path | None:
 
 
 def refuse_outside(folder: Path, file: Path) -> None:
-    """Refuse a link out of a stranger's folder: its target, a file of the user's, would become part of the exported model."""
+    """Raise a ConfigError if `file` is a link to outside `folder`.
+
+    Such a link in a downloaded folder could make a private file of the user part of the exported model.
+    """
     if target := outside_of(folder, file):
         raise ConfigError(
             f"{file}: a link to {target}, outside the model's folder. Model files are read only from that folder. Replace the "
@@ -89,9 +98,9 @@ def sha256_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """SHA-256 of a file. For a large file it is remembered by path, size, times and inode, so that it is hashed once.
+    """Return the SHA-256 of a file. Hashes of large files are cached by path, size, times and inode.
 
-    The modification time alone is not enough: archives and copies restore old ones. The change time (ctime) cannot be set.
+    The times include ctime, because archives and copies may restore an old modification time, but cannot set ctime.
     """
     stat = path.stat()
     if stat.st_size < REMEMBERED_BYTES:
@@ -101,7 +110,7 @@ def content_of(path: Path) -> str:
     if note.is_file() and len(known := note.read_text()) == 64:
         return known
     digest = sha256_of(path)
-    with suppress(OSError):  # where the cache cannot be written, it is hashed again the next time
+    with suppress(OSError):  # without a writable cache, the file is hashed again the next time
         note.parent.mkdir(parents=True, exist_ok=True)
         with replacing(note) as file:
             file.write(digest)
@@ -109,19 +118,19 @@ def content_of(path: Path) -> str:
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short name for content: the start of the SHA-256 of its parts as canonical JSON."""
+    """Return a short hash: the first 32 hexadecimal digits of the SHA-256 of the parts as canonical JSON."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves, to the disk."""
+    """Flush `folder`, and all files and folders in it, to the disk."""
     for path in [*folder.rglob("*"), folder]:
         sync_file(path)
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,9 +139,9 @@ def sync_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, what: str) -> None:
-    """Replace a file so that at any moment it is either the complete old or the complete new one.
+    """Replace the content of a file atomically: readers see either the old or the new text, never a part of it.
 
-    `what` names its fail point.
+    `what`: the name of a fail point before the rename, where tests can kill the process.
     """
     with replacing(path, what) as file:
         file.write(text)
@@ -140,9 +149,10 @@ def write_atomically(path: Path, text: str, what: str) -> None:
 
 @contextmanager
 def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Yield a file open for writing; on success it replaces the one at `path` in one rename. A link there is replaced too.
+    """Yield a temporary file that is open for writing. If the block succeeds, rename the temporary file to `path`.
 
-    `what` names its fail point.
+    An existing file or link at `path` is replaced. `what`: the name of a fail point before the rename, where tests can
+    kill the process.
     """
     aside, descriptor = create_temporary(path)
     try:
@@ -163,10 +173,11 @@ def replacing(path: Path, what: str | None = None, *, binary: bool = False) -> I
 
 @contextmanager
 def published(folder: Path, what: str) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `folder`; on success it becomes `folder` in one rename.
+    """Yield an empty temporary folder next to `folder`. If the block succeeds, rename the temporary folder to `folder`.
 
-    If the process is killed at any moment, `folder` is either absent or complete. If two processes write the same content,
-    the first wins. `what` names its fail points.
+    So `folder` is always either absent or complete, even if the process is killed. If two processes write the same
+    folder, the result of the first to finish is kept. `what`: the name of the fail points, where tests can kill the
+    process.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder) as aside:
@@ -188,7 +199,10 @@ def published(folder: Path, what: str) -> Iterator[Path]:
 
 
 def _follow_umask(folder: Path) -> None:
-    """Give every file the mode of the marker, which follows the umask. safetensors makes files readable by the owner only."""
+    """Give every file the permissions that the umask asks for. safetensors creates files that only the owner can read.
+
+    The permissions are copied from the marker file, which was created with the umask.
+    """
     mode = stat.S_IMODE((folder / MARKER).stat().st_mode)
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -196,28 +210,28 @@ def _follow_umask(folder: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of a run, which is neither a run nor a model."""
+    """Whether a folder is a checkpoint of a run."""
     return (folder / "state.json").is_file() and (folder / "tensors").is_dir()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory, which contains a model but is not one."""
+    """Whether a folder is a run directory."""
     return (folder / "config.yaml").is_file() and (folder / "rejects.jsonl").is_file()
 
 
 def is_export(folder: Path) -> bool:
-    """Whether a folder holds an exported model or adapter."""
+    """Whether a folder contains an exported model or adapter."""
     described = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     return described and any(folder.glob("*.safetensors"))
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({}), **facts: Any) -> None:
-    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and the manifest's own fingerprint.
+    """Write `manifest.json`: the facts, the SHA-256 of every other file in the folder, and a fingerprint of the manifest.
 
-    known: hashes of files that need not be read again, by their names in the folder.
+    `known`: file name -> SHA-256, for files whose hash is already known. These files are not read.
     """
-    besides = ("manifest.json", MARKER)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in besides]
+    excluded = ("manifest.json", MARKER)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in excluded]
     names = {str(path.relative_to(folder)): path for path in paths}
     files = {name: known.get(name) or sha256_of(path) for name, path in names.items()}
     manifest = json.loads(json.dumps({**facts, "files": files}))  # as it will be read back
@@ -226,17 +240,17 @@ def write_manifest(folder: Path, known: Mapping[str, str] = MappingProxyType({})
 
 
 def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
-    """Read `manifest.json` and verify every file that it lists; raise ValueError with the first one that is wrong.
+    """Read `manifest.json` and verify the SHA-256 of every file that it lists.
 
-    needed: files that the manifest must list because they will be read.
+    Raise ValueError for the first file that is missing or differs. `needed`: files that the manifest must list.
     """
     manifest = intact_manifest(folder)
     for name in needed:
         if name not in manifest["files"]:
-            raise ValueError(f"{folder}/manifest.json does not name {name}")
+            raise ValueError(f"{folder}/manifest.json does not list {name}")
     for name, digest in manifest["files"].items():
         if not _is_inside(name):
-            raise ValueError(f"{folder}/manifest.json names {name!r}, which is not a file of its folder")
+            raise ValueError(f"{folder}/manifest.json lists {name!r}, which is not a path inside this folder")
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -246,20 +260,20 @@ def read_manifest(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; ValueError if it is not a plain file, not JSON or too large. A pipe is refused: it may never end."""
+    """Read a JSON file. Raise ValueError if it is not a plain file (a pipe may never end), not JSON, or too large."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is not a file")
+            raise ValueError("the path is not a file")
         if found.st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {found.st_size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
+            raise ValueError(f"the file has {found.st_size:,} bytes, more than the limit of {MAX_MANIFEST_BYTES:,}")
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
 def intact_manifest(folder: Path) -> dict[str, Any]:
-    """Read `manifest.json` without verifying the files that it lists; ValueError if it is missing or damaged."""
+    """Read `manifest.json` without verifying the files that it lists. Raise ValueError if it is missing or damaged."""
     try:
         manifest = read_json(folder / "manifest.json")
         manifest["files"].items()
@@ -273,5 +287,5 @@ def intact_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name in a manifest is a path inside its folder: relative, without `..`."""
+    """Whether a name in a manifest is a path inside the manifest's folder: relative, without `..`."""
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")

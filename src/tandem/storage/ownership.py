@@ -1,7 +1,7 @@
-"""Which files and folders belong to tandem: what it may write to, and which temporary files of dead processes it may remove.
+"""Decides which files tandem may write to, and which temporary files of dead processes it may remove.
 
-Temporary files and folders are named `.NAME.PID`, after their final name and the process that writes them. A temporary folder
-also holds a marker, which the process keeps locked while it writes there. Nothing else is removed.
+Temporary files and folders are named `.NAME.PID`: NAME is the final name, PID the process that writes. A temporary folder
+also contains a marker file, which that process keeps locked while it writes. No other files and folders are removed.
 """
 
 import errno
@@ -20,14 +20,14 @@ from typing import IO, Any, Literal
 from tandem.errors import CheckpointError
 
 MARKER = "written-by-tandem"
-# The largest process ID on Linux. A greater number is something else, such as the date in .config.yaml.20261117.
+# The largest process ID on Linux. A greater number is not a process ID, such as the date in .config.yaml.20261117.
 GREATEST_PID = 1 << 22
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]{0,6})", re.ASCII | re.DOTALL)
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)
 
 
 def step_in(name: str) -> int | None:
-    """N if the name is exactly `step_N`; None for any other name (step_007, step_², ../step_1)."""
+    """Return N if the name is exactly `step_N`, else None. Names such as step_007, step_² and ../step_1 give None."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -36,7 +36,7 @@ def step_in(name: str) -> int | None:
 
 
 def refuse_other_than_file(path: Path) -> None:
-    """Refuse a path that is a link, a directory or a device. A path that does not exist is accepted."""
+    """Raise a CheckpointError if a path is a link, a directory or a device. A path that does not exist is accepted."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -45,18 +45,18 @@ def refuse_other_than_file(path: Path) -> None:
         raise CheckpointError(_is_link(path))
     if not stat.S_ISREG(mode):
         what = "a directory" if stat.S_ISDIR(mode) else "a special file"
-        raise CheckpointError(f"{path}: {what}, where tandem writes a plain file. Move it elsewhere.")
+        raise CheckpointError(f"{path}: {what}, but tandem writes a plain file with this name. Move it elsewhere.")
 
 
 def refuse_other_than_folder(path: Path) -> None:
-    """Refuse a path that exists and is not a folder. A link to a folder is accepted."""
+    """Raise a CheckpointError if a path exists and is not a folder. A link to a folder is accepted."""
     if os.path.lexists(path) and not path.is_dir():
         what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
-        raise CheckpointError(f"{path}: {what}, where tandem writes a directory. Move it elsewhere.")
+        raise CheckpointError(f"{path}: {what}, but tandem writes a directory with this name. Move it elsewhere.")
 
 
 def open_own(path: Path, mode: Literal["a", "a+", "ab"]) -> IO[Any]:
-    """Open a file to append to it, never through a link."""
+    """Open a file for appending. Raise a CheckpointError if it is a symbolic link."""
     refuse_other_than_file(path)
 
     def opener(name: str, flags: int) -> int:
@@ -72,13 +72,13 @@ def open_own(path: Path, mode: Literal["a", "a+", "ab"]) -> IO[Any]:
 
 def _is_link(path: Path) -> str:
     return (
-        f"{path}: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in its place, or remove "
-        "the link."
+        f"{path}: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or replace it by a copy of "
+        "the file."
     )
 
 
 def free_path(folder: Path, name: str, ending: str = "") -> Path:
-    """The first of NAME, NAME.2, NAME.3, ... that does not exist, so that nothing is overwritten."""
+    """Return the first of NAME, NAME.2, NAME.3, ... that does not exist, so that nothing is overwritten."""
     paths = (folder / f"{name}{'' if number == 1 else f'.{number}'}{ending}" for number in count(1))
     return next(path for path in paths if not os.path.lexists(path))
 
@@ -87,9 +87,9 @@ def free_path(folder: Path, name: str, ending: str = "") -> Path:
 
 
 def temporary_path(path: Path) -> Path:
-    """The temporary name of a file or link, free to be created.
+    """Return the temporary path for a file or link. Remove an existing file at the temporary path.
 
-    A file of that name can only be left from an earlier process with the same ID, so it is removed.
+    Such a file was left by an earlier process with the same process ID.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     if aside.is_symlink() or aside.is_file():
@@ -98,14 +98,17 @@ def temporary_path(path: Path) -> Path:
 
 
 def create_temporary(path: Path) -> tuple[Path, int]:
-    """Create an empty temporary file next to `path`, never opening an existing one; return its path and descriptor."""
+    """Create an empty temporary file next to `path`. Return its path and descriptor. An existing file is never opened."""
     aside = temporary_path(path)
     return aside, os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `folder`, with a marker in it; remove it afterwards unless it was renamed."""
+    """Yield a temporary folder next to `folder`. At first, the temporary folder contains only the marker file.
+
+    After the block, remove the temporary folder unless it was renamed.
+    """
     aside = _free_temporary_folder(folder)
     aside.mkdir()
     lock = -1
@@ -114,16 +117,16 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
         yield aside
     finally:
         if aside.is_dir():
-            with suppress(OSError):  # an earlier error is the one to report
+            with suppress(OSError):  # do not hide an earlier error
                 _remove_tree(aside)
         if lock >= 0:
             os.close(lock)
 
 
 def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
-    """Remove a folder atomically: if the process is killed, either the whole folder remains under its name or nothing does.
+    """Remove a folder atomically: if the process is killed, the folder is either complete or gone.
 
-    `renamed` is called once the folder has a temporary name.
+    `renamed`: called after the folder was renamed to a temporary name and before its files are removed.
     """
     lock = _mark(folder, folder.name)
     try:
@@ -135,10 +138,11 @@ def remove_folder(folder: Path, *, renamed: Callable[[], None]) -> None:
 
 
 def remove_abandoned(folder: Path, *names: str, is_held: bool) -> None:
-    """Remove temporary files, links and folders of dead processes whose final name matches one of `names` (patterns).
+    """Remove temporary files, links and folders that dead processes left in `folder`.
 
-    is_held: no other process writes into `folder` now. If others may, also on other machines, only folders written on this
-    machine are removed: a file does not record the machine of its process.
+    `names`: patterns. Only files and folders whose final name matches one of them are removed. `is_held`: True if no
+    other process on any machine can be writing to `folder`. If False, only folders that were written on this machine are
+    removed: temporary files do not record their machine.
     """
     for path in sorted(folder.glob(".*")):
         found = _TEMPORARY.fullmatch(path.name)
@@ -167,13 +171,13 @@ def _remove_abandoned_folder(path: Path, name: str, pid: int, names: tuple[str, 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_tree(path)
     except OSError:
-        pass  # in use, or not removable; temporary folders are never read
+        pass  # in use, or not removable; leaving it is harmless, because temporary folders are never read
     finally:
         os.close(lock)
 
 
 def _is_temporary_file(path: Path) -> bool:
-    """Whether a path is a plain file, or a link to a step like `best` and `latest`."""
+    """Whether a path is a plain file, or a link to `step_N`. The links `best` and `latest` of a run point to `step_N`."""
     return step_in(str(path.readlink())) is not None if path.is_symlink() else path.is_file()
 
 
@@ -182,18 +186,21 @@ def _matches(name: str, names: tuple[str, ...]) -> bool:
 
 
 def _free_temporary_folder(folder: Path) -> Path:
-    """`.NAME.PID`, or `.NAME.2.PID` and so on if that exists."""
+    """Return the first of `.NAME.PID`, `.NAME.2.PID`, `.NAME.3.PID`, ... that does not exist."""
     numbers = ("" if number == 1 else f".{number}" for number in count(1))
     paths = (folder.with_name(f".{folder.name}{number}.{os.getpid()}") for number in numbers)
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _mark(folder: Path, becomes: str) -> int:
-    """Write the marker and lock it. The lock is released when it is closed or its process dies."""
+    """Write the marker file of a folder, lock it, and return its descriptor.
+
+    The lock ends when the descriptor is closed or the process exits.
+    """
     lock = os.open(folder / MARKER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         os.write(lock, json.dumps({"becomes": becomes, "host": _host()}).encode() + b"\n")
-        with suppress(OSError):  # a file system without locks, where the folder is never considered abandoned either
+        with suppress(OSError):  # the file system has no locks; there, the folder is never removed as abandoned
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(lock)
@@ -210,7 +217,7 @@ def _read_marker(descriptor: int) -> dict[str, Any]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder, its marker last, so that the rest of an interrupted removal is still recognised as tandem's."""
+    """Remove a folder, and its marker file last. If the removal is interrupted, the marker shows that tandem made the folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

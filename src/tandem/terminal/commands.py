@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Text that the override parser reads back unchanged: not a number, not a constant, and without its special characters.
+# Text that needs no quotes in an override: not a number or a constant, and without special characters.
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)\Z)[A-Za-z_/][\w/.:-]*", re.IGNORECASE | re.ASCII)
 QUOTE_OR_END = re.compile(r"(\\*)('|\Z)")
 
@@ -26,7 +26,7 @@ def tandem_command(*arguments: str) -> str:
 
 
 def python_command(code: str) -> str:
-    """A command line that runs Python code in this environment."""
+    """A command line that runs Python code with this Python installation."""
     found = shutil.which("python")
     here = Path(sys.executable).parent
     is_on_path = found is not None and Path(found).parent.resolve() == here.resolve()
@@ -34,17 +34,17 @@ def python_command(code: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the packages of an extra of tandem, which is not published: run it in a checkout."""
+    """The command that installs an extra of tandem. It runs in a checkout, because tandem is not on PyPI."""
     return f"pip install '.[{extra}]'"
 
 
 def override(key: str, value: Any) -> str:
-    """Format `key=value` so that the configuration reads back the same value. a b -> key='a b'"""
+    """Format an override, with quotes if the value needs them: "a b" -> key='a b'"""
     return f"{key}={_quote(value)}"
 
 
 def with_override(overrides: Sequence[str], key: str, value: Any) -> list[str]:
-    """Return the overrides with `key` set to `value`, in place of earlier overrides of that key."""
+    """Return the overrides with `key` set to `value`. Earlier overrides of that key are removed."""
     kept = [one for one in overrides if key_of(one) != key]
     return [*kept, override(key, value)]
 

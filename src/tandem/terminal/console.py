@@ -1,4 +1,4 @@
-"""rich consoles that escape control characters in the text they draw, and keep rich's own colours and bars."""
+"""A rich console that escapes control characters in text, but keeps the colours and progress bars of rich."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from tandem.terminal.printable import escaped
 
 
 class SafeConsole(Console):
-    """A console that escapes text as it draws it, and therefore writes to the unescaped stream directly."""
+    """A console that escapes the text it prints. It bypasses EscapedStream, which would also escape colours."""
 
     def __init__(self, **settings: Any):
         super().__init__(**{"highlight": False, "soft_wrap": True, "markup": False, "emoji": False, **settings})
@@ -33,7 +33,7 @@ class SafeConsole(Console):
 
 
 class EscapedProxy(FileProxy):
-    """Prints above a progress bar. rich alone would interpret escape sequences in the text as styles and links."""
+    """Prints above a progress bar. FileProxy alone would turn escape sequences in the text into styles and links."""
 
     def write(self, text: str) -> int:
         super().write(escaped(text))
@@ -42,7 +42,7 @@ class EscapedProxy(FileProxy):
 
 @contextmanager
 def printing_above(console: Console) -> Iterator[None]:
-    """While a progress bar is shown, make print() write above the bar if its stream is the terminal."""
+    """Make print() write above the progress bar of `console`, if it prints to a terminal."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
         cast(TextIO, EscapedProxy(console, stream)) if stream.isatty() else stream for stream in before

@@ -15,17 +15,17 @@ CREDENTIALS = re.compile(r"(?<=://)[^/\s]\S*@")
 LISTED_ITEMS = 20
 LISTED_CHARACTERS = 100  # of one item
 LONGEST_MESSAGE = 8000  # characters
-MESSAGE_END = 1000  # characters kept at the end of a long message, which says what to do
+MESSAGE_END = 1000  # characters kept at the end of a long message: the end says what to do
 SHORTEST_SECRET = 4  # characters; shorter values would match inside ordinary words
-SHORTEST_PART = 6  # characters of a part of a secret
+SHORTEST_PART = 6  # characters; shorter parts of a secret are not hidden
 SEPARATORS = re.compile(r"[\s:/@,;=_]+")
-WINDOW = 8  # characters by which a fragment of a long secret is recognised
+WINDOW = 8  # characters; any longer fragment of a secret is hidden
 
 
 def escaped(text: str) -> str:
-    r"""Replace characters that control a terminal by escapes such as \x1b or \u202e; keep all other text in any script.
+    r"""Replace characters that control a terminal by escapes such as \x1b or \u202e. Letters of all scripts are kept.
 
-    From \x7f on the escapes have the form \u007f, as in JSON and YAML, so a line of JSON remains valid JSON.
+    Characters from \x7f on are written like \u007f, as in JSON and YAML, so a line of JSON remains valid JSON.
     """
     return UNSAFE.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < " " else f"\\u{ord(found[0]):04x}", text)
 
@@ -51,7 +51,7 @@ def without_password(text: str) -> str:
 
 
 class Secrets:
-    """Values that the configuration takes from the environment. No message may show them."""
+    """Values that the configuration takes from environment variables, to hide in all messages."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}  # spelling of a value, or a part of it -> name of its variable
@@ -62,11 +62,11 @@ class Secrets:
         self._windows.clear()
 
     def add(self, name: str, value: str, words: Collection[str]) -> None:
-        """Hide a value from now on. words: of the configuration itself, which are not secrets (float32, accuracy)."""
+        """Hide a value in all later text. words: words of the schema that are never hidden, such as float32."""
         for one in _spellings(value):
             if len(one) >= SHORTEST_SECRET and one not in words:
                 self._values[one] = name
-            if one.startswith("/"):  # other paths share its leading folders
+            if one.startswith("/"):  # other paths may start with the same folders
                 continue
             for part in SEPARATORS.split(one):
                 if len(part) >= SHORTEST_PART and part not in words:
@@ -77,7 +77,7 @@ class Secrets:
             }
 
     def scrub(self, text: str) -> str:
-        """Replace each value, and each longer part of one, by $NAME."""
+        """Replace each value, and each fragment of a value that is long enough, by $NAME."""
         if not self._values:
             return text
         marks: list[str | None] = [None] * len(text)
@@ -102,7 +102,7 @@ SECRETS = Secrets()
 
 
 def scrubbed(text: str) -> str:
-    """Remove values from the environment, and passwords in URLs."""
+    """Hide values from the environment, and remove passwords from URLs."""
     return without_password(SECRETS.scrub(text))
 
 

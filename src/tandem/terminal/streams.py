@@ -1,4 +1,4 @@
-"""Standard output and error that survive a closed pipe or terminal: a short command then exits, a run continues silently."""
+"""Wraps standard output and error: escapes control characters, and handles a pipe or terminal that its reader closes."""
 
 import errno
 import os
@@ -10,17 +10,17 @@ from typing import Any, TextIO, cast
 
 from tandem.terminal.printable import escaped, scrubbed, shortened
 
-# 128 + SIGPIPE: what a shell reports for a process that wrote to a closed pipe.
+# 128 + SIGPIPE, which shells report for a process that wrote to a closed pipe.
 CLOSED_PIPE_EXIT_CODE = 141
 CLOSED_ERRNOS = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
 
 
 class ReaderGone(BaseException):
-    """Standard output was closed by its reader. Not an Exception, so that error handlers do not catch it."""
+    """The reader closed standard output. Not an Exception, so that `except Exception` does not catch it."""
 
 
 class WatchedStream:
-    """A text stream that drops what is written after its reader closed it, or raises ReaderGone to end the command."""
+    """A text stream that its reader may close. Later writes are discarded if `continues`; otherwise they raise ReaderGone."""
 
     def __init__(self, stream: TextIO, *, continues: bool):
         self._stream = stream
@@ -46,7 +46,7 @@ class WatchedStream:
     def _close(self, error: OSError) -> None:
         if error.errno not in CLOSED_ERRNOS:
             raise error
-        # Buffered text goes to /dev/null too, so that flushing it at exit does not fail again.
+        # Send buffered text to /dev/null too, so that flushing it at exit does not fail again.
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, self._stream.fileno())
         os.close(null_device)
@@ -57,10 +57,10 @@ class WatchedStream:
 
 
 class EscapedStream:
-    """A text stream that escapes control characters in everything written to it. scrubs: hides secrets too."""
+    """A text stream that escapes control characters in all text written to it and, if `scrubs`, hides secrets."""
 
     def __init__(self, stream: WatchedStream, *, scrubs: bool = False):
-        self.unescaped = stream  # for consoles that escape the text they draw (console.py)
+        self.unescaped = stream  # for SafeConsole, which escapes the text itself
         self._scrubs = scrubs
 
     def write(self, text: str) -> int:
@@ -68,19 +68,19 @@ class EscapedStream:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "buffer":  # bytes written there would not be escaped
+        if name == "buffer":  # bytes written to the buffer would not be escaped
             raise AttributeError(name)
         return getattr(self.unescaped, name)
 
 
 def continue_without_reader(notice: str) -> None:
-    """Do not end the command when standard output is closed; print `notice` to standard error instead."""
+    """Keep the command running if standard output is closed, and print `notice` to standard error."""
     if isinstance(sys.stdout, EscapedStream):
         sys.stdout.unescaped.continues, sys.stdout.unescaped.notice = True, notice
 
 
 def print_error(text: str) -> None:
-    """Print to standard error: shortened if very long, and wrapped at words on a terminal."""
+    """Print an error message to standard error. Shortens very long messages, and wraps lines on a terminal."""
     text = shortened(escaped(scrubbed(text)))
     if sys.stderr.isatty():
         from tandem.terminal.text import wrap
@@ -92,7 +92,7 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def watched_streams() -> Iterator[None]:
-    """Exit with code 141, without a message, when standard output is closed; standard error may be closed at any time."""
+    """Wrap standard output and error. If standard output is closed, exit with code 141; if standard error is, continue."""
     before = sys.stdout, sys.stderr
     out, err = WatchedStream(sys.stdout, continues=False), WatchedStream(sys.stderr, continues=True)
     sys.stdout = cast(TextIO, EscapedStream(out))
@@ -109,7 +109,7 @@ def watched_streams() -> Iterator[None]:
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an unhandled error, escaped and without secrets. For sys.excepthook."""
+    """Print the traceback of an unhandled error, escaped and without secrets. Used as sys.excepthook."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -1,4 +1,4 @@
-"""Wraps text and lays out tables for the width of a terminal. Lines break at spaces, never inside a word or number."""
+"""Wraps text and formats tables to fit the width of a terminal. Lines break at spaces only."""
 
 import re
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ LEFT_ALIGNED = ("set", "metric", "of", "run", "status")  # columns of names; all
 
 
 def wrap(text: str, width: int, hang: int | None = None) -> str:
-    """Break lines at spaces so that they have at most `width` cells. A longer word stays in one piece, so it can be copied.
+    """Break lines at spaces so that they have at most `width` cells. Longer words are not broken, so they can be copied.
 
-    Continuation lines are indented by `hang` cells; by default as far as the line itself, plus two if it is indented.
+    hang: indentation of continuation lines. By default, that of the line plus two; none if the line has none.
     """
     return "\n".join(_wrap_line(line, width, hang) for line in escaped(text).split("\n"))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[tuple[str, bool]]:
-    """The lines of a table, each with whether it is a heading. width: None for no limit.
+    """Format a table as lines, each with a flag that is true for headings. width: None for no limit.
 
-    In a table that is too wide, headings take several lines. If that is not enough, the remaining columns move below
-    the others, next to the first column again.
+    If the table is too wide, headings are wrapped. If that is not enough, it is split into tables below each other, each
+    with the first column and some of the others.
     """
     columns, rows = list(map(escaped, columns)), [list(map(escaped, row)) for row in rows]
     wide = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
@@ -42,7 +42,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
 
 
 def _column_blocks(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Column numbers that are printed side by side: the first column, and as many others as fit, at least one."""
+    """Split the columns of a table: each block has the first column and as many others as fit, at least one."""
     blocks = [[0]]
     for number in range(1, len(widths)):
         if len(blocks[-1]) > 1 and _total([widths[i] for i in (*blocks[-1], number)]) > width:

@@ -1,7 +1,7 @@
-"""Two versions of AdamW: torch's fused one on each rank's shards, and one with low-precision weights or moments.
+"""Two versions of AdamW: torch's fused AdamW on each rank's shards, and an AdamW with low-precision weights or moments.
 
 Rounding to nearest loses small updates: at the learning rates of preference training, bfloat16 weights hardly change, and a
-slow moving average does not change at all. Stochastic rounding keeps the updates on average. Each step uses new random bits.
+slow moving average does not change at all. Stochastic rounding preserves the updates on average. Each step uses new random bits.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ SQUARE_CODE = (255, 4)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The settings of AdamW and of rounding that are constant through a run."""
+    """The settings of AdamW and of rounding, which do not change during a run."""
 
     beta1: float
     beta2: float
@@ -42,9 +42,9 @@ class Rule:
 
 
 class LocalAdamW(AdamW):
-    """torch's fused AdamW on each rank's shards, which is exact because the update is elementwise.
+    """torch's fused AdamW, applied to each rank's shards. The result is exact, because the update is elementwise.
 
-    Updating DTensors takes the host several times as long, and the GPU would wait for it at every step.
+    Updating DTensors instead would take the host several times as long, and the GPU would wait for the host at every step.
     """
 
     grad_scale: Tensor
@@ -84,7 +84,7 @@ class LocalAdamW(AdamW):
 class RoundedAdamW(Optimizer):
     """AdamW with low-precision weights or moments.
 
-    Like torch's fused AdamW, it divides gradients by `grad_scale` (used here for clipping) and skips the update if `found_inf`
+    Like torch's fused AdamW, it divides gradients by `grad_scale` (used here for clipping), and skips the update if `found_inf`
     is set.
     """
 
@@ -128,7 +128,10 @@ class RoundedAdamW(Optimizer):
 
 
 def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
-    """Return zeros for both moments, sharded like the parameter. Vectors are small, so they are never stored in 8 bits."""
+    """Return zeros for both moments, sharded like the parameter.
+
+    With dtype int8, vectors are still stored in float32: they are small.
+    """
     if dtype != "int8" or parameter.ndim < 2:
         kept = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         return {name: torch.zeros_like(parameter, dtype=kept) for name in MOMENTS}
@@ -142,16 +145,16 @@ def _moments(parameter: nn.Parameter, dtype: StateDtype) -> dict[str, Tensor]:
 
 
 def _block(columns: int) -> int:
-    """Return how many numbers of a row share a scale: the largest divisor of `columns` up to NUMBERS_PER_SCALE.
+    """Return how many numbers of a row share a scale: the largest divisor of `columns` that is at most NUMBERS_PER_SCALE.
 
-    If that divisor is very small, the whole row shares one scale.
+    If this divisor is very small, the whole row shares one scale.
     """
     most = max(size for size in range(1, NUMBERS_PER_SCALE + 1) if columns % size == 0)
     return most if most >= NUMBERS_PER_SCALE // 16 else columns
 
 
 def state_bytes(dtype: StateDtype) -> float:
-    """Bytes of optimizer state per trained parameter: both moments, with their scales."""
+    """Return the bytes of optimizer state per trained parameter: both moments and their scales."""
     return len(MOMENTS) * {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / NUMBERS_PER_SCALE}[dtype]
 
 
@@ -161,9 +164,9 @@ def _compiled() -> Any:
 
 
 def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule: Rule) -> Tensor:
-    """Return the scalars of an update as one tensor on the device, so that the host never waits.
+    """Return the scalars of an update as one tensor on the device, so that the host never waits for the device.
 
-    The constants of the rule are included, because a compiled call spends nearly half its time on converting Python floats.
+    Constants are included, because a compiled call with Python floats would spend nearly half of its time on converting them.
     """
     given = (lr, rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.eps)
     same = [torch.full_like(count, number) for number in given]
@@ -172,10 +175,11 @@ def _scalars(lr: float, count: Tensor, grad_scale: Tensor, skipped: Tensor, rule
 
 
 def _largest_step(count: Tensor, rule: Rule) -> Tensor:
-    """The largest step that AdamW can take after `count` gradients of any size, as a multiple of the learning rate.
+    """Return the largest step that AdamW can take after `count` gradients of any size, as a multiple of the learning rate.
 
-    mean = (1 - beta1) sum beta1^k g_k, square = (1 - beta2) sum beta2^k g_k^2, so with r = beta1^2 / beta2 (Cauchy-Schwarz)
-    |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). Betas 0.9 and 0.98: 1 at the first step, 1.7 in the limit.
+    mean = (1 - beta1) sum beta1^k g_k and square = (1 - beta2) sum beta2^k g_k^2. With r = beta1^2 / beta2, Cauchy-Schwarz gives
+    |mean| <= (1 - beta1) sqrt(sum r^k) sqrt(square / (1 - beta2)). For betas 0.9 and 0.98, the largest step is 1 after one
+    gradient, and 1.7 in the limit.
     """
     if rule.beta2 == 0:
         return torch.full_like(count, float("inf"))
@@ -195,7 +199,10 @@ def _update(
     start: Tensor,
     stochastic: bool,
 ) -> None:
-    """Update one tensor in place. start: added to the index of each number; the sum is hashed to random bits."""
+    """Update one tensor in place.
+
+    `start`: a number that is added to the index of each element and hashed, to make random bits.
+    """
     rate, weight_decay, toward1, toward2, eps, debias1, debias2, largest, grad_scale, skipped = scalars.unbind()
     slope = grad.float() / grad_scale
     old_mean = _decode(mean, scales[0], MEAN_CODE) if scales else mean.float()
@@ -228,7 +235,7 @@ def _update(
 
 
 def _assign(stored: Tensor, value: Tensor, done: Tensor) -> None:
-    """Store the value unless the update is skipped."""
+    """Copy `value` to `stored`, unless the update is skipped."""
     stored.copy_(torch.where(done, value.to(stored.dtype), stored))
 
 
@@ -243,7 +250,10 @@ def _decode(codes: Tensor, top: Tensor, code: tuple[int, int]) -> Tensor:
 
 
 def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes, and the largest value of each row. Values between two codes are rounded stochastically."""
+    """Return the codes of the values, and the largest absolute value of each row.
+
+    A value between two codes is rounded stochastically.
+    """
     levels, power = code
     top = value.abs().amax(-1, keepdim=True)
     part = value.abs() / top.clamp(min=torch.finfo(torch.float32).tiny)
@@ -254,5 +264,5 @@ def _encode(value: Tensor, code: tuple[int, int], bits: Tensor) -> tuple[Tensor,
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    """Return this rank's shard of a DTensor. Any other tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

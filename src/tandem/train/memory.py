@@ -11,6 +11,7 @@ from torch import nn
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import MachineError, OutOfMemoryError
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.model.load import attention_kind, empty_model
 from tandem.model.lora.layers import LoraPlan
@@ -42,7 +43,7 @@ CERTAIN_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class RowLength:
-    """The automatic row length in tokens, and the reason for it in words."""
+    """The automatically chosen row length in tokens, and the reason for this length in words."""
 
     tokens: int
     reason: str
@@ -51,7 +52,7 @@ class RowLength:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory that a run is expected to need per rank, in bytes, estimated before weights load."""
+    """The memory that a run is expected to need per rank, in bytes. The estimate is made before weights load."""
 
     num_weights: int
     fixed: float  # weights, gradients, optimizer states, and the bfloat16 copy of the weights
@@ -59,30 +60,33 @@ class MemoryEstimate:
     head: float = LOGITS_BYTES
 
     def temporary(self, tokens: int) -> float:
-        """Activations and logits of a micro-batch with this many tokens."""
+        """Return the bytes of activations and logits of a micro-batch with this many tokens."""
         return self.head + tokens * self.per_token
 
 
 def estimate_memory(
     source: ModelSource,
     policy: PolicyConfig,
+    device: torch.device,
+    *,
     lora: LoraPlan | None,
     precision: str,
-    num_ranks: int,
-    device: torch.device,
+    mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> MemoryEstimate:
     num = sum(parameter.numel() for parameter in empty_model(source).parameters())
     per_token = _bytes_per_token(source.config.get_text_config(), policy, precision)
     head = LOGITS_BYTES if device.type == "cuda" else 0  # chunks of logits are small on a CPU
-    return MemoryEstimate(num, _fixed_bytes(num, policy, lora, precision, num_ranks), per_token, head)
+    fixed = _fixed_bytes(num, policy, lora, precision, mesh)
+    return MemoryEstimate(num_weights=num, fixed=fixed, per_token=per_token, head=head)
 
 
 def auto_row_length(
     need: MemoryEstimate, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> RowLength:
-    """Choose the row length. On a GPU, it is the longest one that is expected to fit and to increase speed.
+    """Choose the row length.
 
-    memory: the smallest device memory of all ranks, in bytes; None: the memory of this device.
+    On a GPU, choose the longest row that is expected to fit in memory, unless longer rows gain little speed.
+    `memory`: the smallest device memory of all ranks, in bytes; None: the memory of this device.
     """
     if policy.packing.mode == "dataset":
         return RowLength(DATASET_PACK, "the default for a set packed once")
@@ -110,7 +114,10 @@ def refuse_certain_overflow(
     device: torch.device,
     memory: int | None = None,
 ) -> None:
-    """Refuse a run that certainly does not fit, before weights load. Other runs are measured later (start/build.py)."""
+    """Raise OutOfMemoryError, before weights load, if the run certainly does not fit in memory.
+
+    For other runs, memory is measured after weights load (start/build.py).
+    """
     available, whose = memory or device_memory(device), "the GPU" if device.type == "cuda" else "this machine"
     bins = packer.bins(batch.preferences, batch.bounds)
     length = packer.longest_row(bins)
@@ -126,7 +133,7 @@ def refuse_certain_overflow(
 
 
 def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help: bool) -> str:
-    """Suggest settings that need less memory and are not in use yet, the cheapest first. length: tokens in the longest row."""
+    """Suggest settings that need less memory and are not in use yet, the cheapest first. `length`: tokens in the longest row."""
     rows = policy.packing.packs_per_micro_batch
     of_rows = [
         f"policy.packing.packs_per_micro_batch={rows // 2}" if rows > 1 else "",
@@ -147,7 +154,7 @@ def suggest_less_memory(length: int, policy: PolicyConfig, *, shorter_rows_help:
 
 
 def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str:
-    """Describe the row length of a run, and the reason for it. usual: the automatic row length."""
+    """Describe the row length of a run, and the reason for this length. `usual`: the automatic row length."""
     rows = f"{packer.length:,} tokens"
     longest = int(packer.sizes.max())
     if policy.packing.mode == "none":
@@ -165,7 +172,7 @@ def describe_rows(packer: Packer, policy: PolicyConfig, usual: RowLength) -> str
 
 
 def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
-    """Return a warning if pack_length is so high that a batch fills less than half of the shortest rows; otherwise None."""
+    """Return a warning if pack_length is so high that a batch fills less than half of even the shortest row; otherwise None."""
     shortest = packer.lengths[0]
     pairs = policy.train_global_batch_size / packer.share.num_ranks
     tokens = int(tokens_of_pairs(pairs, packer.sizes, packer.store))
@@ -182,9 +189,9 @@ def filler_warning(packer: Packer, policy: PolicyConfig) -> str | None:
 def refuse_large_masks(
     length: int, longest: int, policy: PolicyConfig, device: torch.device, memory: int | None = None
 ) -> None:
-    """Refuse rows if their dense attention masks do not fit in memory.
+    """Raise MachineError if the dense attention masks of rows do not fit in memory.
 
-    length: tokens per row. longest: tokens of the longest preference.
+    `length`: tokens per row. `longest`: tokens of the longest preference.
     """
     kind = attention_kind(policy, device)
     if policy.packing.mode == "none" or kind not in ("sdpa", "trees"):
@@ -209,7 +216,7 @@ def refuse_large_masks(
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the total memory in bytes: of the GPU, or of the machine if the device is a CPU."""
+    """Return the total memory of the GPU in bytes. If the device is a CPU, return the memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -223,17 +230,20 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, num_ranks: int) -> float:
-    """Bytes for weights, gradients and optimizer states, which are sharded over ranks, except quantised weights."""
+def _fixed_bytes(num: int, policy: PolicyConfig, lora: LoraPlan | None, precision: str, mesh: MeshShape) -> float:
+    """Return the bytes per rank for weights, gradients and optimizer states.
+
+    All are sharded over ranks, except quantised weights.
+    """
     states = state_bytes(policy.optimizer.state_dtype)
     # Several ranks gather one layer at a time and keep no bfloat16 copy of the model.
-    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and num_ranks == 1 else 0
+    copy = 2 if policy.weights == "float32" and precision == "bfloat16" and mesh.num_ranks == 1 else 0
     if lora is not None:
         frozen = {"nf4": 0.6, "int8": 1.1, None: float(lora.dtype.itemsize)}[lora.quantization] * lora.num_frozen
         trained = lora.num_trained * (8 + copy + states)
-        return frozen + trained / num_ranks if lora.quantization else (frozen + trained) / num_ranks
+        return frozen + trained / mesh.shard if lora.quantization else (frozen + trained) / mesh.shard
     weights = (4 if policy.weights == "float32" else 2) + 4  # gradients are summed in float32
-    return num * (weights + copy + states) / num_ranks
+    return num * (weights + copy + states) / mesh.shard
 
 
 def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float:
@@ -248,7 +258,10 @@ def _bytes_per_token(config: Any, policy: PolicyConfig, precision: str) -> float
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The memory that the run needs on this rank's device, in bytes, forecast from a measured forward and backward pass."""
+    """The memory that the run needs on this rank's device, in bytes.
+
+    The forecast is based on a measured forward and backward pass.
+    """
 
     weights: int
     gradients: int
@@ -258,7 +271,7 @@ class Forecast:
 
     @property
     def fixed(self) -> int:
-        """Weights, gradients and optimizer states. The bfloat16 copy of the weights is part of the activations."""
+        """Bytes of weights, gradients and optimizer states. The bfloat16 copy of the weights counts as activations."""
         return self.weights + self.gradients + self.states
 
     @property
@@ -273,9 +286,9 @@ class Forecast:
 
 
 def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> Forecast:
-    """Forecast the memory of a step from the peak of a forward and backward pass with gradients already allocated.
+    """Forecast the memory of a step. `peak`: the peak memory of a forward and backward pass with gradients already allocated.
 
-    Optimizer states are not allocated yet and are added here. state_bytes: their size per trained parameter.
+    Optimizer states are not part of the peak and are added here. `state_bytes`: bytes of optimizer state per trained parameter.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     weights = sum(_bytes(parameter) for parameter in policy.parameters())
@@ -291,7 +304,7 @@ def forecast(policy: Policy, peak: int, length: int, *, state_bytes: float) -> F
 
 
 def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: PolicyConfig) -> None:
-    """Refuse the run if its first step would run out of memory."""
+    """Raise OutOfMemoryError if the first step would run out of GPU memory."""
     available = torch.cuda.get_device_properties(device).total_memory
     if expected.total > available:
         raise OutOfMemoryError(
@@ -301,7 +314,7 @@ def refuse_forecast_overflow(expected: Forecast, device: torch.device, policy: P
 
 
 def out_of_memory_error(error: Exception, length: int, policy: PolicyConfig) -> OutOfMemoryError | None:
-    """Return the error to raise if the device or the host ran out of memory; None for any other error."""
+    """Return an OutOfMemoryError with advice if `error` means that the device or the host ran out of memory; otherwise None."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and "DefaultCPUAllocator: " not in str(error):  # "can't allocate", or "not enough memory"
         return None

@@ -32,7 +32,7 @@ MARGIN_PERCENTILES = (10, 50, 90)
 
 
 def pair_columns(outcome: PackOutcome) -> dict[str, Tensor]:
-    """Return the values of each pair that metrics are computed from, by name: [pairs] each. Add new columns here."""
+    """Return the values that metrics are computed from, as a dict from name to tensor [pairs]. Add new columns here."""
     loss, completions = outcome.loss, outcome.completions
     both = completions.both
     return {
@@ -54,7 +54,7 @@ def _of_both(name: str, values: ChosenRejected) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTable:
-    """The values of every pair of a step or a set, on the host."""
+    """The values of every pair of a step or of a set, in host memory."""
 
     sft: FloatArray  # [preferences]
     preference: IntArray  # [pairs] index of the pair's preference in its set
@@ -73,10 +73,11 @@ class PairTable:
         return self["reward_chosen"] - self["reward_rejected"]
 
     def rounding(self, band: float) -> FloatArray:
-        """Return how much rounding can change each margin if it changes a difference of summed log-probabilities by `band`.
+        """Return how much rounding can change each margin.
 
-        Half of the band is for the chosen completion and half for the rejected one. With beta 0.1 and summed log-probabilities:
-        0.1 * band. Per token, for lengths 10 and 40: 0.1 * (band / 20 + band / 80).
+        `band`: how much rounding can change a difference of two summed log-probabilities. Half of it is for the chosen
+        completion, half for the rejected one. Examples with beta 0.1: for summed log-probabilities, the result is 0.1 * band; for
+        log-probabilities per token and lengths 10 and 40, it is 0.1 * (band / 20 + band / 80).
         """
         return band * (self["slope_chosen"] + self["slope_rejected"]) / 2
 
@@ -103,34 +104,34 @@ class PairLedger:
         self._sft.append(outcome.loss.sft.detach().double())
 
     def is_finite(self) -> Tensor:
-        """Return whether every loss is finite, as a tensor on the device."""
+        """Return whether all losses are finite, as a tensor on the device."""
         row = self._names.index("loss")
         return torch.isfinite(torch.cat([*(numbers[row] for numbers in self._numbers), *self._sft])).all()
 
     def send(self, *also: Tensor) -> None:
-        """Start the transfer of all values, and of the scalars in `also`, to the host. Does not wait.
+        """Start copying all values, and the scalars in `also`, to the host. Does not wait for the copy.
 
-        If this is called before the next step is launched, the values can be read while that step runs.
+        Call this before the next step is launched, so that the values can be read while the next step runs.
         """
         numbers, sft = torch.cat(self._numbers, dim=1), torch.cat(self._sft)
         flat = torch.cat([numbers.flatten(), sft, *(number.double().reshape(1) for number in also)])
         self._sent = _Sent(to_host(flat), numbers.shape, len(sft))
 
     def read(self, ranks: Ranks) -> tuple[PairTable, list[float]]:
-        """Wait for the transfer; return the pairs of all ranks, and the scalars that were passed to `send`."""
+        """Wait for the copy. Return the pairs of all ranks, and the scalars that this rank passed to `send`."""
         if self._sent is None:
-            raise RuntimeError("call send before read")
+            raise RuntimeError("PairLedger.read was called before PairLedger.send")
         numbers, sft, also = self._sent.parts()
         places = [np.concatenate(parts) for parts in zip(*(places_of_pairs(pack) for pack in self._packs), strict=True)]
         preference, winner, loser = places
         columns = dict(zip(self._names, numbers, strict=True))
         own = PairTable(sft=sft, preference=preference, winner=winner, loser=loser, columns=columns)
-        return _joined(ranks.gather(own)), also.tolist()
+        return _joined(ranks.gather_parts(own)), also.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Values that are being copied to the host."""
+    """Values whose copy to the host has started."""
 
     flat: PendingHostCopy
     shape: torch.Size  # [columns, pairs]
@@ -142,9 +143,9 @@ class _Sent:
 
 
 def places_of_pairs(pack: Pack) -> tuple[IntArray, IntArray, IntArray]:
-    """Return three arrays with one entry per pair.
+    """Return three arrays with one entry per pair: preference, chosen completion, rejected completion.
 
-    They are the index of the preference in its set, and which of its completions are chosen and rejected.
+    The preference is an index in the set. The completions are indices in the preference.
     """
     owner = pack.owner[pack.winners]
     first = np.searchsorted(pack.owner, owner)  # the first completion of the preference
@@ -166,7 +167,7 @@ def _joined(tables: Sequence[PairTable]) -> PairTable:
 def check_pairs(table: PairTable, preferences: IntArray, store: Preferences) -> None:
     """Raise DefectError unless the ranks together computed every pair of these preferences exactly once.
 
-    If a preference is in the batch twice (its set has weight 2), each of its pairs must be computed twice.
+    If a preference is in the batch twice, because its set has weight 2, each of its pairs must be computed twice.
     """
     wanted = np.bincount(preferences, minlength=len(store))  # how often each pair of a preference must be computed
     pairs, times = np.unique(np.stack([table.preference, table.winner, table.loser]), axis=1, return_counts=True)
@@ -215,7 +216,7 @@ def summarise(table: PairTable, dpo: Dpo, precision: str, store: Preferences) ->
 
 
 def _above(difference: FloatArray, band: FloatArray | float) -> FloatArray:
-    """Return 1 where the difference is positive, 0 where it is negative, and one half where it is within the band."""
+    """Return 1 where the difference is above the band around 0, 0 where it is below the band, and one half where it is inside."""
     return np.where(np.abs(difference) <= band, 0.5, (difference > 0).astype(np.float64))
 
 
@@ -225,7 +226,10 @@ def _percentiles(margin: FloatArray) -> dict[str, float]:
 
 
 def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray) -> dict[str, float]:
-    """Metrics that show whether the policy prefers a length. No correlation is given if the margins differ by rounding only."""
+    """Return metrics that show whether the policy prefers longer or shorter completions.
+
+    The correlation is left out if the margins of all pairs differ by no more than rounding.
+    """
     longer = table.length_difference
     metrics = _means_where("accuracy_chosen_{}", accuracy, {"longer": longer > 0, "shorter": longer < 0})
     # Two margins differ by more than rounding if their bands, each centred on its margin, do not overlap.
@@ -236,7 +240,10 @@ def _length_metrics(table: PairTable, accuracy: FloatArray, rounding: FloatArray
 
 
 def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
-    """The distance of the policy from the reference, and the share of chosen completions that are less likely than under it."""
+    """Return the distance between policy and reference.
+
+    Also return the share of chosen completions that are less likely under the policy than under the reference.
+    """
     drift, tokens = table["drift_chosen"] + table["drift_rejected"], table["tokens_chosen"] + table["tokens_rejected"]
     return {
         "kl_per_token": drift.sum() / tokens.sum(),
@@ -245,7 +252,10 @@ def _reference_metrics(table: PairTable, band: float) -> dict[str, float]:
 
 
 def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
-    """The mean scores, and the share of pairs that rewards and scores order alike. Pairs without two scores are left out."""
+    """Return the mean scores, and the share of pairs that rewards and scores order alike.
+
+    Pairs without both scores are left out.
+    """
     given = np.isfinite(table["score_chosen"]) & np.isfinite(table["score_rejected"])
     difference = np.sign(table["score_chosen"] - table["score_rejected"])
     agreement = _above(table.margin * difference, rounding)
@@ -257,5 +267,8 @@ def _score_metrics(table: PairTable, rounding: FloatArray) -> dict[str, float]:
 
 
 def _means_where(name: str, values: FloatArray, groups: dict[str, NDArray[np.bool_]]) -> dict[str, float]:
-    """Return the mean of each group that is not empty."""
+    """Return the mean of `values` in each group, as a dict. Empty groups are left out.
+
+    `name`: the pattern of the metric names.
+    """
     return {name.format(group): values[members].mean() for group, members in groups.items() if members.any()}

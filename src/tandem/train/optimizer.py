@@ -1,4 +1,7 @@
-"""Creates the optimizer and the learning-rate scheduler: one of torch's, or a named schedule that spans the run."""
+"""Creates the optimizer and the learning-rate scheduler.
+
+A scheduler is one of torch's, or a named schedule that spans the run.
+"""
 
 import math
 import warnings
@@ -24,9 +27,9 @@ from tandem.train.adamw import LocalAdamW, RoundedAdamW, Rule
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], policy: PolicyConfig, seed: int
 ) -> LocalAdamW | RoundedAdamW:
-    """Return AdamW with its states allocated. It clips gradients and skips non-finite steps on the device.
+    """Return AdamW with its states already allocated. On the device, it clips gradients and skips non-finite steps.
 
-    seed: for the random bits of stochastic rounding.
+    `seed`: the seed of the random bits for stochastic rounding.
     """
     kwargs = policy.optimizer.kwargs
     beta1, beta2 = kwargs.betas
@@ -46,9 +49,10 @@ def make_optimizer(
 
 
 def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -> Any:
-    """Return one of torch's schedulers, several chained at milestones, a named schedule, or a constant rate.
+    """Return the configured scheduler.
 
-    num_steps: the length of the run, which a named schedule spans.
+    It is one of torch's schedulers, several of them chained at milestones, a named schedule, or a constant rate.
+    `num_steps`: the length of the run, which a named schedule spans.
     """
     given = policy.scheduler
     if given is None:
@@ -65,10 +69,11 @@ def make_scheduler(optimizer: Optimizer, policy: PolicyConfig, num_steps: int) -
 
 
 def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> float:
-    """Return the learning rate of the step after `steps_done` steps, as a fraction of the configured rate.
+    """Return the learning rate after `steps_done` steps, as a fraction of the configured rate.
 
-    The same as in transformers: a warm-up starts at 0, and a decay would reach its end one step after the last step.
-    With 10 steps, linear, and warmup_ratio 0.2: 0, 1/2, 8/8, 7/8, ..., 1/8.
+    This is the same as in transformers: a warm-up starts at 0, and a decay would reach its final value one step after the last
+    step.
+    Example: 10 steps of a linear schedule with warmup_ratio 0.2 have the fractions 0, 1/2, 8/8, 7/8, ..., 1/8.
     """
     warmup = _num_steps_of(schedule.warmup_ratio, num_steps)
     if steps_done < warmup:
@@ -86,12 +91,15 @@ def rate_factor(schedule: NamedSchedule, steps_done: int, num_steps: int) -> flo
 
 
 def _num_steps_of(ratio: float, num_steps: int) -> int:
-    """Return this share of the steps, rounded up. Floating-point error is ignored: 0.07 of 100 steps are 7, not 8."""
+    """Return the share `ratio` of the steps, rounded up.
+
+    Floating-point error does not count: 0.07 of 100 steps are 7, although 0.07 * 100 is slightly above 7.
+    """
     return math.ceil(round(ratio * num_steps, 6))
 
 
 def schedule_in_words(policy: PolicyConfig, num_steps: int) -> str:
-    """Describe the schedule: "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate"."""
+    """Describe the schedule, for example "cosine: warm-up over 1 of 10 steps, then down to 0.1 of the rate"."""
     given = policy.scheduler
     if given is None:
         return "constant"
@@ -120,7 +128,7 @@ def _arguments(scheduler: Scheduler) -> str:
 def check_scheduler(policy: PolicyConfig) -> None:
     """Create the scheduler for a dummy parameter, so that a wrong argument is reported before any weights load.
 
-    Each of torch's schedulers is also stepped once, because some of them check their arguments only then.
+    Schedulers of torch are also stepped once, because some of them check their arguments only in the first step.
     """
     rate = policy.optimizer.kwargs.lr
     make_scheduler(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate), policy, num_steps=1)

@@ -18,7 +18,7 @@ MAX_ANSWER_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of a validation set, and the token that ends an answer to it."""
+    """A prompt of a validation set, and the token that ends an answer to the prompt."""
 
     place: str
     text: str
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The answers to one prompt."""
+    """The answers of the policy and the reference to one prompt."""
 
     place: str
     prompt: str
@@ -38,14 +38,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Prompts, and the reference's answers. These are generated only once, because the reference never changes."""
+    """Prompts, and the reference's answers to them. The answers are generated only once, because the reference never changes."""
 
     tokenizer: Any
     prompts: tuple[Prompt, ...]
     reference: tuple[str, ...] | None
 
     def take(self, policy: Policy, device: torch.device) -> list[Sample]:
-        """Generate the policy's current answers."""
+        """Generate the policy's current answers, and return them with the reference's answers."""
         answers = answers_of(policy, self.tokenizer, self.prompts, device)
         references = self.reference or [None] * len(self.prompts)
         return [
@@ -66,7 +66,7 @@ def prompts_of(store: Preferences, tokenizer: Any, count: int) -> tuple[Prompt, 
 
 
 def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> tuple[str, ...]:
-    """Generate the greedy answer to each prompt. Every rank must call this, because each holds a shard of the weights."""
+    """Return the greedy answer to each prompt. Every rank must call this, because each rank holds only a shard of the weights."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor(prompt.ids, device=device)
@@ -76,7 +76,7 @@ def answers_of(policy: Policy, tokenizer: Any, prompts: Sequence[Prompt], device
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Write `step_N.jsonl` with one line per prompt. A repeated validation replaces the file."""
+    """Write the file `step_N.jsonl`, with one line per prompt. If a validation is repeated, the file is replaced."""
     folder.mkdir(exist_ok=True)
     lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
     with replacing(folder / f"step_{step}.jsonl") as file:

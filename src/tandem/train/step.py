@@ -1,4 +1,4 @@
-"""Runs one optimizer step on a global batch and returns its StepReport. Losses are reduced only in this module."""
+"""Runs one optimizer step on a global batch and returns its StepReport. Only this module reduces losses over pairs."""
 
 import math
 import time
@@ -26,7 +26,7 @@ from tandem.train.terms import PackOutcome, StepContext, joined_pairs, pack_comp
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The results of one optimizer step, reduced over ranks."""
+    """The results of one optimizer step, over all ranks."""
 
     metrics: dict[str, float]
     num_pairs: int
@@ -51,7 +51,7 @@ class StepClock:
             self._times[index] = time.perf_counter()
 
     def is_over(self) -> bool:
-        """Whether the step has ended. Does not wait."""
+        """Return whether the step has ended, without waiting for it."""
         return self._events is None or self._events[1].query()
 
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ class StepClock:
 
 
 class PendingStep:
-    """A step that was launched but may still be running. `read` waits for this step only, not for steps launched later."""
+    """A step that was launched and may still be running. `read` waits for this step only, not for steps launched later."""
 
     def __init__(self, batch: GlobalBatch, context: StepContext, lr: float):
         self.batch, self.context, self.lr = batch, context, lr
@@ -81,7 +81,7 @@ class PendingStep:
     def read(self, store: Preferences) -> StepReport:
         """Wait for the step and return its report.
 
-        Raises NonFiniteError if the loss or the gradient is not finite (the update was then skipped), and DefectError if the
+        Raises NonFiniteError if the loss or the gradient is not finite; the update was then skipped. Raises DefectError if the
         ranks did not compute exactly the pairs of the batch.
         """
         table, (norm,) = self.ledger.read(self.context.ranks)
@@ -89,8 +89,8 @@ class PendingStep:
         if not (np.isfinite(table["loss"]).all() and np.isfinite(table.sft).all() and math.isfinite(norm)):
             raise NonFiniteError(self._non_finite_message(table, norm, store))
         metrics = summarise(table, self.context.dpo, self.context.precision, store)
-        of_workers = self.context.ranks.gather((self.num_tokens, self.num_positions, self.clock.seconds()))
-        num_tokens, num_positions, seconds = zip(*of_workers, strict=True)
+        parts = self.context.ranks.gather_parts((self.num_tokens, self.num_positions, self.clock.seconds()))
+        num_tokens, num_positions, seconds = zip(*parts, strict=True)
         return StepReport(
             metrics={**metrics, "grad_norm": norm},
             num_pairs=self.batch.num_pairs,
@@ -125,7 +125,7 @@ class PendingStep:
 
 
 def _places(preferences: list[int], store: Preferences) -> str:
-    """Return the places of up to ten of these preferences, each once."""
+    """Return the places of up to ten of these preferences, without repetition."""
     return ", ".join(list(dict.fromkeys(store.place(index) for index in preferences))[:10])
 
 
@@ -155,9 +155,9 @@ def train_step(
 def pack_outcomes(
     policy: Policy, context: StepContext, packs: Iterable[Pack], batch: GlobalBatch | None = None
 ) -> Iterator[PackOutcome]:
-    """Yield the losses of every pack, in order. A loss with batch scope is computed over all packs together.
+    """Yield the losses of every pack, in order. A loss that depends on the whole batch is computed over all packs together.
 
-    If `batch` is given, `packs` must be its packs, and the backward pass of each pack runs too.
+    `batch`: if given, the backward pass of each pack runs too, and `packs` must be the packs of this batch.
     """
     if not _has_pair_scope(context.dpo):
         yield from _batch_scope_outcomes(policy, context, list(packs), batch)
@@ -173,10 +173,11 @@ def pack_outcomes(
 def _batch_scope_outcomes(
     policy: Policy, context: StepContext, packs: list[Pack], batch: GlobalBatch | None
 ) -> Iterator[PackOutcome]:
-    """Run all packs without gradients and compute the loss over all of them.
+    """Yield the losses of every pack, for a loss that depends on the whole batch.
 
-    If `batch` is given, compute the derivative of the loss with respect to each log-probability. Then run every pack again,
-    and run its backward pass from those derivatives.
+    All packs run without gradients, and the loss is computed over all of them. If `batch` is given, the derivative of the loss
+    with respect to each log-probability is computed. Then every pack runs again, and its backward pass starts from these
+    derivatives.
     """
     dpo, counts = context.dpo, [pack.num_pairs for pack in packs]
     with torch.no_grad():
@@ -200,9 +201,10 @@ def _batch_scope_outcomes(
 
 
 def _backward(preference_part: Tensor, outcome: PackOutcome, dpo: Dpo, batch: GlobalBatch) -> None:
-    """Run the backward pass of the preference loss, which is already reduced, plus the SFT loss.
+    """Run the backward pass of the preference loss plus the SFT loss.
 
-    The SFT loss is divided by the number of preferences in the global batch.
+    `preference_part`: the preference loss, already divided by the number of pairs in the global batch. The SFT loss is divided
+    here, by the number of preferences in the global batch.
     """
     sft = outcome.loss.sft.sum() / len(batch.preferences)
     (dpo.preference_loss_weight * preference_part + dpo.sft_loss_weight * sft).backward()
@@ -214,7 +216,7 @@ def _has_pair_scope(dpo: Dpo) -> bool:
 
 @torch.no_grad()
 def grad_norm(policy: Policy) -> Tensor:
-    """Return the norm of all gradients over all ranks."""
+    """Return the norm of all gradients of all ranks."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     if gradients[0].is_cuda:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -226,7 +228,7 @@ def grad_norm(policy: Policy) -> Tensor:
 
 
 def _update(optimizer: Any, step: PendingStep, norm: Tensor, max_grad_norm: float | None) -> None:
-    """Clip the gradients and update the weights. The device skips the update if the loss or the gradient is not finite."""
+    """Clip the gradients and update the weights. If the loss or the gradient is not finite, the device skips the update."""
     finite = step.context.ranks.all_true(torch.isfinite(norm) & step.ledger.is_finite())
     optimizer.found_inf = (~finite).to(torch.float32)
     scale = torch.ones_like(norm) if max_grad_norm is None else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)

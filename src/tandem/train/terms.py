@@ -1,4 +1,4 @@
-"""Computes the Completions of a pack, the record that losses and metrics read, and the losses of the pack."""
+"""Computes the losses of a pack, and its Completions: the record that losses and metrics read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import torch
 
 from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
 from tandem.config.sections.dpo import Dpo
-from tandem.loss.objective import PairLoss, compare, pair_loss
-from tandem.loss.pairs import Pairs, PairSums, log_likeliness, pair_sums, prefix_sums
+from tandem.loss.objective import PairLoss, pair_loss, pairs_from_sums
+from tandem.loss.pairs import Pairs, PairSums, pair_sums, prefix_sums, wpo_log_weights
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.policy import Policy
 from tandem.model.reference import Reference
@@ -17,7 +17,7 @@ from tandem.packing.layout import Pack
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Everything that a step needs besides the policy: the reference, the loss settings, the ranks and the precision."""
+    """Everything that a step needs in addition to the policy: the reference, the loss settings, the ranks and the precision."""
 
     reference: Reference
     dpo: Dpo
@@ -35,7 +35,7 @@ class PackOutcome:
 
 
 def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Completions:
-    """Run the forward pass of a micro-batch; return policy and reference log-probabilities, summed per completion."""
+    """Run the forward pass of a micro-batch. Return the log-probabilities of policy and reference, summed per completion."""
     dpo = context.dpo
     inputs = policy.inputs(pack, context.ranks.device)
     segments = inputs.completion_lengths, inputs.completion
@@ -58,21 +58,21 @@ def pack_completions(policy: Policy, context: StepContext, pack: Pack) -> Comple
         preference=inputs.preference,
         pairing=pairing,
         columns=inputs.columns,
-        log_likeliness=None if squares is None else log_likeliness(tokens.detach(), squares, *segments),
+        wpo_log_weights=None if squares is None else wpo_log_weights(tokens.detach(), squares, *segments),
         policy_prefix=prefix(tokens),
         reference_prefix=prefix(reference_tokens),
     )
 
 
 def pack_outcome(policy: Policy, context: StepContext, pack: Pack) -> PackOutcome:
-    """Compute the losses of a micro-batch, for a loss with pair scope, in which pairs are independent."""
+    """Compute the losses of a micro-batch, for a loss in which pairs are independent of each other."""
     completions = pack_completions(policy, context, pack)
     return PackOutcome(pack, completions, pair_loss(completions, context.dpo))
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs:
-    """The pairs of several micro-batches of all ranks, concatenated."""
+    """The pairs of several micro-batches, concatenated over all ranks."""
 
     pairs: Pairs
     policy: ChosenRejected  # the policy's log-probabilities of these pairs: leaf tensors, for the gradient of the loss
@@ -80,11 +80,11 @@ class JoinedPairs:
 
 
 def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> JoinedPairs:
-    """Concatenate the pairs of several micro-batches of all ranks: the input of a loss with batch scope."""
+    """Concatenate the pairs of several micro-batches of all ranks, as the input of a loss that depends on the whole batch."""
     views = [pair_sums(completions, dpo.ld_alpha) for completions in several]
 
     def stacked(view: PairSums) -> dict[str, torch.Tensor]:
-        """Return tensors of shape [pairs, 2] by name: the chosen and the rejected completion."""
+        """Return a dict from name to a tensor [pairs, 2]: the values of the chosen and of the rejected completion."""
         assert view.scores is not None
         both = {
             "policy": view.policy,
@@ -96,10 +96,10 @@ def joined_pairs(several: Sequence[Completions], dpo: Dpo, ranks: Ranks) -> Join
 
     columns = [stacked(view) for view in views]
     rows = torch.cat([torch.cat(list(by_name.values()), dim=1) for by_name in columns])
-    joined, own = ranks.concatenate(rows)
+    joined, own = ranks.concatenate_parts(rows)
     both = {
         name: ChosenRejected(*part.unbind(1)) for name, part in zip(columns[0], joined.split(2, dim=1), strict=True)
     }
     policy = both["policy"].map(lambda values: values.requires_grad_())
     sums = PairSums(policy=policy, reference=both["reference"], num_tokens=both["num_tokens"], scores=both["scores"])
-    return JoinedPairs(compare(sums, dpo), policy, own)
+    return JoinedPairs(pairs_from_sums(sums, dpo), policy, own)

@@ -14,10 +14,11 @@ from tandem.config.sections.checkpointing import Checkpointing
 from tandem.data.preflight import preflights
 from tandem.data.store.sets import write_rejects
 from tandem.errors import AlreadyReportedError, AuditError, DefectError, NonFiniteError, StoppedError
+from tandem.export.cached import export_named_checkpoints
 from tandem.model.checks.positions import long_sequence_warnings
 from tandem.model.distributed.process_group import Ranks, compute_deterministically, join_process_group
 from tandem.packing.batches import GlobalBatch, load_ahead
-from tandem.packing.packer import Share
+from tandem.packing.packer import RankShare
 from tandem.page.stored import Described, write_setup
 from tandem.report.choices import describe_choices, describe_computation
 from tandem.report.per_pair import check_per_pair
@@ -47,9 +48,9 @@ from tandem.train.validation import ValidationReport
 
 
 def train(loaded: LoadedConfig, reporter: Reporter, *, fresh: bool = False, per_pair: Path | None = None) -> Path:
-    """Train a new run, or resume an unfinished one, to its end; return its directory.
+    """Train a new run to its end, or resume an unfinished one. Return the run's directory.
 
-    per_pair: a file to which the metrics of every pair are written after training.
+    `per_pair`: a file to which the metrics of every pair are written after training.
     """
     if loaded.config.run.deterministic:
         compute_deterministically()
@@ -70,11 +71,13 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
         if per_pair is None:
             reporter.result(run)
             return run
+    ranks.run_or_stop_all(lambda: export_named_checkpoints(loaded.config, reporter.say), on=ranks.is_first_here)
     stopping = Stopping(loaded.config.checkpointing.seconds_to_save_by, ranks.highest)
-    share = Share(ranks.number, ranks.count)
+    share = RankShare(ranks.data_index, ranks.data_parallel)
     # Before set_up, which ranks run one after another, because rows must have the same length on every rank.
     memory = ranks.lowest(device_memory(ranks.device))
-    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, share, memory))
+    given = {"share": share, "memory": memory, "mesh": ranks.shape}
+    setup = ranks.one_then_all(lambda: set_up(loaded.config, ranks.device, reporter.progress, **given))
     refuse_different_ranks(ranks, lambda: derived(setup, run))
     extended_from = ranks.from_first(lambda: check_extension(run, setup) if finished and more else None)
     if finished and more and extended_from is None:
@@ -85,7 +88,7 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
             return run
     kept = setup.checkpoint_dir(run)
     with ExitStack() as stack:
-        ranks.agreed(lambda: _claim_directories(stack, run, setup, loaded), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: _claim_directories(stack, run, setup, loaded), on=ranks.is_first)
         reporter.say(f"Run directory: {run}{', resumed' if checkpoints(kept) else ''}")
         if extended_from is not None:
             reporter.say(f"Extended from {extended_from} to {setup.plan.num_steps} steps")
@@ -115,10 +118,8 @@ def _train(loaded: LoadedConfig, reporter: Reporter, ranks: Ranks, *, fresh: boo
     return run
 
 
-def _report_setup(
-    setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks
-) -> None:
-    """Print the data, the settings, and warnings about them. earlier: a hint about an earlier run, and a command."""
+def _report_setup(setup: Setup, run: Path, reporter: Reporter, earlier: tuple[str, str] | None, ranks: Ranks) -> None:
+    """Print the data, the settings, and warnings about both. `earlier`: a hint about an earlier run, and a command."""
     sets, choices, computed = preflights(setup.plan.sets), describe_choices(setup), describe_computation(setup)
     if writes_page(setup, ranks):
         write_setup(run, setup, Described(sets, choices, computed, ranks.count), reporter.warn)
@@ -138,7 +139,7 @@ def _report_setup(
 
 
 def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> tuple[Path, bool, bool]:
-    """Return the run's directory, whether it is finished, and whether this configuration may extend it."""
+    """Return the run's directory, whether the run is finished, and whether this configuration may extend it."""
     if per_pair is not None:
         check_per_pair(per_pair)
     run = choose_run_dir(loaded, fresh=fresh)
@@ -147,7 +148,7 @@ def _choose_run(loaded: LoadedConfig, *, fresh: bool, per_pair: Path | None) -> 
 
 
 def _claim_directories(stack: ExitStack, run: Path, setup: Setup, loaded: LoadedConfig) -> None:
-    """Lock the run directory and, if it is separate, the checkpoint directory; write config.yaml and rejects.jsonl."""
+    """Lock the run directory, and the checkpoint directory if it is separate. Write config.yaml and rejects.jsonl."""
     stack.enter_context(locked(run))
     kept = setup.checkpoint_dir(run)
     if kept != run / "checkpoints":
@@ -172,7 +173,7 @@ def _run(t: Training, loaded: LoadedConfig, per_pair: Path | None) -> None:
 
 
 def _resumed_from(t: Training) -> dict[str, str]:
-    """Values that each rank read from its own disk, and that must be the same on every rank."""
+    """Return values that each rank read from its own disk. They must be the same on every rank."""
     return {f"the {name}": value for name, value in t.fingerprints.items()} | {"the last step": str(t.progress.step)}
 
 
@@ -228,7 +229,7 @@ def _warn_of_short_run(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
-    """Warn about a raised limit that does not extend a finished run, because the other limit ends it."""
+    """Warn that raising one limit does not extend a finished run, because the other limit ends the run."""
     dpo = setup.config.dpo
     if setup.ends_with_epochs:
         reporter.warn(
@@ -243,7 +244,7 @@ def _warn_of_unreached_limit(setup: Setup, reporter: Reporter) -> None:
 
 
 def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
-    """Warn about settings far from those in the paper of a loss, and about sequences too long for the model."""
+    """Warn about loss settings that are far from those in the paper, and about sequences that are too long for the model."""
     dpo = setup.config.dpo
     for text in far_from_published(dpo.preference_loss, dpo.model_dump()):
         reporter.warn(text)
@@ -252,7 +253,7 @@ def _warn_of_settings(setup: Setup, reporter: Reporter) -> None:
 
 
 def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: Reporter) -> None:
-    """Report which checkpoint an interrupted run can resume from; warn if there is none."""
+    """Print which checkpoint an interrupted run can resume from. Warn if there is none."""
     place = max(checkpoints(folder), key=step_of, default=None)
     if place is None:
         reporter.warn("No checkpoint was saved." if not checkpointing.enabled else "No checkpoint was saved yet.")
@@ -265,7 +266,7 @@ def _report_what_is_kept(folder: Path, checkpointing: Checkpointing, reporter: R
 
 
 def _loop(t: Training) -> list[ValidationReport]:
-    """Train to the last step; return the reports of the validation before the first step."""
+    """Train to the last step. Return the results of the validation before the first step."""
     dpo, total = t.setup.config.dpo, t.setup.plan.num_steps
     before = _recorded_start(t)
     if dpo.val_at_start and t.progress.step == 0:
@@ -303,7 +304,7 @@ def _loop(t: Training) -> list[ValidationReport]:
 
 
 def _recorded_start(t: Training) -> list[ValidationReport]:
-    """Read the validation before the first step from metrics.jsonl, for a resumed run."""
+    """For a resumed run, return the results of the validation before the first step, read from metrics.jsonl."""
     return [
         ValidationReport(
             split=record["split"],
@@ -317,7 +318,7 @@ def _recorded_start(t: Training) -> list[ValidationReport]:
 
 
 def _validate_and_save(t: Training, *, saving: bool) -> None:
-    """Validate and save if due. If asked to stop, save the current state and raise StoppedError."""
+    """Validate and save if due. If the run should stop, save the current state and raise StoppedError."""
     try:
         t.stopping.check()
         if t.progress.owes_validation:
@@ -355,7 +356,7 @@ def _remaining_batches(t: Training) -> Iterator[GlobalBatch]:
 
 
 def _is_done(t: Training, pending: PendingStep) -> bool:
-    """Whether a step is done on every rank. Ranks must read its metrics together."""
+    """Return whether a step is done on every rank. All ranks must read the metrics of a step together."""
     return not t.ranks.highest(not pending.is_done())
 
 
@@ -369,7 +370,7 @@ def _is_save_due(t: Training, step: int) -> bool:
 
 
 def _report(t: Training, step: int, pending: PendingStep, waited: float, bar: Any) -> None:
-    """Read the metrics of a step, record and print them."""
+    """Wait for the metrics of a step, then record and print them."""
     try:
         report = pending.read(t.setup.plan.train.store)
     except (DefectError, NonFiniteError) as error:

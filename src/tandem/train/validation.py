@@ -1,4 +1,4 @@
-"""Measures validation sets: the same metrics as in training, over all pairs, independent of the batch size."""
+"""Measures validation sets. The metrics are the same as in training, cover all pairs, and do not depend on the batch size."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tandem.train.terms import StepContext
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named validation set, its packer, and the context (reference, loss settings, ranks) for measuring it."""
+    """A named validation set, its packer, and the reference, loss settings and ranks for measuring it."""
 
     name: str
     packer: Packer
@@ -33,7 +33,7 @@ class ValidationSet:
 
     @property
     def data(self) -> str:
-        """A short fingerprint of the pairs."""
+        """A short fingerprint of the pairs in the set."""
         return self.packer.store.fingerprint[:12]
 
 
@@ -46,11 +46,12 @@ class ValidationReport:
     num_pairs: int
     data: str  # a short fingerprint of the pairs
     seconds: float = 0.0
-    table: PairTable | None = field(default=None, repr=False, compare=False)  # every pair; None if read from metrics.jsonl
+    # The values of every pair; None if the report was read from metrics.jsonl.
+    table: PairTable | None = field(default=None, repr=False, compare=False)
 
 
 def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None] = lambda: None) -> ValidationReport:
-    """Measure a validation set. check: called after each pack; it may raise to interrupt the validation."""
+    """Measure a validation set. `check`: called after each pack; it may raise to interrupt the validation."""
     started = time.perf_counter()
     context, packer = validation.context, validation.packer
     table = measure(policy, context, packer, validation.batch_size, max_batches=validation.max_batches, check=check)
@@ -66,7 +67,7 @@ def validate(policy: Policy, validation: ValidationSet, check: Callable[[], None
 
 
 def portions(packer: Packer, batch_size: int) -> list[IntArray]:
-    """Split a set, in its order, into portions of about `batch_size` pairs. Each portion is packed separately."""
+    """Split a set into groups of about `batch_size` pairs, in the order of the set. Each group is packed separately."""
     return [batch.preferences for batch in Batches(packer.store.num_pairs, batch_size).epoch(0)]
 
 
@@ -79,7 +80,7 @@ def measure(
     max_batches: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> PairTable:
-    """Measure every pair of a set, or only the first `max_batches` portions of it."""
+    """Return the values of every pair of a set, or of the first `max_batches` groups of pairs (see `portions`)."""
     measured = portions(packer, batch_size)[:max_batches]
     packs = (pack for portion in measured for pack in packer.micro_batches(portion))
     ledger = PairLedger()

@@ -267,7 +267,7 @@ def test_an_error_does_not_show_a_password_in_an_address(write):
     file = write('logger: {mlflow: {tracking_uri: "http://me:p@ss/word@host/a"}}')
     assert refusal(file) == (
         f"{file}: logger.mlflow.tracking_uri = http://host/a has no effect: mlflow is not enabled. Set "
-        "logger.mlflow_enabled=true, or false to keep it off."
+        "logger.mlflow_enabled=true; to keep mlflow off on purpose, set it to false."
     )
 
 

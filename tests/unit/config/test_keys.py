@@ -35,7 +35,7 @@ def test_write_outside_a_checkout_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as refused:
         main(["--write"])
-    assert refused.value.code == "docs/keys.md: there is no such file. Run this in the root of a checkout."
+    assert refused.value.code == "docs/keys.md: no such file. Run this command in the root of a checkout."
 
 
 def test_a_page_without_the_markers_of_a_table_is_refused():
@@ -67,7 +67,7 @@ def test_a_key_has_a_type_a_json_default_and_a_meaning():
 
 
 def test_defaults_that_follow_another_key_are_marked():
-    assert [key.name for key in all_keys() if key.default == "(follows)"] == [
+    assert [key.name for key in all_keys() if key.default == "(depends)"] == [
         "dpo.sft_average_log_probs",
         "policy.packing.share_prompts",
     ]

@@ -116,7 +116,10 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_missing_default_is_reported_with_the_file_that_names_it(write, tmp_path):
     file = write("a.yaml", "defaults: no.yaml")
-    assert refusal(file) == f"{tmp_path}/no.yaml: no such configuration file, named by {file}."
+    assert (
+        refusal(file)
+        == f"{tmp_path}/no.yaml: no such configuration file, listed in `defaults:` of {file}. Correct the path."
+    )
 
 
 def test_invalid_yaml_is_reported_with_line_and_column(write):
@@ -486,7 +489,7 @@ def test_both_loss_weights_zero_is_refused(write):
     file = write("a.yaml", "dpo: {preference_loss_weight: 0}")
     assert refusal(file) == (
         f"{file}: dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to train. "
-        "Raise one of them."
+        "Set one of them above 0."
     )
     assert load_config(file, ["dpo.sft_loss_weight=1"]).config.dpo.sft_loss_weight == 1
 
@@ -559,7 +562,7 @@ def test_another_version_of_the_schema_is_refused(write):
     [
         ("a b", "'a b' is not a valid name. Use letters, digits, - and _."),
         ("a.b", "'a.b' is not a valid name. Use letters, digits, - and _."),
-        ("default", "the name default is reserved for data.validation. Use another."),
+        ("default", "the name default is reserved for data.validation. Use another name."),
     ],
 )
 def test_an_invalid_name_of_a_validation_set_is_refused(write, name, reason):
@@ -702,7 +705,7 @@ def test_a_model_or_validation_set_without_a_training_set_is_refused(overrides, 
     with pytest.raises(ConfigError) as error:
         require_training_set(load_config(None, overrides).config)
     assert (
-        str(error.value) == f"{given}, but no training set is given, so it would train on the bundled pairs. {TRAIN_ON}"
+        str(error.value) == f"{given}, but no training set is given, so the run would use the bundled pairs. {TRAIN_ON}"
     )
 
 

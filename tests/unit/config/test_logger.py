@@ -12,7 +12,7 @@ def test_settings_of_a_tracker_that_is_not_enabled_are_refused():
         load_config(None, ["logger.wandb.project=mine"])
     assert str(refused.value) == (
         "command line: logger.wandb.project = mine has no effect: wandb is not enabled. Set "
-        "logger.wandb_enabled=true, or false to keep it off."
+        "logger.wandb_enabled=true; to keep wandb off on purpose, set it to false."
     )
 
 

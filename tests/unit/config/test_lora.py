@@ -29,7 +29,7 @@ def refusal(*overrides):
 def test_lora_settings_without_lora_are_refused(override, shown):
     assert refusal(f"policy.lora.{override}") == (
         f"command line: policy.lora.{shown} has no effect: policy.lora.enabled is false. "
-        "Set policy.lora.enabled=true, or leave it out."
+        f"Set policy.lora.enabled=true, or leave out policy.lora.{override.partition('=')[0]}."
     )
 
 
@@ -66,7 +66,7 @@ def test_a_reference_model_for_a_loss_without_reference_is_refused():
 def test_dropout_with_a_batch_loss_is_refused():
     assert refusal("policy.lora.enabled=true", "policy.lora.dropout=0.1", "dpo.preference_loss=aot") == (
         "configuration: policy.lora.dropout = 0.1 does not work with dpo.preference_loss aot, which runs each batch through the "
-        "model twice, with different dropout each time. Set policy.lora.dropout=0."
+        "model twice and needs the same results both times. Set policy.lora.dropout=0."
     )
 
 

@@ -158,7 +158,7 @@ def test_an_invalid_loss_is_refused(given, reason):
         (
             "dpo",
             "f_alpha=0.5",
-            "dpo.f_alpha = 0.5 has an effect with dpo.f_divergence=alpha only. Set that, or leave it out.",
+            "dpo.f_alpha = 0.5 has an effect only with dpo.f_divergence=alpha. Set both, or leave out dpo.f_alpha.",
         ),
         (
             "robust",
@@ -295,12 +295,12 @@ def far(**settings) -> list[str]:
 
 def test_a_setting_an_order_of_magnitude_from_the_paper_is_reported_with_the_nearest_published_value():
     assert far(preference_loss="simpo") == [
-        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv:2405.14734). "
+        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than the published value for simpo (2 to 10, arXiv:2405.14734). "
         "The objective may differ, or the model may barely change. Set dpo.reference_policy_kl_penalty=2, unless 0.1 is "
         "intended."
     ]
     assert far(preference_loss="discopop", discopop_tau=0.9) == [
-        "dpo.discopop_tau = 0.9 is 18 times more than discopop was published with (0.05, arXiv:2406.08414). The objective "
+        "dpo.discopop_tau = 0.9 is 18 times more than the published value for discopop (0.05, arXiv:2406.08414). The objective "
         "may differ, or the model may barely change. Set dpo.discopop_tau=0.05, unless 0.9 is intended."
     ]
 
@@ -326,12 +326,12 @@ def test_less_than_an_order_of_magnitude_is_not_reported():
 
 def test_each_of_several_losses_is_checked():
     (warning,) = far(preference_loss={"dpo": 1.0, "simpo": 0.5})
-    assert "than simpo was published" in warning
+    assert "than the published value for simpo" in warning
 
 
 def test_averaged_log_probabilities_are_compared_with_the_beta_of_a_per_token_loss():
     (warning,) = far(preference_average_log_probs=True)
-    assert "0.1 is 50 times less than dpo per token was published with (5, arXiv:2411.15124)" in warning
+    assert "0.1 is 50 times less than the published value for dpo per token (5, arXiv:2411.15124)" in warning
     assert far(preference_average_log_probs=True, reference_policy_kl_penalty=5.0) == []
     assert far(preference_loss="bco_pair", preference_average_log_probs=True) == []
 

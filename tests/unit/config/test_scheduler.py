@@ -49,7 +49,7 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
         ("{name: wsd, decay_ratio: 2}", ".decay_ratio = 2: input should be less than or equal to 1."),
         (
             "{name: wsd, warmup_ratio: 0.6, decay_ratio: 0.5}",
-            ": warmup_ratio = 0.6 and decay_ratio = 0.5 add up to more than the run. Lower one until they add up to at most 1.",
+            ": warmup_ratio = 0.6 and decay_ratio = 0.5 add up to more than 1, the whole run. Lower one of them.",
         ),
         (
             "{name: constant, min_lr_ratio: 0.1}",
@@ -62,7 +62,7 @@ def test_a_resolved_configuration_gives_the_same_schedule(tmp_path):
             "steps, use torch's schedulers (docs/keys.md, Schedules).",
         ),
         ("cosine", " = cosine is text, not a mapping. Write {name: cosine, warmup_ratio: 0.1}, for example."),
-        ("{warmup_ratio: 0.1}", " has no name. Set policy.scheduler.name to linear, cosine, constant, wsd."),
+        ("{warmup_ratio: 0.1}", " has no name. Set policy.scheduler.name to one of linear, cosine, constant, wsd."),
         ("3", " = 3: it must be a mapping, such as {KEY: VALUE}."),
         (
             "[{name: cosine}]",

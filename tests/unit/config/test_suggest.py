@@ -109,6 +109,7 @@ def test_common_training_arguments_get_a_suggestion(name):
         ("learning_rat", "policy.optimizer.kwargs.lr"),
         ("policy.scheduler.warmup_rato", "policy.scheduler.warmup_ratio"),
         ("model_name", "policy.model_name"),
+        ("checkpoint", "export.checkpoint"),
         ("prompt_key", "data.train.prompt_key"),
     ],
 )
@@ -116,9 +117,7 @@ def test_a_similar_spelling_is_suggested(key, meant):
     assert suggestion(key) == f"Did you mean {meant}?"
 
 
-@pytest.mark.parametrize(
-    "key", ["zzqq", "steps", "mode", "max_foo", "checkpoint", "name", "policy.nme2", "eval", "dpo.temperature"]
-)
+@pytest.mark.parametrize("key", ["zzqq", "steps", "mode", "max_foo", "name", "policy.nme2", "eval", "dpo.temperature"])
 def test_nothing_is_suggested_for_a_distant_spelling(key):
     assert suggestion(key) is None
     assert describe_unknown_key(key) == f"unknown key {key}. `tandem config` lists all keys."

@@ -118,7 +118,9 @@ def test_defaults_that_cannot_be_files_are_refused_without_reading_them(tmp_path
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe")
     message = refusal(tmp_path, f'defaults: "{name}"')
-    assert message.endswith(f": not a configuration file, named by {tmp_path}/run.yaml.")
+    assert message.endswith(
+        f": not a configuration file, listed in `defaults:` of {tmp_path}/run.yaml. Correct the path."
+    )
 
 
 @pytest.mark.parametrize("text", ["text", "2026-11-17", "1", json.dumps(bomb()), json.dumps("[" * 30_000), "!!str {a"])

@@ -141,7 +141,7 @@ def test_a_file_with_a_weight_that_no_row_may_have_is_refused(source, value):
     changed = batch.set_column(batch.schema.get_field_index("weight"), "weight", pa.array([value], pa.float32()))
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, changed.schema) as writer:
         writer.write_batch(changed)
-    with pytest.raises(ValueError, match=r"batch 0: weight does not fit the preferences$"):
+    with pytest.raises(ValueError, match=r"batch 0: column weight has missing or invalid values$"):
         TokensFile(file)
 
 
@@ -207,13 +207,13 @@ def test_packs_have_the_columns_that_some_preference_gives_and_defaults_elsewher
     assert all(values.dtype == COLUMNS[name].dtype for name, values in joined.columns.items())
 
 
-def test_nemo_packs_have_no_place_for_them(source):
+def test_nemo_packs_cannot_store_them(source):
     write(source, row(importance=2, gap=1))
     with pytest.raises(ConfigError) as caught:
         check_for_nemo(opened(source), 64)
     assert str(caught.value) == (
-        "--to-nemo: the preferences have a weight and a margin, for which NeMo Aligner's packs have no place. Leave out "
-        "--to-nemo, or the key of the data set that names it."
+        "--to-nemo: the preferences have a weight and a margin, which NeMo Aligner's packs cannot store. Leave out "
+        "--to-nemo, or the data set's weight_key and margin_key."
     )
 
 
@@ -225,20 +225,20 @@ def test_nemo_packs_have_no_place_for_them(source):
     [
         (
             ["data.train.weight_key=w", "dpo.preference_loss=aot"],
-            "data.train.weight_key = w is not supported by dpo.preference_loss aot, which compares over the whole batch and "
-            "gives no single pair a loss: leave it out, or choose a loss of single pairs",
+            "data.train.weight_key = w is not supported by dpo.preference_loss aot, which is computed over a batch, not "
+            "per pair. Leave it out, or use a loss that is computed per pair",
         ),
         (
             [
                 "data.val_data_paths={other: {data_path: a.jsonl, margin_key: m}}",
                 "dpo.preference_loss={dpo: 1, ipo: 1}",
             ],
-            "data.val_data_paths.other.margin_key = m is not supported by dpo.preference_loss ipo: leave it out, or choose "
+            "data.val_data_paths.other.margin_key = m is not supported by dpo.preference_loss ipo. Leave it out, or use "
             "dpo, sigmoid or sigmoid_norm",
         ),
         (
             ["data.train=[{data_path: a.jsonl},{data_path: b.jsonl,margin_key: m}]", "dpo.preference_loss=hinge"],
-            "data.train[1].margin_key = m is not supported by dpo.preference_loss hinge: leave it out, or choose dpo, sigmoid "
+            "data.train[1].margin_key = m is not supported by dpo.preference_loss hinge. Leave it out, or use dpo, sigmoid "
             "or sigmoid_norm",
         ),
         (
@@ -274,7 +274,7 @@ def test_a_prepared_folder_carries_the_columns(source, tmp_path, monkeypatch, ca
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "data.train.weight_key=importance")
     assert str(caught.value) == (
-        f"{folder}/train: prepared already, so weight_key = importance has no effect. Leave it out."
+        f"{folder}/train: already prepared, so weight_key = importance has no effect. Leave it out."
     )
     with pytest.raises(DataError) as caught:
         setup_of(f"data.train.data_path={folder}/train", "dpo.preference_loss=ipo")
@@ -311,7 +311,7 @@ def test_inspect_shows_the_values_and_the_fields_that_are_not_used(source):
     found = inspect_data(str(source), config, None)
     assert json.loads(as_json(found))["columns"] == {"score": [3.0, -1.0], "weight": [2.0]}
     text = shown(found)
-    assert "\nThe field margin is not used: data.train.margin_key=margin uses it.\n" in text
+    assert "\nThe field margin is not used. To use it, set data.train.margin_key=margin.\n" in text
     assert "\nweight 2\n" in text
     assert "preferred to completion 1, score 3\n" in text
     assert "scored, score -1\n" in text

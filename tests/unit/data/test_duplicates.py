@@ -12,7 +12,7 @@ from tandem.data.preflight import preflights
 from tandem.data.read import sources
 from tandem.data.store import duplicates as duplicates_module
 from tandem.data.store.sets import Sets, Span, open_sets
-from tandem.data.store.writer import OPPOSED, TWICE, digest_of
+from tandem.data.store.writer import REPEATED, SWAPPED, digest_of
 from tandem.data.text.template import Template
 from tandem.errors import DataError
 
@@ -52,7 +52,7 @@ def test_they_are_kept_and_counted_by_default():
     write("a.jsonl", pair("hi"), pair("hi"))
     found = opened("data.train=a.jsonl")
     assert len(found.train) == 2
-    assert found.read["train"].notes == {TWICE: 1}
+    assert found.read["train"].notes == {REPEATED: 1}
 
 
 @pytest.mark.parametrize("rows_a_chunk", [1, 2, 512])
@@ -70,9 +70,9 @@ def test_dropped_ones_are_counted_and_listed_with_the_place_of_the_first(monkeyp
         ("a.jsonl:3", "filtered", "duplicate", same),
         ("a.jsonl:6", "filtered", "duplicate", same),
     ]
-    # What another row states the other way round is no duplicate, and still noted.
-    assert store.notes == {OPPOSED: 2}
-    assert store.noted_at == {OPPOSED: "a.jsonl:1"}
+    # A swapped pair is not a duplicate, and it is still noted.
+    assert store.notes == {SWAPPED: 2}
+    assert store.noted_at == {SWAPPED: "a.jsonl:1"}
 
 
 def test_a_set_without_any_is_the_same_store_whatever_is_asked():
@@ -119,7 +119,7 @@ def test_a_training_set_that_holds_nothing_new_is_refused():
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,a.jsonl]", "data.duplicates=drop")
     assert str(caught.value) == (
-        "train-1: all 2 preferences occur in earlier training sets, the first, a.jsonl:1, at a.jsonl:1, so "
+        "train-1: all 2 preferences are also in earlier training sets (a.jsonl:1 is the same as a.jsonl:1), so "
         "data.duplicates=drop leaves none. Leave out this set, or set data.duplicates=keep."
     )
 
@@ -143,11 +143,13 @@ def test_a_share_is_held_out_of_what_is_left():
     [
         (
             "a.jsonl",
-            "a.jsonl:3: the same prompt and completions as a.jsonl:1, which data.duplicates=error refuses. Remove it",
+            "a.jsonl:3: the row has the same prompt and completions as a.jsonl:1, which "
+            "data.duplicates=error does not allow. Remove the duplicate",
         ),
         (
             "[b.jsonl,a.jsonl]",
-            "a.jsonl:2: the same prompt and completions as b.jsonl:1, which data.duplicates=error refuses. Remove the 2 "
+            "a.jsonl:2: the row has the same prompt and completions as b.jsonl:1, which "
+            "data.duplicates=error does not allow. Remove all 2 "
             "duplicates",
         ),
     ],

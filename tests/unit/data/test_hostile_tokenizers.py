@@ -86,20 +86,19 @@ def test_rows_that_a_tokenizer_expands_without_end_are_named(tmp_path, monkeypat
     with pytest.raises(DataError) as refused:
         opened(folder, tmp_path, "Ω")
     assert str(refused.value) == (
-        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer needs more than 2 GiB of memory for these rows, so it makes far "
-        "more of a "
-        "text than there is. Give another by policy.tokenizer.name, or another model."
+        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer needs more than 2 GiB of memory for these rows, far more than "
+        "their texts explain. Use another tokenizer with policy.tokenizer.name, or another model."
     )
     assert not multiprocessing.active_children()
 
 
-def test_rows_with_which_a_tokenizer_does_not_come_to_an_end_are_named(tmp_path, monkeypatch):
+def test_rows_on_which_a_tokenizer_hangs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "ROW_SECONDS", 2.0)
     folder = changed(tmp_path / "model", normalizer=growing("Ω", 60))
     with pytest.raises(DataError) as refused:
         opened(folder, tmp_path, "Ω")
     assert str(refused.value) == (
-        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer does not come to an end: 2 seconds passed. Give another by "
+        f"{tmp_path}/pairs.jsonl:1-1: the tokenizer did not finish within 2 seconds. Use another tokenizer with "
         "policy.tokenizer.name, or another model."
     )
     assert not multiprocessing.active_children()
@@ -154,7 +153,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     (folder / "tokenizer_config.json").unlink()
     os.mkfifo(folder / "tokenizer_config.json")
     assert refusal(folder) == (
-        f"{folder}/tokenizer_config.json: a pipe or a device, not a file of a tokenizer. Download the tokenizer again."
+        f"{folder}/tokenizer_config.json: a pipe or a device, not a plain file. Download the tokenizer again."
     )
 
 

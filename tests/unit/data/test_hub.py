@@ -253,7 +253,7 @@ def test_an_incomplete_answer_of_the_hub_is_refused(hub: StubHub, monkeypatch):
     info = huggingface_hub.DatasetInfo(id=NAME, sha=None, siblings=[], private=False, downloads=0, likes=0, tags=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
     assert refusal() == (
-        f"{NAME}: cannot be fetched from {hub.url} (the answer has no commit or no files). Check HF_ENDPOINT and "
+        f"{NAME}: cannot be fetched from {hub.url} (the hub's answer has no commit or no files). Check HF_ENDPOINT and "
         "HF_HOME if they are set."
     )
 
@@ -325,7 +325,7 @@ def test_offline_the_commit_is_the_one_fetched_last(hub: StubHub, monkeypatch, t
 
 
 NOT_FETCHED = (
-    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and revision. "
+    f"{NAME}: HF_HUB_OFFLINE is set, and no earlier run fetched this dataset with the same subset, split and revision. "
     "Run once without HF_HUB_OFFLINE, or give local files as data_path."
 )
 

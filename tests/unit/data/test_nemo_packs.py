@@ -233,12 +233,21 @@ BAD_PACKS = {
         {key: [] for key in pack()} | {"seq_boundaries": [0]},
         "pack 1: 0 sequences cannot be divided into pairs of chosen and rejected.",
     ),
-    "too long": (pack(lengths=[4, 4, 2, 3]), "pack 1, sequence 1: its length is 4, but it has 3 tokens."),
-    "no length": (pack(lengths=[4, 3, 0, 3]), "pack 1, sequence 2: its length is 0, but it has 2 tokens."),
-    "length of text": (pack(lengths=[4, 3, "2", 3]), "pack 1, sequence 2: its length is '2', but it has 2 tokens."),
+    "too long": (
+        pack(lengths=[4, 4, 2, 3]),
+        "pack 1, sequence 1: the sequence has 3 tokens, but its length is given as 4.",
+    ),
+    "no length": (
+        pack(lengths=[4, 3, 0, 3]),
+        "pack 1, sequence 2: the sequence has 2 tokens, but its length is given as 0.",
+    ),
+    "length of text": (
+        pack(lengths=[4, 3, "2", 3]),
+        "pack 1, sequence 2: the sequence has 2 tokens, but its length is given as '2'.",
+    ),
     "labels in the padding": (
         pack(lengths=[4, 3, 2, 2]),
-        "pack 1, sequence 3: its length is 2, but tokens after it have labels.",
+        "pack 1, sequence 3: the sequence has length 2, but tokens after this length have labels.",
     ),
     "half a token": (
         pack(input_ids=[5, 6, 7, 8, 5, 6.5, 9, 4, 70000, 4, 3, 300]),
@@ -270,7 +279,7 @@ BAD_PACKS = {
     ),
     "no answer": (
         pack(labels=[-100, -100, 7, 8, -100, -100, -100, -100, 70000, -100, 3, 300]),
-        "pack 1, sequence 1: all labels are -100, so it has no completion.",
+        "pack 1, sequence 1: all labels are -100, so the sequence has no completion.",
     ),
     "no reward": (
         pack(reward=[1.0, NAN, 1.0, 0.0]),
@@ -295,8 +304,8 @@ BAD_PACKS = {
     ),
     "the other layout": (
         pack_ahead(),
-        "pack 1, sequence 0: its labels are the next tokens, but those of pack 0, sequence 0 are the tokens themselves. A "
-        "file must have one layout.",
+        "pack 1, sequence 0: each label is the next token, but in pack 0, sequence 0 each label is the token itself. All "
+        "sequences of a file must have the same layout.",
     ),
     "prompts": (
         pack(input_ids=[5, 6, 7, 8, 5, 1, 9, 4, 70000, 4, 3, 300]),
@@ -308,7 +317,7 @@ BAD_PACKS = {
     ),
     "no prompt": (
         pack(labels=[-100, -100, 7, 8, -100, -100, 9, 4, 70000, 4, 3, 300]),
-        "pack 1, sequence 2: its first token has a label, so it has no prompt.",
+        "pack 1, sequence 2: the first token of the sequence has a label, so there is no prompt.",
     ),
 }
 
@@ -336,7 +345,9 @@ def test_a_list_repeated_many_times_is_refused_before_it_is_expanded(tmp_path):
 def test_a_file_that_is_not_an_array_of_objects_is_refused(tmp_path, data):
     file = tmp_path / "x.npy"
     file.write_bytes(data)
-    assert refusal(file) == f"not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
+    assert (
+        refusal(file) == f"the file is not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
+    )
 
 
 def test_a_missing_file_is_reported_with_its_path(tmp_path):
@@ -348,11 +359,13 @@ def test_a_header_with_a_wrong_count_is_refused(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     data = file.read_bytes()
     file.write_bytes(data.replace(b"(1,), }" + b" " * 11, b"(999999999999,), }"))
-    assert refusal(file) == f"1 packs, but the header says 999999999999.{PACK_AGAIN_HINT}"
+    assert refusal(file) == f"the file has 1 packs, but its header says 999999999999.{PACK_AGAIN_HINT}"
     file.write_bytes(data.replace(b"(1,)", b"(0,)"))
-    assert refusal(file) == f"1 packs, but the header says 0.{PACK_AGAIN_HINT}"
+    assert refusal(file) == f"the file has 1 packs, but its header says 0.{PACK_AGAIN_HINT}"
     file.write_bytes(data.replace(b"(1,), ", b"(1, 1)"))
-    assert refusal(file) == f"not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
+    assert (
+        refusal(file) == f"the file is not a one-dimensional array of objects written by numpy.save.{PACK_AGAIN_HINT}"
+    )
 
 
 def test_a_file_that_was_cut_off_is_reported_with_its_end(tmp_path):
@@ -369,7 +382,7 @@ def test_a_shape_beyond_the_data_is_refused(tmp_path):
     data = pickle.dumps(objects, 3)
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(data.replace(b"(K\x01K\x01\x85", b"(K\x01K\xff\x85"), num=255))
-    assert refusal(file).startswith("an array is filled in a way that packs do not use before byte ")
+    assert refusal(file).startswith("the file fills an array in a way that packs do not use, before byte ")
 
 
 def test_an_array_has_as_many_bytes_as_its_numbers_take(tmp_path):
@@ -459,7 +472,8 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(data))
     assert (
-        refusal(file) == f"it names '{named}', which packs do not use. No code from the file was run.{PACK_AGAIN_HINT}"
+        refusal(file)
+        == f"the file names '{named}', which packs do not use. No code from the file was run.{PACK_AGAIN_HINT}"
     )
     assert not trap.exists()
 
@@ -478,7 +492,10 @@ def test_a_foreign_name_is_refused_and_nothing_is_run(tmp_path, trap, name):
 def test_allowed_names_only_make_objects_that_packs_use(tmp_path, pickled):
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(pickled))
-    assert refusal(file) == f"an object that packs do not use before byte {len(as_npy(pickled)) - 1}.{PACK_AGAIN_HINT}"
+    assert (
+        refusal(file)
+        == f"the file contains an object that packs do not use, before byte {len(as_npy(pickled)) - 1}.{PACK_AGAIN_HINT}"
+    )
 
 
 @pytest.mark.parametrize("code", [b"i", b"o", b"\x81", b"\x92", b"P", b"Q", b"\x82", b"\x97", b"0", b"2", b"I", b"S"])
@@ -486,14 +503,17 @@ def test_instructions_that_packs_do_not_use_are_refused(tmp_path, code):
     """Among them those that make objects (i, o, \\x81, \\x92), or ask for objects of elsewhere (P, Q, \\x82, \\x97)."""
     file = tmp_path / "x.npy"
     file.write_bytes(as_npy(b"\x80\x04" + code + b"os\nsystem\n."))
-    assert refusal(file) == f"an instruction that packs do not use ({code!a} at byte 130).{PACK_AGAIN_HINT}"
+    assert (
+        refusal(file)
+        == f"the file contains a pickle instruction that packs do not use ({code!a} at byte 130).{PACK_AGAIN_HINT}"
+    )
 
 
 def test_reading_imports_nothing(tmp_path):
     file = save(tmp_path / "x.npy", pack())
     file.write_bytes(file.read_bytes().replace(b"ndarray", b"ma.core"))
     before = set(sys.modules)
-    assert refusal(file).startswith("it names 'numpy.ma.core'")
+    assert refusal(file).startswith("the file names 'numpy.ma.core'")
     assert set(sys.modules) == before
 
 

@@ -155,9 +155,9 @@ def test_a_larger_share_holds_out_the_same_and_more(store_of):
 @pytest.mark.parametrize(
     ("prompts", "share", "counted"),
     [
-        (["a"] * 4, 0.25, "0.25: it would hold out all 4 preferences, which have 1 different prompts"),
-        (["a", "b"], 0.9, "0.9: it would hold out all 2 preferences, which have 2 different prompts"),
-        (words(40), 0.99, "0.99: it would hold out all 40 preferences, which have 40 different prompts"),
+        (["a"] * 4, 0.25, "0.25: all 4 preferences (1 different prompt)"),
+        (["a", "b"], 0.9, "0.9: all 2 preferences (2 different prompts)"),
+        (words(40), 0.99, "0.99: all 40 preferences (40 different prompts)"),
     ],
 )
 def test_too_few_prompts_to_hold_some_out_are_refused(store_of, prompts, share, counted):
@@ -165,5 +165,6 @@ def test_too_few_prompts_to_hold_some_out_are_refused(store_of, prompts, share, 
     with pytest.raises(DataError) as caught:
         hold_out([store], share, 0)
     assert str(caught.value) == (
-        f"data.validation_share = {counted}, and leave none to train on. Lower it, or give data.validation a set of its own."
+        f"data.validation_share = {counted} would be held out, and none left for training. Lower it, or set data.validation to a "
+        "separate set."
     )

@@ -14,7 +14,7 @@ from tandem.config.sections.datasets import DatasetFields
 from tandem.data.preflight import preflights
 from tandem.data.store import sets as sets_module
 from tandem.data.store.selection import Selection, hold_out
-from tandem.data.store.sets import Sets, Span, of_set, open_sets
+from tandem.data.store.sets import Sets, Span, open_sets, with_set_keys
 from tandem.data.store.token_store import TokenStore
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
@@ -93,7 +93,7 @@ def test_preferences_that_are_in_an_earlier_training_set_are_noted(here):
 
 
 def test_a_loss_that_reads_scores_is_refused_before_training(here):
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: no score for every completion, as in 5 of 5 preferences"):
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: not every completion has a score \(5 of 5 preferences\)"):
         opened("data.train=a.jsonl", "dpo.preference_loss=rpo_sq")
 
 
@@ -108,15 +108,15 @@ def test_scores_too_far_apart_for_a_loss_that_reads_them_are_refused_with_their_
     with pytest.raises(DataError) as caught:
         opened("data.train=far.jsonl", "dpo.preference_loss=rpo_sq", "dpo.gt_reward_scale=2")
     assert str(caught.value) == (
-        "far.jsonl:2: scores 6e+38 apart, times dpo.gt_reward_scale=2, ask for a margin over 1e+09, whose loss and gradient "
-        "float32 cannot hold. Rescale the scores, or lower dpo.gt_reward_scale."
+        "far.jsonl:2: scores differ by 6e+38. Multiplied by dpo.gt_reward_scale=2, this margin is over 1e+09, and the loss "
+        "could overflow float32. Rescale the scores, or lower dpo.gt_reward_scale."
     )
 
 
 @pytest.mark.parametrize("key", ["default_chosen_reward", "default_rejected_reward"])
 def test_a_default_score_must_fit_its_storage_type(key):
     assert refusal(f"data.{key}=-1e39") == (
-        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32, up to 3.4e+38."
+        f"command line: data.{key} = -1e+39 is too large: scores are stored as float32. Use at most 3.4e+38."
     )
 
 
@@ -205,8 +205,8 @@ def test_the_bundled_set_gives_up_its_validation_set_for_a_share():
 @pytest.mark.parametrize("given", ["data.validation=c.jsonl", "data.val_data_paths={other:c.jsonl}"])
 def test_a_validation_share_and_a_validation_set_are_refused_together(given):
     assert refusal("data.train=a.jsonl", given, "data.validation_share=0.1") == (
-        "command line: data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
-        "validation set already. Leave out one of them."
+        "command line: data.validation_share makes a validation set, but data.validation or data.val_data_paths already "
+        "gives one. Leave out one of them."
     )
 
 
@@ -232,7 +232,7 @@ def test_a_weight_is_no_more_than_memory_can_hold():
 )
 def test_a_validation_set_has_no_weight(given, name):
     assert refusal("data.train=a.jsonl", given) == (
-        f"command line: validation set {name} has weight 2.0, but only training sets can be weighted. Leave it out."
+        f"command line: validation set {name} has weight 2.0, but only training sets can have one. Leave it out."
     )
 
 
@@ -250,7 +250,7 @@ def asked(monkeypatch) -> list[tuple[str, DatasetFields]]:
         def __len__(self) -> int:
             return 0
 
-    def open_nothing(path, given, *_):
+    def open_nothing(path, given, *_, **__):
         opened_sets.append((path, given))
         return Nothing()
 
@@ -296,7 +296,7 @@ def test_a_path_that_is_given_is_taken(asked):
 def test_a_set_without_a_path_that_no_name_tells_is_refused(asked, overrides, where):
     with pytest.raises(ConfigError) as caught:
         opened(*overrides)
-    assert str(caught.value) == f"{where} has no data_path. Give one, or set data.default.data_path."
+    assert str(caught.value) == f"{where} has no data_path. Set it, or set data.default.data_path."
 
 
 # Progress
@@ -328,7 +328,7 @@ def test_messages_about_a_set_name_the_keys_of_that_set(here):
     with pytest.raises(DataError) as caught:
         opened("data.train=[a.jsonl,odd.jsonl]")
     assert str(caught.value).endswith(
-        "data.train[1].rejected_key to another key.\nIn a list a set with settings is {data_path: FILE, KEY: VALUE}."
+        "data.train[1].rejected_key to another key.\nIn a list, write a set with settings as {data_path: FILE, KEY: VALUE}."
     )
 
 
@@ -351,7 +351,7 @@ def test_a_file_that_a_sets_keys_name_hides_nothing_of_the_other_sets(here):
 )
 def test_a_key_that_is_named_is_the_sets_own(split, key):
     """In errors, and in rejects.jsonl."""
-    assert of_set("Set data.train.chosen_key to another key.", split) == f"Set {key}.chosen_key to another key."
+    assert with_set_keys("Set data.train.chosen_key to another key.", split) == f"Set {key}.chosen_key to another key."
 
 
 def test_errors_of_all_sets_are_reported_together(here):
@@ -362,7 +362,10 @@ def test_errors_of_all_sets_are_reported_together(here):
     odd, empty, gone = str(caught.value).split("\n\n")
     assert "data.train[0].rejected_key to another key." in odd
     assert odd.startswith("train-0: odd.jsonl: none of 1 rows can be read:")
-    assert empty == "validation-default: empty.jsonl: the file holds no rows. Was it written, or fetched, to its end?"
+    assert (
+        empty
+        == "validation-default: empty.jsonl: the file has no rows. Check that it was written or downloaded completely."
+    )
     assert gone.startswith("validation-w: gone.jsonl: ")
 
 
@@ -376,16 +379,16 @@ def test_a_setting_for_several_sets_is_suggested_once_with_a_value_for_all(here)
     sets = ["data.train=some.jsonl", "data.validation=more.jsonl"]
     with pytest.raises(DataError) as caught:
         opened(*sets)
-    assert str(caught.value).endswith("\nTo let all of these pass: data.on_bad_row=skip data.max_bad_share=0.4.")
+    assert str(caught.value).endswith("\nTo accept all of these sets, set data.on_bad_row=skip data.max_bad_share=0.4.")
     read = opened(*sets, "data.on_bad_row=skip", "data.max_bad_share=0.4").read
     assert [len(store) for store in read.values()] == [8, 6]
     with pytest.raises(DataError) as caught:  # one of which no setting lets pass
         opened(*sets, "data.val_data_paths.w=gone.jsonl")
-    assert "To let all" not in str(caught.value)
+    assert "To accept all" not in str(caught.value)
     Path("more.jsonl").write_text(GOOD)
     with pytest.raises(DataError) as caught:
         opened(*sets)
-    assert "To let all" not in str(caught.value)
+    assert "To accept all" not in str(caught.value)
 
 
 def test_lengths_in_tokens_of_the_embedded_model_are_reported_as_such(here):
@@ -393,7 +396,7 @@ def test_lengths_in_tokens_of_the_embedded_model_are_reported_as_such(here):
     with pytest.raises(DataError) as caught:
         opened("data.train=long.jsonl", "policy.max_total_sequence_length=20", "data.max_filtered_share=0.1")
     assert str(caught.value).endswith(
-        "\nLengths are counted in the embedded model's tokens: name your own by policy.model_name=MODEL."
+        "\nLengths are counted with the embedded model's tokenizer. Set yours with policy.model_name=MODEL."
     )
 
 

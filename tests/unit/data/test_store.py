@@ -1,4 +1,4 @@
-"""Tokenised preferences on disk: read back as written, named by content, judged, and refused when damaged."""
+"""Tokenised preferences on disk: read back as written, named by content, checked for bad rows, and refused when damaged."""
 
 import gzip
 import json
@@ -80,7 +80,7 @@ def test_preferences_of_two_to_four_completions_are_read_back_as_written(source,
     assert store.longest.tolist() == [2 + 4, 4 + 4, 2 + 3, 1 + 2]
 
 
-def test_rows_that_fit_no_format_do_not_tell_it(source):
+def test_rows_of_no_known_format_are_skipped_when_the_format_is_detected(source):
     write(source, {"comment": "made by hand"}, pair())
     store = opened(source)
     assert (store.format_reason, store.counts.bad) == (
@@ -95,21 +95,21 @@ def test_rows_that_fit_no_format_do_not_tell_it(source):
         (
             {"instruction": "hi", "chosen": "yes", "rejected": "no"},
             {"prompt_key": "question"},
-            "read as alpaca (detected from the keys instruction, chosen, rejected), which does not look at prompt_key "
+            "read as alpaca (detected from the keys instruction, chosen, rejected), which does not use prompt_key "
             "= question",
         ),
         (
             {"question": "hi", "response_j": "yes", "response_k": "no"},
             {"dataset_name": "question_responses", "chosen_key": "good"},
-            "read as question_responses (as data.*.dataset_name says), which does not look at chosen_key = good",
+            "read as question_responses (set by data.*.dataset_name), which does not use chosen_key = good",
         ),
     ],
 )
-def test_a_key_of_ones_own_that_the_format_does_not_look_at_is_refused(source, row, keys, message):
+def test_a_key_that_the_format_does_not_use_is_refused(source, row, keys, message):
     write(source, row)
     given = DatasetFields(data_path=str(source), **keys)
     assert refusal(source, LENIENT, keys=given) == (
-        f"{source}: {message}. Leave it out, or name another format by dataset_name."
+        f"{source}: {message}. Leave it out, or set another format with dataset_name."
     )
 
 
@@ -135,7 +135,7 @@ def test_a_score_that_float32_cannot_hold_is_refused_at_its_row(source):
     ]
 
 
-def test_the_format_is_told_by_the_first_row_that_can_be_read(source):
+def test_the_format_is_detected_from_the_first_row_that_can_be_read(source):
     write(source, "{", group("hi", "yes", "no"))
     store = opened(source)
     assert (store.format, store.format_reason) == (
@@ -160,16 +160,15 @@ def test_a_file_without_a_readable_row_is_refused_row_by_row(source):
     write(source, "{", "[1]")
     message = refusal(source, Data(on_bad_row="skip", max_bad_share=1.0))
     assert message.startswith(f"{source}: none of 2 rows can be read:\n  malformed JSON: 1\n")
-    assert "It is not JSON lines" not in message
+    assert "JSON Lines" not in message
     write(source, "once upon a time", "there was")
     assert refusal(source, Data()).endswith(
-        "\nIt is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and "
-        ".arrow are "
-        "read too, each also .gz or .zst."
+        "\nThe file is not in JSON Lines format, one object per line. Other formats are recognised by their ending: .json (one "
+        "JSON array), .csv, .parquet and .arrow, each also with .gz or .zst."
     )
 
 
-def test_a_list_of_texts_is_not_said_to_want_the_name_it_has(tmp_path):
+def test_a_list_of_texts_in_a_json_file_gets_no_hint_to_rename_the_file(tmp_path):
     source = tmp_path / "pairs.json"
     source.write_text('["a"]')
     assert refusal(source, Data()) == (
@@ -179,7 +178,7 @@ def test_a_list_of_texts_is_not_said_to_want_the_name_it_has(tmp_path):
     )
 
 
-def test_an_object_around_rows_is_told(tmp_path):
+def test_an_object_around_rows_is_reported(tmp_path):
     source = tmp_path / "pairs.json"
     source.write_text('{"train": [{"prompt": "a", "chosen": "b", "rejected": "c"}], "test": []}')
     assert refusal(source, Data()) == (
@@ -197,14 +196,14 @@ def test_an_object_around_rows_is_told(tmp_path):
         ("https://example.com/a.jsonl", "Download the file and give its path."),
     ],
 )
-def test_an_address_is_told_what_to_give_instead(address, instead):
+def test_an_address_is_refused_with_what_to_give_instead(address, instead):
     assert refusal(address, Data()) == f"{address}: tandem does not download from URLs. {instead}"
 
 
 def test_a_format_that_is_given_is_not_guessed(source):
     write(source, group("hi", "yes", "no"))
     given = opened(source, keys=DatasetFields(dataset_name="PreferenceDataset"))
-    assert (given.format, given.format_reason) == ("PreferenceDataset", "as data.*.dataset_name says")
+    assert (given.format, given.format_reason) == ("PreferenceDataset", "set by data.*.dataset_name")
     assert refusal(source, Data(), keys=DatasetFields(dataset_name="BinaryPreferenceDataset")) == (
         f"{source}: none of 1 rows can be read:\n"
         "  missing key: 1\n"
@@ -309,7 +308,10 @@ def test_a_missing_file_is_named(source):
 
 def test_an_empty_file_is_refused(source):
     write(source, "", "")
-    assert refusal(source, Data()) == f"{source}: the file holds no rows. Was it written, or fetched, to its end?"
+    assert (
+        refusal(source, Data())
+        == f"{source}: the file has no rows. Check that it was written or downloaded completely."
+    )
 
 
 def test_malformed_rows_stop_the_run_with_counts_and_the_first_three_of_each_reason(source, cache):
@@ -398,9 +400,8 @@ def test_most_of_a_file_is_not_offered_to_be_left_out(source):
     """A JSON array in a file of lines: its last element is a row by itself."""
     source.write_text("[\n" + ",\n".join(map(json.dumps, [pair(), pair("so"), pair("why")])) + "\n]\n")
     assert refusal(source, Data()).endswith(
-        "Fix them. It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, "
-        ".parquet and "
-        ".arrow are read too, each also .gz or .zst."
+        "Fix them. The file is not in JSON Lines format, one object per line. Other formats are recognised by their "
+        "ending: .json (one JSON array), .csv, .parquet and .arrow, each also with .gz or .zst."
     )
 
 
@@ -422,7 +423,7 @@ def test_the_same_content_in_the_same_place_is_tokenised_once(source, monkeypatc
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_nothing(source, cache, monkeypatch):
-    """Else its new rows would be kept under the name of the old ones, and taken for them once they are back."""
+    """Otherwise the new rows would be stored under the fingerprint of the old file."""
     write_store = store_module.write_store
 
     def changed_meanwhile(*given):
@@ -433,9 +434,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_nothing(sour
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(store_module, "write_store", changed_meanwhile)
         assert refusal(source, LENIENT) == (
-            f"{source}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start "
-            "again "
-            "when it is complete."
+            f"{source}: the file changed while it was read, so its rows may be a mix of two versions. Nothing was stored; "
+            "start again when the file is complete."
         )
     write(source, pair(chosen="yes"))
     assert opened(source)[0].completions[0].tolist() == [*ids("yes"), EOS]
@@ -449,7 +449,7 @@ def test_the_same_content_in_another_place_is_another_store_with_its_own_places(
     assert (opened(source).place(0), opened(copy).place(0)) == (f"{source}:1", f"{copy}:1")
 
 
-def test_a_set_is_judged_anew_each_time_without_being_tokenised_anew(source, cache):
+def test_the_limits_on_bad_rows_are_checked_each_time_without_tokenising_again(source, cache):
     write(source, pair(), pair(prompt=" "))
     opened(source)
     assert refusal(source, Data()).startswith(f"{source}: 1 of 2 rows are malformed:\n")
@@ -517,6 +517,6 @@ def test_a_writer_that_fails_half_way_leaves_nothing(source, cache, monkeypatch)
     assert len(opened(source)) == 1
 
 
-def test_an_array_named_for_lines_is_told_what_it_should_be_named(source):
+def test_an_array_in_a_jsonl_file_gets_a_hint_to_rename_the_file(source):
     source.write_text(json.dumps([pair()]))
-    assert refusal(source, Data()).endswith("Is it one JSON array? Such a file is named .json.")
+    assert refusal(source, Data()).endswith("If the file is one JSON array, rename it to end in .json.")

@@ -107,7 +107,7 @@ ATTACKS = {
     ),
     "a length too long": (
         {"lengths": lists([4, 2**31 - 1], [2, 3], [3, 2])},
-        ": batch 0: lengths do not add up to the tokens of their completions",
+        ": batch 0: lengths do not add up to the number of completion tokens",
     ),
     "a length below zero": (
         {"lengths": lists([-4, 11], [2, 3], [3, 2])},
@@ -124,36 +124,36 @@ ATTACKS = {
     ),
     "a score too few": (
         {"scores": lists([1.0], [1.0, 0.0], [1.0, 0.0], of=pa.float32())},
-        ": batch 0: scores do not fit the completions",
+        ": batch 0: column scores has missing or invalid values",
     ),
     "a score without end": (
         {"scores": lists([1.0, np.inf], [1.0, 0.0], [1.0, 0.0], of=pa.float32())},
-        ": batch 0: scores do not fit the completions",
+        ": batch 0: column scores has missing or invalid values",
     ),
     "a winner without a loser": (
         {"winners": lists([0, 0], [0], [0])},
-        ": batch 0: winners and losers do not make pairs",
+        ": batch 0: winners and losers do not form pairs",
     ),
     "no pair": (
         {"winners": lists([], [0], [0]), "losers": lists([], [1], [1])},
-        ": batch 0: winners and losers do not make pairs",
+        ": batch 0: winners and losers do not form pairs",
     ),
-    "a winner that is not there": (
+    "a winner that does not exist": (
         {"winners": lists([2], [0], [0])},
-        ": batch 0: a pair names a completion that is not there",
+        ": batch 0: a pair refers to a completion that does not exist",
     ),
     "a loser before the first": (
         {"losers": lists([-1], [1], [1])},
-        ": batch 0: a pair names a completion that is not there",
+        ": batch 0: a pair refers to a completion that does not exist",
     ),
     "a pair of one": ({"losers": lists([0], [1], [1])}, ": batch 0: a pair compares a completion with itself"),
     "a position beyond": (
         {"unscored": lists([7], [], [])},
-        ": batch 0: a position that is not scored is outside of the completions",
+        ": batch 0: a position in unscored is outside the completions",
     ),
     "positions that fall": (
         {"unscored": lists([], [3, 1], [2])},
-        ": batch 0: positions that are not scored do not rise",
+        ": batch 0: positions in unscored are not in increasing order",
     ),
     "a token below zero": ({"prompt": lists([1, -2], [2], [3])}, ": batch 0: a token id is negative"),
 }
@@ -208,7 +208,7 @@ def test_positions_that_are_not_scored_may_fall_from_row_to_row(prepared):
 def test_other_columns_are_refused(prepared):
     schema = SCHEMA.set(0, pa.field("prompt", pa.large_list(pa.int64())))
     rewrite(prepared, schema, prompt=lists([1], [2], [3], of=pa.int64()))
-    assert refusal(prepared) == f"{prepared}/tokens.arrow has other columns than tandem writes. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/tokens.arrow does not have the columns that tandem writes. {AGAIN}"
 
 
 def test_compressed_batches_are_refused(prepared):
@@ -219,17 +219,17 @@ def test_compressed_batches_are_refused(prepared):
     rewrite(prepared, options=pa.ipc.IpcWriteOptions(compression="zstd"), prompt=many)
     assert (prepared / "tokens.arrow").stat().st_size < 20_000
     assert refusal(prepared) == (
-        f"{prepared}/tokens.arrow has batches that are compressed or repeated, which tandem does not write. {AGAIN}"
+        f"{prepared}/tokens.arrow has compressed or repeated batches, which tandem does not write. {AGAIN}"
     )
 
 
 def test_more_rows_than_the_manifest_says_are_refused(prepared):
     rewrite(prepared, times=2)
-    assert refusal(prepared) == f"{prepared}/tokens.arrow has 6 rows where the manifest says 3. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/tokens.arrow has 6 rows, but its manifest says 3. {AGAIN}"
 
 
 def read_all_mutated(folder, at: list[int], answers) -> None:
-    """In a process of its own: change each of these bytes alone, and read all there is."""
+    """In a separate process, change each of these bytes in turn and read everything."""
     file = folder / "tokens.arrow"
     whole, facts = file.read_bytes(), read_manifest(folder)
     refused = 0
@@ -279,7 +279,7 @@ def test_no_byte_of_the_tokens_at_all_is_followed_out_of_bounds(prepared):
         ),
         (
             {"counts": {"rows": 4, "accepted": 3, "bad": {}, "filtered": {}}},
-            "counts: accepted, bad and filtered rows do not add up to rows",
+            "counts: accepted, bad and filtered do not add up to rows",
         ),
         ({"made_of": 5}, "made_of: Input should be a valid dictionary"),
         (
@@ -318,7 +318,7 @@ def test_a_manifest_that_leaves_out_a_file_is_refused(prepared, name):
     (prepared / name).unlink()
     write_manifest(prepared, **facts)
     (prepared / name).write_bytes(content)
-    assert refusal(prepared) == f"{prepared}/manifest.json does not name {name}. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/manifest.json does not list {name}. {AGAIN}"
 
 
 @pytest.mark.parametrize(
@@ -369,10 +369,10 @@ def test_rows_that_were_left_out_are_read(prepared):
 def test_a_line_that_is_not_a_row_left_out_is_refused(prepared, line):
     (prepared / "rejects.jsonl").write_text(REJECT + line)
     remake_manifest(prepared)
-    assert refusal(prepared) == f"{prepared}/rejects.jsonl:2: not a row that was left out. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/rejects.jsonl:2: not a valid entry for a row that was left out. {AGAIN}"
 
 
 def test_rows_left_out_that_are_missing_are_told(prepared):
     (prepared / "rejects.jsonl").unlink()
     remake_manifest(prepared)
-    assert refusal(prepared) == f"{prepared}/manifest.json does not name rejects.jsonl. {AGAIN}"
+    assert refusal(prepared) == f"{prepared}/manifest.json does not list rejects.jsonl. {AGAIN}"

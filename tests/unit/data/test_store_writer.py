@@ -22,7 +22,7 @@ from tandem.data.store.notes import TEMPLATED
 from tandem.data.store.opening import open_store
 from tandem.data.store.pool import METHOD
 from tandem.data.store.processes import Processes
-from tandem.data.store.writer import OPPOSED, TWICE
+from tandem.data.store.writer import REPEATED, SWAPPED
 from tandem.data.text import template as template_module
 from tandem.data.text.template import Template
 from tandem.errors import ConfigError, DataError
@@ -74,7 +74,7 @@ def write(source, *rows) -> None:
 
 
 def opened(source, *, template=RAW, keys=KEYS, max_length=100, progress=lambda share: None, **changes):
-    return open_store(str(source), keys, template, lenient(**changes), max_length, progress)
+    return open_store(str(source), keys, template, lenient(**changes), max_length, progress=progress)
 
 
 def contents(store) -> dict[str, bytes]:
@@ -136,7 +136,7 @@ def test_the_number_of_processes_is_no_part_of_a_stores_name(source):
 def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are_cores(
     source, monkeypatch, num_bytes, num_workers
 ):
-    asked, real = [], Processes.prepared
+    asked, real = [], Processes.tokenize
 
     def watched(processes, recipe, chunks, num_workers):
         asked.append(num_workers)
@@ -144,7 +144,7 @@ def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are
 
     monkeypatch.setattr(store_module, "default_workers", lambda: 4)
     monkeypatch.setattr(store_module, "BYTES_PER_WORKER", 1000)
-    monkeypatch.setattr(Processes, "prepared", watched)
+    monkeypatch.setattr(Processes, "tokenize", watched)
     source.write_text(json.dumps(pair()).ljust(num_bytes, "\n"), encoding="utf-8")
     assert len(opened(source)) == 1
     assert asked == [num_workers]
@@ -155,15 +155,15 @@ def test_auto_takes_another_process_for_so_many_bytes_and_no_more_than_there_are
 
 @forking
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_template_that_does_not_end_is_told_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
+def test_a_template_that_hangs_is_reported_with_the_place_of_its_row(source, cache, monkeypatch, num_workers):
     monkeypatch.setattr(processes, "ROW_SECONDS", 0.5)
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
     write(source, pair("a"), pair("b"), "", pair("c"), pair("loop"), pair("d"))
     with pytest.raises(DataError) as caught:
         opened(source, template=only_for("loop", ENDLESS), num_workers=num_workers)
     assert str(caught.value) == (
-        f"{source}:5: the chat template does not come to an end: 0.5 seconds passed. "
-        "Give another, by policy.tokenizer.chat_template=FILE.jinja."
+        f"{source}:5: the chat template did not finish within 0.5 seconds. "
+        "Set another with policy.tokenizer.chat_template=FILE.jinja."
     )
     assert list(cache.iterdir()) == []
     assert multiprocessing.active_children() == []
@@ -175,7 +175,9 @@ def test_a_template_that_never_ends_is_refused_before_any_row(source, monkeypatc
     write(source, pair())
     with pytest.raises(ConfigError) as caught:
         opened(source, template=Template(letter_tokenizer(), ENDLESS, {}))
-    assert str(caught.value) == "the chat template does not come to an end: 0.3 seconds passed."
+    assert str(caught.value) == (
+        "the chat template did not finish within 0.3 seconds. Set another with policy.tokenizer.chat_template=FILE.jinja."
+    )
     assert multiprocessing.active_children() == []
 
 
@@ -244,7 +246,7 @@ def test_a_template_that_writes_without_measure_is_a_bad_row(source, monkeypatch
 
 
 @forking
-def test_a_process_that_is_killed_is_told_with_its_rows(source, cache, monkeypatch):
+def test_a_process_that_is_killed_is_reported_with_its_rows(source, cache, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_RECORDS", 2)
     real = store_writer.read_preference
 
@@ -256,7 +258,7 @@ def test_a_process_that_is_killed_is_told_with_its_rows(source, cache, monkeypat
     with pytest.raises(DataError) as caught:
         opened(source, num_workers=2)
     assert str(caught.value) == (
-        f"{source}:3-4: the process that tokenised these rows was killed. Out of memory? Try data.num_workers=1."
+        f"{source}:3-4: the process that tokenised these rows was killed, probably out of memory. Try data.num_workers=1."
     )
     assert list(cache.iterdir()) == []
 
@@ -324,7 +326,7 @@ def scored(chosen, rejected) -> dict:
 
 def test_a_chosen_completion_scored_below_the_rejected_one_is_noted(source):
     write(source, scored(1.0, 2.0), scored(2.0, 1.0), scored(1.0, 1.0), scored(None, 2.0), scored(-3.0, -2.5))
-    assert opened(source).notes == {"chosen scored below rejected": 2, TWICE: 4}
+    assert opened(source).notes == {"chosen scored below rejected": 2, REPEATED: 4}
 
 
 def test_of_several_completions_a_pair_is_noted_only_where_it_is_made(source):
@@ -372,14 +374,14 @@ def test_a_byte_order_mark_is_noted_for_each_file_that_has_one(tmp_path, monkeyp
     for number, mark in enumerate([b"\xef\xbb\xbf", b"", b"\xef\xbb\xbf"]):
         (tmp_path / f"{number}-{name}").write_bytes(mark + text.encode())
     store = opened(tmp_path / f"?-{name}")
-    assert store.notes == {"byte-order mark at the start of a file": 2, TWICE: 4}
+    assert store.notes == {"byte-order mark at the start of a file": 2, REPEATED: 4}
     assert [row.prompt.tolist() for row in store] == [ids("hi"), ids("so")] * 3
 
 
 @forking
 @pytest.mark.parametrize("large", [False, True])
 def test_small_sets_share_their_processes_and_are_what_they_are_alone(source, tmp_path, monkeypatch, large):
-    monkeypatch.setattr(processes, "KEPT_AFTER", 4 if large else 5)
+    monkeypatch.setattr(processes, "MAX_REUSED_CHUNKS", 4 if large else 5)
     others = tmp_path / "others.jsonl"
     write(source, *(pair(f"hi {number}") for number in range(20)))
     write(others, *({"question": f"so {number}", "response_j": "yes", "response_k": "no"} for number in range(20)))
@@ -407,23 +409,23 @@ def test_each_preference_that_stood_before_is_a_duplicate(source, monkeypatch, r
     write(source, pair(), *others, pair(), pair("so"), pair())
     store = opened(source)
     assert len(store) == 8
-    assert store.notes == {TWICE: 3, OPPOSED: 4}
-    assert store.noted_at == {TWICE: f"{source}:6", OPPOSED: f"{source}:1"}
+    assert store.notes == {REPEATED: 3, SWAPPED: 4}
+    assert store.noted_at == {REPEATED: f"{source}:6", SWAPPED: f"{source}:1"}
 
 
 def test_preferences_that_contradict_each_other_are_noted(source):
     opposite = pair(chosen="no", rejected="yes")
     write(source, pair(), pair(), opposite, pair("so"), pair("so", chosen="no", rejected="yess"))
     store = opened(source)
-    assert store.notes == {"preferences that another row states the other way round": 3, TWICE: 1}
-    assert store.noted_at == {OPPOSED: f"{source}:1", TWICE: f"{source}:2"}
+    assert store.notes == {"preferences that another row has with chosen and rejected swapped": 3, REPEATED: 1}
+    assert store.noted_at == {SWAPPED: f"{source}:1", REPEATED: f"{source}:2"}
 
 
 def test_the_order_in_which_ranked_completions_stand_makes_no_other_preference(source):
     answers = [{"completion": "yes", "score": 1}, {"completion": "no", "score": 0}]
     write(source, *({"prompt": "hi", "completions": some} for some in (answers, answers[::-1])))
     store = opened(source)
-    assert store.notes == {"preferences that stand in it already": 1}
+    assert store.notes == {"preferences that repeat an earlier one": 1}
 
 
 def test_preferences_over_each_limit_are_counted_those_left_out_too(source):
@@ -613,7 +615,7 @@ def test_what_the_template_leaves_out_or_adds_is_counted(source):
         "system turns that the chat template leaves out": 1,
         "turns of the prompt that the chat template leaves out": 1,
         "tools that the chat template leaves out": 1,
-        "answers before which the chat template writes more, which is scored": 3,
+        "answers that the chat template begins with more text, which is scored": 3,
     }
 
 

@@ -92,7 +92,7 @@ def test_a_value_that_the_template_does_not_read_is_refused():
     with pytest.raises(ConfigError) as caught:
         make_template(tokenizer, TokenizerConfig(chat_template_kwargs={"thinkin": False}))
     assert str(caught.value) == (
-        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template does not read this value. It reads "
+        "policy.tokenizer.chat_template_kwargs.thinkin: the chat template does not use this value. The template uses "
         "add_generation_prompt, date, messages, thinking."
     )
 
@@ -124,7 +124,7 @@ def test_a_template_that_changes_the_prompt_is_reported_with_the_first_differenc
         "prompt is not a prefix",
         "the chat template renders the prompt differently when the answer follows: ...'1hi</s>' becomes "
         "...'2hi</s>yes</s>'. "
-        "Set a template that keeps it with policy.tokenizer.chat_template=FILE.jinja.",
+        "Set a template that does not change the prompt with policy.tokenizer.chat_template=FILE.jinja.",
     )
 
 
@@ -132,7 +132,7 @@ def test_a_template_that_writes_less_with_an_answer_is_refused():
     shrinking = "{{ messages[-1].content }}{% if add_generation_prompt %}</s>{% endif %}"
     assert refusal(with_template(shrinking), of_text("hi")).message == (
         "the chat template renders the prompt differently when the answer follows: ...'hi</s>' becomes ...'hi'. "
-        "Set a template that keeps it with policy.tokenizer.chat_template=FILE.jinja."
+        "Set a template that does not change the prompt with policy.tokenizer.chat_template=FILE.jinja."
     )
 
 
@@ -192,5 +192,5 @@ def test_a_template_that_is_neither_a_file_nor_a_known_word_is_refused():
     with pytest.raises(ConfigError) as caught:
         make_template(TOKENIZER, TokenizerConfig(chat_template="chatml"))
     assert str(caught.value) == (
-        "policy.tokenizer.chat_template = 'chatml': give default, null (raw text), or a file ending in .jinja."
+        "policy.tokenizer.chat_template = 'chatml': not a known value. Set default, null (raw text), or a file ending in .jinja."
     )

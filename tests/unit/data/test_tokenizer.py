@@ -53,14 +53,14 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(str(tmp_path))
     assert refusal(load_tokenizer, tmp_path) == (
-        f"{tmp_path}: the tokenizer has no EOS token, so no completion could end. Set eos_token in it."
+        f"{tmp_path}: the tokenizer has no EOS token, so no completion could end. Set eos_token in tokenizer_config.json."
     )
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     assert refusal(load_tokenizer, tmp_path / "no") == (
         f"{tmp_path}/no: there is no tokenizer (no tokenizer.json, no tokenizer_config.json, no tokenizer.model, no "
-        "vocab.json, no vocab.txt). Set policy.tokenizer.name to its folder."
+        "vocab.json, no vocab.txt). Set policy.tokenizer.name to the folder of a tokenizer."
     )
 
 

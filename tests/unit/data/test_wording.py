@@ -168,7 +168,7 @@ def test_a_prompt_file_serves_raw_text_too(opened, files):
 
 def test_a_system_turn_needs_a_template(opened, files):
     with pytest.raises(
-        DataError, match=r"system_prompt_file = \S+, but there is no chat template to write a system turn with"
+        DataError, match=r"system_prompt_file = \S+, but there is no chat template to render a system turn"
     ):
         opened(files(system_prompt_file="be kind"), None)
 
@@ -177,7 +177,7 @@ def test_a_system_turn_that_the_template_leaves_out_is_refused(opened, files):
     without_system = CHAT.replace(
         "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
     )
-    with pytest.raises(DataError, match=r"system_prompt_file = \S+, but the chat template leaves system turns out"):
+    with pytest.raises(DataError, match=r"system_prompt_file = \S+, but the chat template leaves out system turns"):
         opened(files(system_prompt_file="be kind"), without_system)
 
 

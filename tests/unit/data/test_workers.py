@@ -12,7 +12,7 @@ import time
 import pytest
 from patience import within
 
-from tandem.data.store.pool import METHOD, Died, Pool, Stalled, bounded_memory
+from tandem.data.store.pool import METHOD, Pool, WorkerDied, WorkerStalled, bounded_memory
 from tandem.errors import DataError
 
 # The work of these tests is written inside them, where only a forked process finds it.
@@ -44,7 +44,7 @@ def is_there(pid: int) -> bool:
 
 
 def test_results_come_in_the_order_of_the_items_though_later_ones_end_first():
-    def work(item, watch):
+    def work(item, monitor):
         time.sleep(0.2 if item == 0 else 0)
         return item, time.monotonic()
 
@@ -57,17 +57,19 @@ def test_results_come_in_the_order_of_the_items_though_later_ones_end_first():
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("num_items", [0, 1, 7])
 def test_every_item_is_worked_on_once(num_workers, num_items):
-    assert done(lambda item, watch: -item, range(num_items), num_workers=num_workers) == [-i for i in range(num_items)]
+    assert done(lambda item, monitor: -item, range(num_items), num_workers=num_workers) == [
+        -i for i in range(num_items)
+    ]
 
 
 def test_a_pool_takes_more_work_after_it_was_done():
-    with Pool(lambda item, watch: 2 * item, 2, row_seconds=LONG) as workers:
+    with Pool(lambda item, monitor: 2 * item, 2, row_seconds=LONG) as workers:
         assert list(workers.map([1, 2, 3])) == [2, 4, 6]
         assert list(workers.map([4])) == [8]
 
 
 def test_work_is_done_in_as_many_processes_as_asked_and_not_in_this_one():
-    def work(item, watch):
+    def work(item, monitor):
         time.sleep(0.05)  # long enough that no other takes its turn
         return os.getpid()
 
@@ -81,7 +83,7 @@ def test_two_items_a_worker_are_taken_ahead_and_never_more(num_workers):
     taken = []
     items = (taken.append(i) or i for i in range(20))
     ahead = []
-    with Pool(lambda item, watch: item, num_workers, row_seconds=LONG) as workers:
+    with Pool(lambda item, monitor: item, num_workers, row_seconds=LONG) as workers:
         for number, result in enumerate(workers.map(items)):
             assert result == number
             ahead.append(len(taken) - number)  # of those not yielded before this one
@@ -91,7 +93,7 @@ def test_two_items_a_worker_are_taken_ahead_and_never_more(num_workers):
 
 def test_items_and_results_of_eight_megabytes_pass_both_ways():
     num_bytes = 8 * 1024 * 1024
-    results = done(lambda item, watch: item[::-1], (bytes([i]) + bytes(num_bytes - 1) for i in range(6)))
+    results = done(lambda item, monitor: item[::-1], (bytes([i]) + bytes(num_bytes - 1) for i in range(6)))
     assert [(result[-1], len(result)) for result in results] == [(i, num_bytes) for i in range(6)]
 
 
@@ -99,7 +101,7 @@ def test_items_and_results_of_eight_megabytes_pass_both_ways():
 
 
 def test_a_users_mistake_is_raised_as_it_was():
-    def work(item, watch):
+    def work(item, monitor):
         if item == 2:
             raise DataError("pairs.jsonl:3: no key prompt.")
         return item
@@ -113,7 +115,7 @@ def test_a_users_mistake_is_raised_as_it_was():
 
 
 def test_our_own_mistake_carries_the_workers_traceback():
-    def divide_by_nothing(item, watch):
+    def divide_by_nothing(item, monitor):
         return item / 0
 
     with pytest.raises(RuntimeError) as caught:
@@ -126,24 +128,24 @@ def test_our_own_mistake_carries_the_workers_traceback():
 
 @pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: os.kill(os.getpid(), signal.SIGKILL)])
 def test_a_worker_that_dies_is_told_with_its_item(end):
-    def work(item, watch):
+    def work(item, monitor):
         if item == "c":
             end()
         return item
 
-    with pytest.raises(Died) as caught:
+    with pytest.raises(WorkerDied) as caught:
         done(work, ["a", "b", "c", "d"])
     assert caught.value.item == "c"
 
 
 def test_a_worker_that_dies_half_way_through_its_answer_is_told_with_its_item():
-    def work(item, watch):
+    def work(item, monitor):
         if item == 0:
             return 0
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return bytes(8 * 1024 * 1024)  # more than the pipe holds: it waits for us to read
 
-    with Pool(work, 2, row_seconds=LONG) as workers, pytest.raises(Died) as caught:
+    with Pool(work, 2, row_seconds=LONG) as workers, pytest.raises(WorkerDied) as caught:
         for _ in workers.map([0, 1]):
             time.sleep(0.5)
     assert caught.value.item == 1
@@ -153,24 +155,24 @@ def test_a_worker_that_dies_half_way_through_its_answer_is_told_with_its_item():
 
 
 def test_a_worker_that_stays_at_one_row_is_told_with_item_and_row():
-    def work(item, watch):
-        watch.at(6)
+    def work(item, monitor):
+        monitor.start_row(6)
         if item == "b":
-            watch.at(7)
+            monitor.start_row(7)
             time.sleep(LONG)
         return item
 
     started = time.monotonic()
-    with pytest.raises(Stalled) as caught:
+    with pytest.raises(WorkerStalled) as caught:
         done(work, ["a", "b", "c"], row_seconds=0.3)
     assert (caught.value.item, caught.value.row) == ("b", 7)
     assert time.monotonic() - started > 0.3
 
 
 def test_slow_work_with_the_watch_off_is_no_stall():
-    def work(item, watch):
-        watch.at(7)
-        watch.off()
+    def work(item, monitor):
+        monitor.start_row(7)
+        monitor.end_row()
         time.sleep(0.7)
         return item
 
@@ -178,9 +180,9 @@ def test_slow_work_with_the_watch_off_is_no_stall():
 
 
 def test_many_rows_that_each_come_to_an_end_are_no_stall():
-    def work(item, watch):
+    def work(item, monitor):
         for row in range(6):
-            watch.at(row)
+            monitor.start_row(row)
             time.sleep(0.3)
         return item
 
@@ -188,9 +190,9 @@ def test_many_rows_that_each_come_to_an_end_are_no_stall():
 
 
 def test_the_last_row_of_an_item_is_not_watched_any_more_when_the_item_is_done():
-    def work(item, watch):
+    def work(item, monitor):
         if item == 0:
-            watch.at(7)
+            monitor.start_row(7)
         else:
             time.sleep(0.7)
         return item
@@ -200,8 +202,8 @@ def test_the_last_row_of_an_item_is_not_watched_any_more_when_the_item_is_done()
 
 def test_the_same_row_number_of_a_later_item_is_another_row():
     # Rows 1 of two files, each slow enough to be looked at (every quarter of a second); those between are too quick for that.
-    def work(item, watch):
-        watch.at(1 if item in (0, 11) else 2)
+    def work(item, monitor):
+        monitor.start_row(1 if item in (0, 11) else 2)
         time.sleep(0.3 if item in (0, 11) else 0.1)
         return item
 
@@ -212,13 +214,13 @@ def test_the_same_row_number_of_a_later_item_is_another_row():
 
 
 def test_no_process_is_left_when_the_work_is_done():
-    pids = done(lambda item, watch: os.getpid(), range(8), num_workers=3)
+    pids = done(lambda item, monitor: os.getpid(), range(8), num_workers=3)
     assert not any(is_there(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("stop", ["an error", "a death", "a stall", "the reader"])
 def test_no_process_is_left_when_work_is_broken_off(stop):
-    def work(item, watch):
+    def work(item, monitor):
         if item > 0:
             time.sleep(LONG)
         if stop == "an error":
@@ -226,7 +228,7 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
         if stop == "a death":
             os._exit(1)
         if stop == "a stall":
-            watch.at(1)
+            monitor.start_row(1)
             time.sleep(LONG)
         return item
 
@@ -240,7 +242,7 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
             children.update(child.pid for child in multiprocessing.active_children())
             yield item
 
-    with pytest.raises((DataError, Died, Stalled, ReaderStops)):
+    with pytest.raises((DataError, WorkerDied, WorkerStalled, ReaderStops)):
         with Pool(work, 3, row_seconds=0.3) as workers:
             for _ in workers.map(items()):
                 raise ReaderStops
@@ -249,7 +251,7 @@ def test_no_process_is_left_when_work_is_broken_off(stop):
 
 
 def test_no_more_processes_are_started_than_there_are_items():
-    with Pool(lambda item, watch: item, 3, row_seconds=LONG) as workers:
+    with Pool(lambda item, monitor: item, 3, row_seconds=LONG) as workers:
         assert list(workers.map([7])) == [7]
         assert len(multiprocessing.active_children()) == 1
 

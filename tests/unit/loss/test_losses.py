@@ -17,7 +17,7 @@ from tandem.completions import ChosenRejected
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.declare import Loss, loss
 from tandem.loss.losses import LOSSES
-from tandem.loss.objective import compare
+from tandem.loss.objective import pairs_from_sums
 from tandem.loss.pairs import Pairs, PairSums
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
@@ -39,7 +39,7 @@ def make_pairs(
     pairs = len(policy.chosen)
     num_tokens = num_tokens or both([2] * pairs, [4] * pairs)
     scores = scores or both([1.0] * pairs, [0.0] * pairs, dtype=policy.chosen.dtype)
-    return compare(PairSums(policy=policy, reference=reference, num_tokens=num_tokens, scores=scores), Dpo())
+    return pairs_from_sums(PairSums(policy=policy, reference=reference, num_tokens=num_tokens, scores=scores), Dpo())
 
 
 def loss_of(name: str, pairs: Pairs, **settings) -> torch.Tensor:
@@ -199,8 +199,8 @@ def test_length_normalised_dpo_is_dpo_of_averages():
         both([2, 9], [4, 3]),
     )
     sums = PairSums(policy=policy, reference=reference, num_tokens=lengths)
-    averaged = compare(sums, Dpo(preference_average_log_probs=True))
-    summed = compare(sums, Dpo())
+    averaged = pairs_from_sums(sums, Dpo(preference_average_log_probs=True))
+    summed = pairs_from_sums(sums, Dpo())
     assert torch.allclose(loss_of("sigmoid_norm", summed), loss_of("dpo", averaged))
 
 

@@ -12,7 +12,15 @@ from declared import needed_settings
 from tandem.completions import Completions, Pairing
 from tandem.config.sections.dpo import Dpo
 from tandem.loss.losses import LOSSES
-from tandem.loss.objective import PairLoss, combined_losses, compare, implicit_rewards, pair_loss, reward_slopes, sft
+from tandem.loss.objective import (
+    PairLoss,
+    combined_losses,
+    implicit_rewards,
+    pair_loss,
+    pairs_from_sums,
+    reward_slopes,
+    sft,
+)
 from tandem.loss.pairs import PairSums
 
 POLICY, REFERENCE = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -4.0])
@@ -71,7 +79,7 @@ def test_slopes_are_those_of_the_rewards(settings):
     dpo = Dpo(**settings, **beta)
 
     def pairs(nats: float):
-        return compare(sums_of((POLICY + nats).double(), REFERENCE.double(), LENGTHS.double()), dpo)
+        return pairs_from_sums(sums_of((POLICY + nats).double(), REFERENCE.double(), LENGTHS.double()), dpo)
 
     more, less, h = implicit_rewards(pairs(1e-3), dpo), implicit_rewards(pairs(-1e-3), dpo), 2e-3
     slopes = reward_slopes(pairs(0.0), dpo)
@@ -146,13 +154,13 @@ def test_rewards_of_length_normalised_dpo_are_per_token():
 
 def test_scores_reach_the_losses_and_their_absence_is_no_number():
     dpo = Dpo(preference_loss="rpo_sq")
-    scored = compare(sums_of(POLICY, scores=ONE_PAIR.both(torch.tensor([1.0, 0.0]))), dpo)
+    scored = pairs_from_sums(sums_of(POLICY, scores=ONE_PAIR.both(torch.tensor([1.0, 0.0]))), dpo)
     assert combined_losses(scored, dpo).item() == pytest.approx(0.64)
-    assert math.isnan(combined_losses(compare(sums_of(POLICY), dpo), dpo).item())
+    assert math.isnan(combined_losses(pairs_from_sums(sums_of(POLICY), dpo), dpo).item())
 
 
 def test_weights_multiply_the_preference_loss_only():
-    weighted = loss_of(Dpo(wpo=True), log_likeliness=torch.tensor([math.log(0.5), 0.0]))
+    weighted = loss_of(Dpo(wpo=True), wpo_log_weights=torch.tensor([math.log(0.5), 0.0]))
     assert weighted.pair_losses.item() == pytest.approx(0.5 * 0.598139, abs=1e-6)
     assert weighted.sft.item() == 3.0
 
@@ -174,7 +182,7 @@ def test_a_weight_multiplies_the_losses_of_the_pairs_of_its_preference_and_not_t
 
 
 def test_the_weight_of_a_row_and_that_of_wpo_multiply():
-    weights = {"log_likeliness": torch.tensor([math.log(0.5), 0.0]), "columns": {"weight": torch.tensor([4.0])}}
+    weights = {"wpo_log_weights": torch.tensor([math.log(0.5), 0.0]), "columns": {"weight": torch.tensor([4.0])}}
     assert loss_of(Dpo(wpo=True), **weights).pair_losses.item() == pytest.approx(0.5 * 4 * 0.598139, abs=1e-5)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.completions import ChosenRejected, Completions, Pairing, sum_completions
-from tandem.loss.pairs import log_likeliness, pair_sums, prefix_sums, wpo_weights
+from tandem.loss.pairs import pair_sums, prefix_sums, wpo_log_weights, wpo_weights
 
 # Three completions of 2, 3 and 1 tokens, then padding; the first is in two pairs with partners of other lengths.
 LENGTHS = torch.tensor([2, 3, 1])
@@ -39,7 +39,7 @@ def ld(tokens: torch.Tensor, alpha: float | None) -> list[list[float]]:
 
 
 def weights_of(tokens: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    return wpo_weights(log_likeliness(tokens, squares, LENGTHS, COMPLETION), PAIRING)
+    return wpo_weights(wpo_log_weights(tokens, squares, LENGTHS, COMPLETION), PAIRING)
 
 
 def test_tokens_beyond_the_shorter_completion_of_the_pair_count_alpha():
@@ -118,7 +118,7 @@ def test_an_empty_pack_has_no_pairs():
     none, padding = torch.zeros(0, dtype=torch.long), torch.zeros(4, dtype=torch.long)
     tokens, pairing = torch.zeros(4), Pairing(none, none, none)
     assert ld_sums(tokens, 0.5, none, padding, pairing).chosen.shape == (0,)
-    assert wpo_weights(log_likeliness(tokens, tokens, none, padding), pairing).shape == (0,)
+    assert wpo_weights(wpo_log_weights(tokens, tokens, none, padding), pairing).shape == (0,)
 
 
 def test_wpo_weighs_a_pair_by_both_mean_likelihoods_less_what_a_sample_would_have():

@@ -267,7 +267,7 @@ def test_the_tolerance_grows_with_the_measured_rounding_up_to_a_maximum(monkeypa
 @pytest.mark.parametrize(("dtype", "minimum", "maximum"), [(torch.float32, 1e-9, 1e-5), (torch.bfloat16, 1e-4, 0.1)])
 @pytest.mark.bfloat16
 def test_perturbed_embeddings_change_the_plain_forward_by_about_the_rounding_error(dtype, minimum, maximum):
-    made = policy.Policy(tiny_model("llama").to(dtype), packed=True, attention="sdpa", head_chunk=64)
+    made = as_policy(tiny_model("llama").to(dtype), attention="sdpa", head_chunk=64)
     ids = torch.arange(10, 40), torch.arange(40, 60)
     with torch.no_grad():
         plain, perturbed, again = (made.plain_logps(*ids, perturbed=flag) for flag in (False, True, True))
@@ -286,7 +286,7 @@ def test_in_the_first_validation_policy_and_reference_agree_bit_for_bit(tmp_path
 
 
 def test_preferences_are_audited_up_to_the_length_whose_eager_forward_fits_in_memory(monkeypatch):
-    made = policy.Policy(tiny_model("llama"), packed=True, attention="trees", head_chunk=64)
+    made = as_policy(tiny_model("llama"), head_chunk=64)
     cpu = torch.device("cpu")
     monkeypatch.setattr(audit, "_free_memory", lambda _: 2**40)
     assert audit._longest_that_fits(made, cpu) == 16_384

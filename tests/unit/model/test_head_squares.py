@@ -9,7 +9,7 @@ from models import as_policy, random_preference, tiny_model
 from tandem.config.sections.dpo import Dpo
 from tandem.data.store.selection import Selection
 from tandem.model.distributed.process_group import join_process_group
-from tandem.model.head import HeadRule, chunked_logps
+from tandem.model.head import HeadRule, LanguageModelHead, chunked_logps
 from tandem.model.reference import LiveReference
 from tandem.packing.batches import GlobalBatch
 from tandem.packing.layout import lay_out
@@ -55,7 +55,7 @@ def gradients(model, value):
 def test_the_second_row_is_the_log_sum_of_squares_of_the_plain_softmax(architecture, head_chunk):
     model, several = tiny_model(architecture), preferences()
     policy = as_policy(model, head_chunk=head_chunk)
-    assert policy.head_rule == HEADS[architecture]
+    assert policy.head == LanguageModelHead(HEADS[architecture], head_chunk)
     inputs = policy.inputs(pack_of(several), CPU)
     with torch.no_grad():
         got = policy(inputs, squares=True)[:, : inputs.num_scored]

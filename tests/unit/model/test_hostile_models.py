@@ -17,10 +17,11 @@ from transformers import LlamaConfig
 
 from tandem.config.sections.policy import Lora, Policy
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.files.folder import MAX_JSON_BYTES, read_json, refuse_wrong_types
 from tandem.model.files.source import find_model, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
-from tandem.model.load import check_packable, empty_model, load_policy
+from tandem.model.load import empty_model, load_policy
 from tandem.model.lora import layers as lora
 from tandem.model.lora.files import read_adapter
 from tandem.model.lora.layers import plan_lora
@@ -245,7 +246,8 @@ def test_an_adapter_with_invalid_settings_is_refused(adapter, changes):
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     assert refused_adapter(adapter) == (
-        f"policy.lora.adapter = {adapter}: its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter."
+        f"policy.lora.adapter = {adapter}: its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter. "
+        "Save it again with peft."
     )
 
 
@@ -325,7 +327,8 @@ def test_a_config_json_of_a_terabyte_is_not_read(folder):
     with (folder / "config.json").open("r+b") as file:
         file.truncate(10**12)  # takes no space on the disk
     assert refusal(folder) == (
-        f"{folder}/config.json: 1,000,000,000,000 bytes. At most {MAX_JSON_BYTES:,} bytes are read from a JSON file."
+        f"{folder}/config.json: 1,000,000,000,000 bytes, over the limit of {MAX_JSON_BYTES:,} for a JSON file. "
+        "Download it again."
     )
 
 

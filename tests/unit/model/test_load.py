@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from models import random_preference, tiny_config
+from models import MODEL, as_policy, random_preference, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,12 +16,12 @@ from tandem.config.load import load_config
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError
-from tandem.export import _save
-from tandem.model.attention.pack_attention import windows_of
+from tandem.export.weights import _save
+from tandem.model.architecture import architecture_of, check_packable, windows_of
 from tandem.model.distributed.process_group import leave_process_group
-from tandem.model.files.source import ModelSource, find_model, find_tokenizer, weights_fingerprint
+from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer, weights_fingerprint
 from tandem.model.files.tiny import tiny_model
-from tandem.model.load import attention_kind, check_packable, dropouts, load_policy
+from tandem.model.load import attention_kind, load_policy
 from tandem.packing.layout import lay_out
 from tandem.train.start.setup import set_up
 
@@ -46,7 +46,7 @@ def refusal(**policy):
 
 
 def test_a_missing_directory_is_refused_by_name():
-    assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory."
+    assert refusal(model_name="./nowhere") == "policy.model_name = ./nowhere: no such directory. Check the path."
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path):
@@ -87,9 +87,15 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
         f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
         f"it: tandem train --resume {run}"
     )
+    (run / "checkpoints/step_2").mkdir(parents=True)
+    (run / "checkpoints/latest").symlink_to("step_2")
+    assert refusal(model_name=str(run)) == (
+        f"policy.model_name = {run}: {run} is a run directory; its model will be in {run}/model once the run is finished. Finish "
+        f"it: tandem train --resume {run} Or give one of its checkpoints: policy.model_name={run}/checkpoints/latest"
+    )
     (run / "model").mkdir()
     assert refusal(model_name=str(run)) == (
-        f"policy.model_name = {run}: {run} is a run directory; its model is in {run}/model. Set policy.model_name={run}/model."
+        f"policy.model_name = {run}: {run}/model holds no config.json, so it is not a model."
     )
     (run / "model" / "adapter_config.json").touch()
     assert refusal(model_name=str(run)) == (
@@ -98,7 +104,28 @@ def test_the_refusal_of_a_run_given_as_a_model_names_the_runs_model(run):
     )
 
 
-@pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter", "reference.model"])
+@pytest.mark.parametrize("key", ["policy.model_name", "reference.model"])
+def test_a_finished_run_stands_for_its_model(run, key):
+    shutil.copytree(MODEL, run / "model")
+    source = find_source(key, str(run), None)
+    assert (source.folder, source.name) == (run / "model", str(run))
+
+
+def test_a_damaged_checkpoint_is_not_a_model(tmp_path):
+    place = tmp_path / "step_2"
+    (place / "tensors").mkdir(parents=True)
+    (place / "state.json").touch()
+    assert refusal(model_name=str(place)) == (
+        f"policy.model_name = {place}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+    )
+    (place / "manifest.json").touch()
+    assert refusal(model_name=str(place)) == (
+        f"policy.model_name = {place}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
+        f"{place}, and give the folder that it writes."
+    )
+
+
+@pytest.mark.parametrize("key", ["policy.tokenizer.name", "policy.lora.adapter"])
 def test_the_refusal_of_a_run_given_to_another_key_names_the_runs_model(run, key):
     (run / "model").mkdir()
     overrides = [f"{key}={run}", *(["policy.lora.enabled=true"] if "lora" in key else [])]
@@ -225,7 +252,7 @@ def test_dropout_and_jitter_are_disabled_and_reported(folder):
     source = find_model(
         Policy(model_name=str(rewrite_config(folder, attention_dropout=0.25, router_jitter_noise=0.01)))
     )
-    assert dropouts(source.config) == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
+    assert architecture_of(source.config).random_settings == {"attention_dropout": 0.25, "router_jitter_noise": 0.01}
     policy = load_policy(source, Policy(), CPU)
     assert not any(module.training for module in policy.model.modules())
 
@@ -307,7 +334,7 @@ def test_an_export_of_plain_weights_is_not_marked_as_quantised(folder, tmp_path)
     # gpt-oss is published in MXFP4, and loads in bfloat16 where MXFP4 kernels are missing.
     source = find_model(Policy(model_name=str(rewrite_config(folder, quantization_config={"quant_method": "mxfp4"}))))
     model = AutoModelForCausalLM.from_config(find_model(Policy(model_name="embedded")).config)
-    _save(model, source.config, model.state_dict(), tmp_path / "export", torch.float32)
+    _save(as_policy(model), source.config, model.state_dict(), tmp_path / "export", torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
 
 

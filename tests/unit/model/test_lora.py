@@ -226,9 +226,10 @@ def test_settings_that_contradict_the_adapter_are_refused(source, adapter):
 
 
 def test_a_folder_that_is_not_an_adapter_is_refused(source, tmp_path):
-    assert refusal(source, adapter="./nowhere") == "policy.lora.adapter = ./nowhere: no such directory."
+    assert refusal(source, adapter="./nowhere") == "policy.lora.adapter = ./nowhere: no such directory. Check the path."
     assert refusal(source, adapter=str(tmp_path)) == (
-        f"policy.lora.adapter = {tmp_path}: {tmp_path} holds no adapter_config.json, so it is not an adapter."
+        f"policy.lora.adapter = {tmp_path}: {tmp_path} holds no adapter_config.json, so it is not an adapter. Give a folder "
+        "saved by peft."
     )
 
 
@@ -252,29 +253,47 @@ def test_an_adapter_made_for_a_different_model_is_refused(adapter):
     wide = tiny_config("llama", hidden_size=64, num_hidden_layers=4, intermediate_size=384)
     assert refusal(ModelSource("wide", tiny_model(), wide), adapter=str(adapter)) == (
         f"policy.lora.adapter = {adapter}: made for a different model: the shape of model.layers.0.mlp.down_proj.lora_B is "
-        "[128, 4], but wide needs [64, 4]."
+        "[128, 4], but wide needs [64, 4]. Set policy.model_name to the adapter's base model."
     )
     short = tiny_config("llama", hidden_size=128, intermediate_size=384, head_dim=32, num_hidden_layers=2)
     assert refusal(ModelSource("short", tiny_model(), short), adapter=str(adapter)) == (
         f"policy.lora.adapter = {adapter}: made for a different model: it adapts model.layers.2.mlp.down_proj, which is not a "
-        "linear layer of short."
+        "linear layer of short. Set policy.model_name to the adapter's base model."
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peft_type": "LOHA"}, "its peft_type is LOHA. Only LORA adapters are supported."),
-        ({"use_dora": True}, "use_dora = true: only plain LoRA adapters are supported."),
-        ({"bias": "all"}, 'bias = "all": only plain LoRA adapters are supported.'),
-        ({"rank_pattern": {"q_proj": 8}}, 'rank_pattern = {"q_proj": 8}: only plain LoRA adapters are supported.'),
-        ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"]: only plain LoRA adapters are supported.'),
+        (
+            {"peft_type": "LOHA"},
+            "its peft_type is LOHA. Only LORA adapters are supported.",
+        ),
+        (
+            {"use_dora": True},
+            "use_dora = true: only plain LoRA adapters are supported.",
+        ),
+        (
+            {"bias": "all"},
+            'bias = "all": only plain LoRA adapters are supported.',
+        ),
+        (
+            {"rank_pattern": {"q_proj": 8}},
+            'rank_pattern = {"q_proj": 8}: only plain LoRA adapters are supported.',
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            'modules_to_save = ["lm_head"]: only plain LoRA adapters are supported.',
+        ),
         (
             {"init_lora_weights": "pissa"},
             'init_lora_weights = "pissa": the adapter belongs to base weights that this initialisation changed. Convert it to '
             "plain LoRA with peft.",
         ),
-        ({"r": None}, "its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter."),
+        (
+            {"r": None},
+            "its adapter_config.json has no valid r and lora_alpha, so it is not a LoRA adapter. Save it again with peft.",
+        ),
     ],
 )
 def test_an_adapter_that_is_not_plain_lora_is_refused(source, adapter, changes, words):

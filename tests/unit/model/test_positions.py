@@ -168,6 +168,6 @@ def test_a_run_warns_of_long_sequences_and_of_settings_far_from_the_paper(tmp_pa
     warnings: list[str] = []
     trainer._warn_of_settings(setup, SimpleNamespace(warn=warnings.append))  # type: ignore[arg-type]
     assert [text.partition(":")[0] for text in warnings] == [
-        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than simpo was published with (2 to 10, arXiv",
+        "dpo.reference_policy_kl_penalty = 0.1 is 20 times less than the published value for simpo (2 to 10, arXiv",
         *[f"policy.model_name = {folder}"] * 2,  # one for the training set, one for the validation set
     ]

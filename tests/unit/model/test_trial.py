@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tandem.config.schema import Config
 from tandem.config.sections.policy import Packing, Policy
 from tandem.errors import ConfigError, TandemError
+from tandem.model.architecture import check_packable
 from tandem.model.attention.pack_attention import attend
 from tandem.model.distributed.layers import check_layers
 from tandem.model.files.source import ModelSource, find_model
-from tandem.model.load import check_packable, load_policy
+from tandem.model.load import load_policy
 from tandem.packing.layout import lay_out
 from tandem.train.start.setup import set_up
 
@@ -194,7 +195,7 @@ def test_a_models_own_mask_is_refused_in_packs():
     with pytest.raises(TandemError) as refused:
         attend(torch.nn.Module(), query, query, query, torch.ones(4, 4), pack=object())  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "this model's attention uses its own mask, which packing does not support and must not ignore. Train it with "
+        "this model's attention uses its own mask, which packing does not support. Train it with "
         "policy.packing.mode=none."
     )
 

@@ -66,7 +66,7 @@ def test_the_length_of_the_longest_run_is_rounded_up_to_a_power_of_two(size, lon
 def test_attention_is_finite_at_every_position():
     runs = runs_of(pack(300), 2, CPU)
     query, key = torch.randn(1, 4, 300, 8), torch.randn(1, 2, 300, 8)
-    assert attend_runs(query, key, key, runs, None).isfinite().all()
+    assert attend_runs(query, key, key, runs, scaling=None).isfinite().all()
 
 
 @pytest.mark.parametrize("packing", ["{share_prompts: true}", "{mode: none}"])

@@ -198,14 +198,14 @@ def test_where_no_two_fit_together_each_has_a_bin_of_its_own(algorithm):
 def test_a_size_beyond_the_capacity_is_refused(algorithm):
     with pytest.raises(ValueError) as caught:
         algorithm([3, 11], 10)
-    assert str(caught.value) == "a size of 11 does not fit a bin of 10"
+    assert str(caught.value) == "an item of size 11 does not fit in a bin of capacity 10"
 
 
 @every_algorithm
 def test_a_size_of_nothing_is_refused(algorithm):
     with pytest.raises(ValueError) as caught:
         algorithm([3, 0], 10)
-    assert str(caught.value) == "a size of 0 is below 1"
+    assert str(caught.value) == "an item has size 0, but sizes must be at least 1"
 
 
 def test_bins_are_read_by_number():

@@ -45,7 +45,7 @@ def as_matrix(counts: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def lists_of(pack: Pack, window: int | None = None):
-    return block_lists(pack.tree, pack.branch, pack.position_ids, BLOCK, window)
+    return block_lists(pack.tree, pack.branch, pack.position_ids, block=BLOCK, window=window)
 
 
 def preference(prompt: int, *completions: int) -> TokenizedPreference:
@@ -100,7 +100,7 @@ def test_the_rule_by_key_is_the_one_by_tree_and_branch(pack, window):
     until = seen_until(pack.tree, pack.branch)
     columns = np.arange(until.shape[1])
     for row in range(len(until)):
-        found = may_attend(until[row], pack.position_ids[row], columns[:, None], columns[None], window)
+        found = may_attend(until[row], pack.position_ids[row], columns[:, None], columns[None], window=window)
         np.testing.assert_array_equal(found, dense(pack, row, window))
 
 

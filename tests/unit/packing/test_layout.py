@@ -119,5 +119,5 @@ def test_join_of_one_pack_is_that_pack():
 
 def test_a_row_too_short_is_our_own_mistake():
     # A prompt of 3 and a completion of 3 need a row of 6.
-    with pytest.raises(AssertionError, match="tokens do not fit a row of 4"):
+    with pytest.raises(AssertionError, match="tokens do not fit in a row of 4"):
         lay_out([0], [A], length=4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem.config.sections.policy import Packing
 from tandem.data.text.tokens import TokenizedPreference
 from tandem.errors import ConfigError
-from tandem.packing.packer import Share, make_packer, row_lengths, row_sizes
+from tandem.packing.packer import RankShare, make_packer, row_lengths, row_sizes
 
 
 class Store(list[TokenizedPreference]):
@@ -58,7 +58,7 @@ def packer(of: Store, *, usual_auto=1, shortest_auto=0, pairs_per_batch=None, nu
         usual_auto=usual_auto,
         shortest_auto=shortest_auto,
         pairs_per_batch=pairs_per_batch,
-        share=Share(0, num_ranks),
+        share=RankShare(0, num_ranks),
     )
 
 

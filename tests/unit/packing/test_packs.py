@@ -14,7 +14,7 @@ from tandem.errors import DataError
 from tandem.packing import packs
 from tandem.packing.binning import Bins
 from tandem.packing.packer import Packer
-from tandem.packing.packs import facts_of, open_packs, read_packs, write_packs
+from tandem.packing.packs import open_packs, pack_settings, read_packs, write_packs
 from tandem.storage.cache import read_manifest, write_manifest
 
 
@@ -141,7 +141,7 @@ class Prepared(TokenStore):
 
 def test_packs_prepared_beside_the_tokens_are_taken_and_others_are_made(tmp_path, cache):
     write_packs(Bins(np.array([0, 4, 1, 3, 2]), np.array([0, 2, 4, 5])), tmp_path / "packs-128.arrow")
-    packer = replace(PACKER, store=Prepared(tmp_path, [facts_of(PACKER)]))
+    packer = replace(PACKER, store=Prepared(tmp_path, [pack_settings(PACKER)]))
     assert lists(open_packs(packer)) == [[0, 4], [1, 3], [2]]
     assert not cache.exists()
     assert lists(open_packs(replace(packer, seed=8))) == PACKS
@@ -150,12 +150,12 @@ def test_packs_prepared_beside_the_tokens_are_taken_and_others_are_made(tmp_path
 
 def test_packs_that_the_manifest_does_not_name_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "packs-128.arrow")  # which would be waited for
-    store = Prepared(tmp_path, [facts_of(PACKER)])
+    store = Prepared(tmp_path, [pack_settings(PACKER)])
     store.verified = frozenset()
     with pytest.raises(DataError) as caught:
         open_packs(replace(PACKER, store=store))
     assert str(caught.value) == (
-        f"{tmp_path}/manifest.json does not name packs-128.arrow. The prepared data is damaged. Prepare it again, with tandem "
+        f"{tmp_path}/manifest.json does not list packs-128.arrow. The prepared data is damaged. Prepare it again, with tandem "
         "prepare."
     )
 
@@ -248,10 +248,10 @@ def damaged_bytes(file, before: list[int], after: list[int]) -> None:
         ([0, 2, 4, 5], [0, 4, 2, 5], ": "),
         ([0, 2, 4, 5], [0, 2, 4, 4], ": batch 0: preferences has values that belong to no row. "),
         ([0, 2, 4, 5], [0, 2, 2, 5], " has a pack without preferences. "),
-        ([0, 2, 4, 5], [0, 2, 3, 5], " has a pack of over 128 tokens. "),
-        ([1, 3, 4, 0, 2], [1, 3, 4, 2**40, 2], " does not hold each of 5 preferences once. "),
-        ([1, 3, 4, 0, 2], [1, 3, 4, -1, 2], " does not hold each of 5 preferences once. "),
-        ([1, 3, 4, 0, 2], [1, 3, 4, 1, 2], " does not hold each of 5 preferences once. "),
+        ([0, 2, 4, 5], [0, 2, 3, 5], " has a pack with more than 128 tokens. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, 2**40, 2], " does not hold each of the 5 preferences exactly once. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, -1, 2], " does not hold each of the 5 preferences exactly once. "),
+        ([1, 3, 4, 0, 2], [1, 3, 4, 1, 2], " does not hold each of the 5 preferences exactly once. "),
     ],
 )
 def test_packs_that_do_not_fit_the_set_are_refused_though_the_manifest_fits(
@@ -259,8 +259,8 @@ def test_packs_that_do_not_fit_the_set_are_refused_though_the_manifest_fits(
 ):
     file = kept / "packs-128.arrow"
     damaged_bytes(file, before, after)
-    write_manifest(kept, **facts_of(PACKER))
-    packer = replace(PACKER, store=Prepared(kept, [facts_of(PACKER)])) if is_prepared else PACKER
+    write_manifest(kept, **pack_settings(PACKER))
+    packer = replace(PACKER, store=Prepared(kept, [pack_settings(PACKER)])) if is_prepared else PACKER
     with pytest.raises(DataError) as caught:
         open_packs(packer)
     assert str(caught.value).startswith(f"{file}{problem}")

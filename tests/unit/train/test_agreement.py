@@ -11,7 +11,7 @@ from running import SHORT
 from tandem.config.load import load_config
 from tandem.errors import DefectError, RanksDifferError
 from tandem.model.distributed.process_group import join_process_group
-from tandem.packing.packer import Packer, Share, row_lengths
+from tandem.packing.packer import Packer, RankShare, row_lengths
 from tandem.train import validation
 from tandem.train.metrics import PairTable, check_pairs, places_of_pairs
 from tandem.train.start.agreement import derived, differences, refuse_different_ranks
@@ -20,12 +20,12 @@ from tandem.train.terms import StepContext
 
 
 def set_up_with(*overrides, share=None):
-    return set_up(load_config(None, [*SHORT, *overrides]).config, torch.device("cpu"), share=share or Share())
+    return set_up(load_config(None, [*SHORT, *overrides]).config, torch.device("cpu"), share=share or RankShare())
 
 
 @pytest.fixture(scope="module")
 def setup():
-    return set_up_with("policy.train_global_batch_size=64", share=Share(0, 2))
+    return set_up_with("policy.train_global_batch_size=64", share=RankShare(0, 2))
 
 
 def computed(*packers, preferences):
@@ -39,7 +39,7 @@ def computed(*packers, preferences):
 
 def ranks_with_rows(packer, *lengths):
     return [
-        replace(packer, lengths=row_lengths(length), share=Share(number, len(lengths)))
+        replace(packer, lengths=row_lengths(length), share=RankShare(number, len(lengths)))
         for number, length in enumerate(lengths)
     ]
 
@@ -97,7 +97,7 @@ def test_a_validation_that_leaves_out_a_pair_is_detected(setup, monkeypatch):
     monkeypatch.setattr(Packer, "micro_batches", lambda self, these, bounds=None: whole(self, these[1:], bounds))
     monkeypatch.setattr(validation.PairLedger, "read", lambda self, ranks: (self.table, []))
     monkeypatch.setattr(validation.PairLedger, "send", lambda self: None)
-    packer = setup.plan.validation["default"].alone()
+    packer = setup.plan.validation["default"].for_single_rank()
     part = validation.portions(packer, 8)[0]
     monkeypatch.setattr(validation.PairLedger, "table", computed(packer, preferences=part), raising=False)
     monkeypatch.setattr(validation, "pack_outcomes", lambda policy, context, packs: iter(()))
@@ -134,13 +134,13 @@ def test_the_same_setup_derives_the_same_and_names_what_decides_the_batches(setu
     ],
 )
 def test_what_another_rank_would_train_otherwise_is_among_the_differences(setup, tmp_path, override, named):
-    other = set_up_with("policy.train_global_batch_size=64", override, share=Share(1, 2))
+    other = set_up_with("policy.train_global_batch_size=64", override, share=RankShare(1, 2))
     found = differences([derived(setup, tmp_path), derived(other, tmp_path)])
     assert any(one.startswith(f"{named}: ") for one in found), found
 
 
 def test_rank_numbers_are_not_a_difference(setup, tmp_path):
-    other = set_up_with("policy.train_global_batch_size=64", "data.num_workers=1", "run.name=x", share=Share(1, 2))
+    other = set_up_with("policy.train_global_batch_size=64", "data.num_workers=1", "run.name=x", share=RankShare(1, 2))
     assert differences([derived(setup, tmp_path), derived(other, tmp_path)]) == []
 
 
@@ -155,8 +155,8 @@ class Several:
     def gather(self, value):
         return [value, *self.others]
 
-    def agreed(self, do, by):
-        return do() if by else None
+    def run_or_stop_all(self, do, on):
+        return do() if on else None
 
 
 def test_the_message_names_the_differences_and_the_ranks():

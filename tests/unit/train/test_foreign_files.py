@@ -171,7 +171,7 @@ def test_best_and_latest_are_links_to_a_step_beside_them_or_refused(tmp_path, li
     place, path = checkpoint(tmp_path, 1), tmp_path / link
     for target in ("../elsewhere", "/etc", "step_1/tensors", "step_007", "step_²"):
         path.symlink_to(target)
-        message = f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link."
+        message = f"{path}: a link to {target}, not to a checkpoint (step_N) in the same folder. Remove the link."
         assert refusal(refuse_taken_names, tmp_path, 4) == refusal(point, path, place) == message
         path.unlink()
     path.mkdir()
@@ -221,8 +221,8 @@ def test_a_run_with_a_file_that_is_a_link_is_refused_and_what_it_points_to_stays
     before = victim.read_bytes()
     link.symlink_to(victim)
     message = (
-        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in its place, or "
-        "remove the link."
+        f"{link}: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or replace "
+        "it by a copy of the file."
     )
     loaded = load_config(None, [*SHORT, f"run.dir={run}"])
     assert refusal(check_resumed, run) == message
@@ -247,7 +247,7 @@ def test_the_lock_and_the_metrics_are_not_opened_through_links(run, tmp_path):
 def test_a_lock_that_tandem_did_not_write_is_refused_and_stays(tmp_path, text):
     (tmp_path / "lock").write_bytes(text)
     assert refusal(locked(tmp_path).__enter__) == (
-        f"{tmp_path}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
+        f"{tmp_path}/lock: not written by tandem, which stores its process id in a file of that name. Move the file elsewhere."
     )
     assert (tmp_path / "lock").read_bytes() == text
 
@@ -274,7 +274,10 @@ def test_a_fresh_run_never_gets_the_directory_of_another_whatever_its_name(tmp_p
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "model", "samples"])
 def test_a_file_where_a_run_writes_a_directory_is_refused_and_a_linked_directory_is_not(run, tmp_path, name):
     (run / name).write_text("mine")
-    assert refusal(refuse_links, run) == f"{run}/{name}: a file, where tandem writes a directory. Move it elsewhere."
+    assert (
+        refusal(refuse_links, run)
+        == f"{run}/{name}: a file, but tandem writes a directory with this name. Move it elsewhere."
+    )
     (run / name).unlink()
     (tmp_path / "elsewhere").mkdir()
     (run / name).symlink_to(tmp_path / "elsewhere")

@@ -59,8 +59,8 @@ def test_a_step_that_is_not_the_one_in_the_folders_name_is_refused(run, unfinish
     change(place / "state.json", progress={"step": [3]})
     remake_manifest(place)
     assert refusal(run, unfinished) == (
-        f"{place}/state.json: progress.step is not a count, so no run can resume from this checkpoint. Move {place} elsewhere to "
-        "resume from an earlier one, or start again with --fresh."
+        f"{place}/state.json: progress.step is not an integer from 0 to 2^53, so no run can resume from this checkpoint. Move "
+        f"{place} elsewhere to resume from an earlier one, or start again with --fresh."
     )
 
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from killing import SERVER
-from torch.distributed.device_mesh import init_device_mesh
 
 from tandem.config.sections.dpo import Dpo
 from tandem.config.tracked import METRICS
 from tandem.data.store.selection import Selection
-from tandem.model.distributed.process_group import Ranks
+from tandem.model.distributed.process_group import MeshShape, make_ranks
 from tandem.train.metrics import PairTable, summarise
 
 NOWHERE = Selection({}, np.arange(0))
@@ -181,7 +180,7 @@ def test_accuracy_by_source():
 def _gather(rank, path, answers):
     store = dist.FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    ranks = Ranks(init_device_mesh("cpu", (2,)), torch.device("cpu"))
+    ranks = make_ranks(torch.device("cpu"), MeshShape(shard=2))
     mine = table(rank + 1, loss=[float(rank)] * (rank + 1))
     answers.put((rank, [one["loss"].tolist() for one in ranks.gather(mine)]))
     dist.destroy_process_group()

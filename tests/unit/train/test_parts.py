@@ -75,7 +75,7 @@ def test_a_tensor_of_which_rows_are_missing_is_refused(tmp_path, rows):
     for number, (start, end) in enumerate(rows):
         write_parts(tmp_path / f"rank_{number}.safetensors", {"weight": Part(weight[start:end], start)})
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{tmp_path}: the tensor weight is incomplete, so no run can resume from it"
+        f"{tmp_path}: the tensor weight is incomplete, so no run can resume from this checkpoint"
     )
 
 
@@ -92,7 +92,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(tmp_path, stored, found):
     file = tmp_path / "rank_0.safetensors"
     write_parts(file, {"weight": Part(stored)})
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{file}: the tensor weight has {found}, which does not match this run, so it cannot resume from this checkpoint"
+        f"{file}: the tensor weight has {found}, which does not match the model of this run, so the run "
+        "cannot resume from this checkpoint"
     )
 
 
@@ -105,7 +106,7 @@ def test_a_file_that_does_not_say_which_rows_it_holds_is_refused(tmp_path, metad
     file = tmp_path / "rank_0.safetensors"
     save_file({"weight": numbers(5, 3)}, file, metadata=metadata)
     assert refusal(tmp_path, torch.zeros(5, 3)) == (
-        f"{file}: the header does not list which rows the file holds, so no run can resume from it"
+        f"{file}: the header does not list which rows the file holds, so no run can resume from this checkpoint"
     )
 
 
@@ -115,4 +116,6 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
     assert refusal(tmp_path, torch.zeros(5, 3)).startswith(f"{file}: Error while deserializing header")
     file.unlink()
     os.mkfifo(file)  # reading it would wait for somebody to write
-    assert refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: not a file, so no run can resume from it"
+    assert (
+        refusal(tmp_path, torch.zeros(5, 3)) == f"{file}: it is not a file, so no run can resume from this checkpoint"
+    )

@@ -42,17 +42,17 @@ def test_what_an_earlier_version_did_not_write_has_its_default(tmp_path):
     ("changed", "reported"),
     [
         *(
-            ({name: value}, f"progress.{name} is not a count")
+            ({name: value}, f"progress.{name} is not an integer from 0 to 2^53")
             for name in ("step", "batch")
             for value in (-1, 7.0, "7", None)
         ),
-        ({"metrics_bytes": 10**400}, "progress.metrics_bytes is not a count"),
-        ({"step": True}, "progress.step is not a count"),
+        ({"metrics_bytes": 10**400}, "progress.metrics_bytes is not an integer from 0 to 2^53"),
+        ({"step": True}, "progress.step is not an integer from 0 to 2^53"),
         ({"owes_validation": 1}, "progress.owes_validation is not true or false"),
         ({"__class__": 1}, "progress has a key that tandem does not write ('__class__')"),
-        ({"step": 10**9}, "progress.step is 1000000000, not the step in the name of the folder"),
-        ({"epoch": 10**9}, "progress has more epochs or batches than its 7 steps"),
-        ({"batch": 8}, "progress has more epochs or batches than its 7 steps"),
+        ({"step": 10**9}, "progress.step is 1000000000, but the folder is named step_7"),
+        ({"epoch": 10**9}, "progress counts more epochs or batches than steps (7)"),
+        ({"batch": 8}, "progress counts more epochs or batches than steps (7)"),
     ],
 )
 def test_progress_that_no_run_makes_is_refused(tmp_path, changed, reported):
@@ -63,10 +63,13 @@ def test_progress_that_no_run_makes_is_refused(tmp_path, changed, reported):
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        ("[]", "progress is missing or not a mapping"),
-        ('{"progress": 1, "fingerprints": {}}', "progress is missing or not a mapping"),
-        ('{"progress": {"step": 7}}', "fingerprints is missing or not a mapping"),
-        ('{"progress": {"step": 7}, "fingerprints": {"training data": [1]}}', "fingerprints are not strings"),
+        ("[]", "the key progress is missing, or its value is not a mapping"),
+        ('{"progress": 1, "fingerprints": {}}', "the key progress is missing, or its value is not a mapping"),
+        ('{"progress": {"step": 7}}', "the key fingerprints is missing, or its value is not a mapping"),
+        (
+            '{"progress": {"step": 7}, "fingerprints": {"training data": [1]}}',
+            "a value of fingerprints is not a string",
+        ),
     ],
 )
 def test_another_tree_is_refused(tmp_path, text, reported):
@@ -82,4 +85,4 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     place = checkpoint(tmp_path, "")
     (place / "state.json").unlink()
     os.mkfifo(place / "state.json")
-    assert refusal(place) == "it is not a file"
+    assert refusal(place) == "the path is not a file"

@@ -11,6 +11,7 @@ from tandem.config.load import load_config
 from tandem.config.sections.policy import Optimizer, Packing, Policy
 from tandem.data.store.sets import no_bar
 from tandem.errors import ConfigError, OutOfMemoryError
+from tandem.model.distributed.process_group import MeshShape
 from tandem.model.files.source import ModelSource
 from tandem.prepare import prepare_data
 from tandem.report.choices import describe_choices, describe_computation
@@ -41,7 +42,12 @@ def need_of(shape, policy, num_ranks=1, lora=None, device="cuda"):
         family, **dict(zip(NAMES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied
     )
     return estimate_memory(
-        ModelSource(shape, Path(), config), policy, lora, "bfloat16", num_ranks, torch.device(device)
+        ModelSource(shape, Path(), config),
+        policy,
+        torch.device(device),
+        lora=lora,
+        precision="bfloat16",
+        mesh=MeshShape(shard=num_ranks),
     )
 
 
@@ -52,7 +58,7 @@ def test_a_size_per_layer_counts_as_their_mean():
     def per_token(intermediate):
         config = AutoConfig.for_model("gemma3n_text", **gemma, intermediate_size=intermediate)
         source = ModelSource("it", Path(), config)
-        return estimate_memory(source, Policy(), None, "float32", 1, torch.device("cpu")).per_token
+        return estimate_memory(source, Policy(), torch.device("cpu"), lora=None, precision="float32").per_token
 
     assert per_token([4096, 8192]) == per_token(6144)
 

@@ -20,7 +20,7 @@ from tandem.train.start.setup import set_up
 
 EMBEDDED = ["policy.model_name=embedded", "policy.train_global_batch_size=2", "checkpointing.enabled=false"]
 WAY_OUT = (
-    "reads scores. Give them (chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
+    "uses scores. Add them (chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
     "data.default_rejected_reward."
 )
 
@@ -87,7 +87,7 @@ def test_rpo_without_scores_is_refused_before_any_weights_load(name, write, tmp_
         cli.main()
     assert ended.value.code == 3
     assert capsys.readouterr().err == (
-        f"tandem: error: {file}:1: no score for every completion, as in 2 of 2 preferences, "
+        f"tandem: error: {file}:1: not every completion has a score (2 of 2 preferences), "
         f"but dpo.preference_loss {name} {WAY_OUT}\n"
     )
     assert not (tmp_path / "run").exists()
@@ -96,14 +96,14 @@ def test_rpo_without_scores_is_refused_before_any_weights_load(name, write, tmp_
 def test_the_first_row_without_a_score_is_named_and_all_are_counted(write):
     file = write(PARTLY)
     assert refusal(file, "dpo.preference_loss=rpo_sq") == (
-        f"{file}:2: no score for every completion, as in 3 of 4 preferences, but dpo.preference_loss rpo_sq {WAY_OUT}"
+        f"{file}:2: not every completion has a score (3 of 4 preferences), but dpo.preference_loss rpo_sq {WAY_OUT}"
     )
 
 
 def test_one_of_several_losses_that_reads_scores_is_enough(write):
     file = write(UNSCORED)
     assert refusal(file, "dpo.preference_loss={dpo: 1, rpo_sq: 0.5}") == (
-        f"{file}:1: no score for every completion, as in 2 of 2 preferences, "
+        f"{file}:1: not every completion has a score (2 of 2 preferences), "
         f"but dpo.preference_loss dpo x 1 + rpo_sq x 0.5 {WAY_OUT}"
     )
 
@@ -111,7 +111,7 @@ def test_one_of_several_losses_that_reads_scores_is_enough(write):
 def test_a_validation_set_without_scores_is_refused_too(write):
     file, held_out = write(SCORED), write([*SCORED, *UNSCORED], "held_out.jsonl")
     printed = refusal(file, "dpo.preference_loss=rpo_sq", f"data.validation.data_path={held_out}")
-    assert printed.startswith(f"{held_out}:3: no score for every completion, as in 2 of 4 preferences, ")
+    assert printed.startswith(f"{held_out}:3: not every completion has a score (2 of 4 preferences), ")
 
 
 def test_one_score_missing_of_four_is_refused(write):
@@ -121,7 +121,7 @@ def test_one_score_missing_of_four_is_refused(write):
     ]
     file = write([{"context": "Hi", "completions": completions}])
     overrides = ["dpo.preference_loss=rpo_sq", "data.pairing=all", "policy.train_global_batch_size=6"]
-    assert refusal(file, *overrides).startswith(f"{file}:1: no score for every completion, as in 1 of 1 preferences, ")
+    assert refusal(file, *overrides).startswith(f"{file}:1: not every completion has a score (1 of 1 preferences), ")
     # The default of the others fills it; the best has its own.
     filled = [*overrides, "data.default_chosen_reward=9", "data.default_rejected_reward=-9"]
     assert scores_of(file, *filled) == [(3.0, 2.0, -9.0, 1.0)]
@@ -138,7 +138,7 @@ def test_losses_that_read_no_scores_take_any_data(write):
 def test_one_default_alone_leaves_the_other_side_missing(default, place, count, write):
     file = write(PARTLY)
     printed = refusal(file, "dpo.preference_loss=rpo_sq", f"data.{default}")
-    assert printed.startswith(f"{file}:{place}: no score for every completion, as in {count} of 4 preferences, ")
+    assert printed.startswith(f"{file}:{place}: not every completion has a score ({count} of 4 preferences), ")
 
 
 # Filled in
@@ -247,7 +247,7 @@ def test_a_loss_that_compares_is_refused_without_a_reference(name, spelled):
     assert refused.value.exit_code == 2
     assert str(refused.value) == (
         f"configuration: reference.mode=none, but dpo.preference_loss {spelled} needs a reference. "
-        f"Use cached or live, or a loss without a reference ({', '.join(without_reference())})."
+        f"Set reference.mode=cached or live, or use a loss without a reference ({', '.join(without_reference())})."
     )
 
 

@@ -294,8 +294,8 @@ def test_mlflows_own_database_is_never_a_link(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         Mlflow(Opening(str(tmp_path), str(tmp_path / "logs"), 0, [], Logger().model_dump(), {}))
     assert str(refused.value) == (
-        f"{tmp_path}/logs/mlflow.db: a symbolic link, and writing to it would change a file elsewhere. Put the file itself in "
-        "its place, or remove the link."
+        f"{tmp_path}/logs/mlflow.db: a symbolic link, and writing to it would change a file elsewhere. Remove the link, or "
+        "replace it by a copy of the file."
     )
     assert (tmp_path / "mine.db").read_bytes() == before
 

@@ -61,7 +61,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         short_run(tmp_path / "run")
     assert str(refused.value) == (
         f"the cache directory {tmp_path}/file/cache cannot be written (Not a directory). "
-        "Set TANDEM_CACHE to one that can."
+        "Set TANDEM_CACHE to a writable directory."
     )
     assert not (tmp_path / "run").exists()
 

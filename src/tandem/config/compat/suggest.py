@@ -1,4 +1,4 @@
-"""Suggests a key for an unknown one: by its name in another trainer, or by a similar spelling."""
+"""Suggests a key in place of an unknown one: one that another trainer calls by that name, or one with a similar name."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ LONGEST_NAME = 80  # longer names are not compared with keys, which are all shor
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a name from another trainer corresponds to: a key, a note, or both."""
+    """What to use instead of an option of another trainer: a key, a note that explains what to do, or both."""
 
     key: str | None
     note: str | None
@@ -28,7 +28,7 @@ class Meaning:
 
 @cache
 def other_names() -> dict[str, Meaning]:
-    """Names from other trainers, in lower case."""
+    """The options of other trainers, by name in lower case."""
     text = resources.files("tandem.config.compat").joinpath(TABLE).read_text(encoding="utf-8")
     text = text.replace("{losses_without_reference}", join_names(without_reference(), "and"))
     return {name: _meaning(given) for name, given in yaml.safe_load(text).items()}
@@ -50,7 +50,7 @@ def describe_unknown_key(key: str) -> str:
 
 
 def suggestion(key: str) -> str | None:
-    """What to write instead of an unknown key; None if nothing is close, because a wrong suggestion is worse than none."""
+    """Suggest what to write instead of an unknown key; None if no key is close, because a wrong suggestion would mislead."""
     plain = key.lower().replace("-", "_")
     leaf = plain.rpartition(".")[2]
     names = other_names()
@@ -75,13 +75,13 @@ def similar_key(key: str) -> str | None:
 
 
 def _with_leaf(leaf: str) -> str | None:
-    """The only key whose last part is `leaf`, preferring data.train; None if there are several."""
+    """The key whose last part is `leaf`, not counting data.default; None if there are several or none."""
     found = [name for name in key_names() if name.rpartition(".")[2] == leaf and not name.startswith("data.default.")]
     return found[0] if len(found) == 1 else None
 
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name at most one edit away, or two for names of eight letters or more; None if there is none."""
+    """The closest known name: at most one edit away, or two if `name` has eight letters or more. None if there is none."""
     if len(name) > LONGEST_NAME:
         return None
     most = 2 if len(name) >= 8 else 1
@@ -90,7 +90,7 @@ def _closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def edits(one: str, other: str) -> int:
-    """Number of letters inserted, deleted, replaced or swapped with their neighbour: wieght -> weight is 1."""
+    """Edit distance: letters inserted, deleted, replaced or swapped with their neighbour. wieght -> weight is 1."""
     before: list[int] = []
     above = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):

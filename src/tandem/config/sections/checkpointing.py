@@ -15,12 +15,14 @@ class Checkpointing(Section):
     )
     save_period: Positive = Field(default=50, description="steps between checkpoints; the last step is always saved")
     keep_top_k: Positive = Field(
-        default=3, description="best checkpoints to keep, ranked by metric_name; the latest is kept too"
+        default=3,
+        description="number of best checkpoints to keep, ranked by metric_name; the latest is always kept too",
     )
     metric_name: str | None = Field(
         default=None,
-        description="metric that ranks checkpoints, from the latest validation at or before each: validation-default_loss, "
-        "val_loss (first validation set), train:loss; null: the loss of the first validation set, or age without one",
+        description="metric that ranks checkpoints: val_loss (first validation set), validation-default_loss (the set named "
+        "default) or train:loss; a checkpoint is ranked by the last value measured up to its step; null: val_loss, or the age "
+        "of checkpoints without validation sets",
     )
     higher_is_better: bool = Field(
         default=False,
@@ -32,23 +34,23 @@ class Checkpointing(Section):
     )
     checkpoint_must_save_by: str | None = Field(
         default=None,
-        description="time limit, DD:HH:MM:SS after the start: the run saves and stops before it; null: no limit",
+        description="time limit, DD:HH:MM:SS after the start; the run saves a checkpoint and stops before it; null: no limit",
     )
 
     @field_validator("checkpoint_must_save_by")
     @classmethod
-    def _a_time(cls, value: str | None) -> str | None:
+    def _is_duration(cls, value: str | None) -> str | None:
         if value is not None:
             parse_seconds(value)
         return value
 
     @model_validator(mode="after")
-    def _saves_in_time(self) -> "Checkpointing":
+    def _can_save(self) -> "Checkpointing":
         if self.checkpoint_must_save_by is not None and not self.enabled:
             raise ValueError(
                 f"checkpointing.checkpoint_must_save_by = {self.checkpoint_must_save_by} needs checkpoints, but "
-                "checkpointing.enabled=false: the run would stop without saving. Set checkpointing.enabled=true, or remove this "
-                "key"
+                "checkpointing.enabled=false: the run would stop without saving. Set checkpointing.enabled=true, or leave "
+                "out this key"
             )
         return self
 

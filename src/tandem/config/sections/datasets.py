@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from tandem.columns import COLUMNS, NAMED
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.section import EMBEDDED, MAX_SCORE, PathText, Section, Share
 
 MAX_EXPANSION = 100.0
@@ -43,25 +43,25 @@ class DatasetFields(Section):
         "embedded: the bundled pairs",
     )
     dataset_name: DatasetName = Field(
-        default="auto", description="row format; auto: detected from the keys of the first row that matches one"
+        default="auto", description="row format; auto: detected from the keys of the first row of a known format"
     )
     prompt_key: str = Field(default="prompt", description="field that holds the prompt (text or messages)")
     chosen_key: str = Field(default="chosen", description="field that holds the better completion")
     rejected_key: str = Field(default="rejected", description="field that holds the worse completion")
     weight_key: str | None = Field(
         default=None,
-        description="field that holds the weight of a row, 0 or more, which multiplies the losses of its pairs; null: all 1",
+        description="field that holds the weight of a row, 0 or more, which multiplies the losses of its pairs; null: no weights",
     )
     margin_key: str | None = Field(
         default=None,
-        description="field that holds the margin m by which chosen must be better: -log sigmoid(beta d - m); null: all 0",
+        description="field that holds the margin m of a row: the loss is -log sigmoid(beta d - m); null: no margins",
     )
     prompt_file: PathText | None = Field(
         default=None,
-        description="text file whose {} is replaced by the prompt (in messages: by the last user turn)",
+        description="text file to insert each prompt into, in place of {}; if a prompt has turns, its last user turn is inserted",
     )
     system_prompt_file: PathText | None = Field(
-        default=None, description="file with a system turn for prompts that have none; needs a chat template"
+        default=None, description="text file with a system turn to add to prompts that have none; needs a chat template"
     )
     subset: str | None = Field(default=None, description="configuration of a hub dataset")
     split: str | None = Field(default=None, description="split of a hub dataset or saved dataset; null: train")
@@ -70,7 +70,7 @@ class DatasetFields(Section):
         default=1.0,
         gt=0,
         le=1000,
-        description="training sets only: passes over the set per epoch; 2: twice, 0.5: another half each epoch",
+        description="training sets only: passes over the set per epoch; 2: twice; 0.5: a different half each epoch",
     )
 
     @model_validator(mode="after")
@@ -84,8 +84,8 @@ class DatasetFields(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that are read because a key names their field: {"weight": "importance"}."""
-        named = {column.name: getattr(self, column.key) for column in NAMED if column.key}
+        """The optional columns to read, with the field that holds each: {"weight": "importance"}."""
+        named = {column.name: getattr(self, column.key) for column in OPTIONAL_COLUMNS if column.key}
         return {name: key for name, key in named.items() if key is not None}
 
 
@@ -106,19 +106,21 @@ class Data(Section):
     )
     validation: Dataset | None = Field(
         default=None,
-        description="validation set, named default; null: none, or the bundled one if the training set is the bundled one",
+        description="validation set, named default; null: none, or the bundled one with the bundled training set",
     )
     val_data_paths: dict[str, Dataset] = Field(
-        default={}, description="more validation sets, by name: a path or a dataset each"
+        default={}, description="more validation sets: a map of names to paths or datasets"
     )
     validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0,
-        description="share of the training preferences to hold out, by prompt, as the validation set named default",
+        description="share of the training preferences to hold out as the validation set named default; preferences with the "
+        "same prompt stay together",
     )
     default: DatasetFields = Field(default=DatasetFields(), description="defaults for the fields of every dataset")
     shuffle: bool = Field(default=True, description="shuffle the training data every epoch, with run.seed")
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto", description="tokenising processes; auto: one per core, fewer for small files; 0: same as 1"
+        default="auto",
+        description="number of tokenising processes; auto: one per core, fewer for small files; 0: same as 1",
     )
     drop_last: bool = Field(default=True, description="drop the last batch of an epoch if it is incomplete")
     pairing: Literal["best_worst", "all", "adjacent"] = Field(
@@ -126,12 +128,13 @@ class Data(Section):
     )
     overlong: Literal["drop", "truncate_prompt", "truncate_completion", "error"] = Field(
         default="drop",
-        description="preferences longer than policy.max_total_sequence_length: drop and count, truncate, or stop",
+        description="what to do with preferences longer than policy.max_total_sequence_length: drop and count them, truncate "
+        "them, or stop with an error",
     )
     duplicates: Literal["keep", "drop", "error"] = Field(
         default="keep",
-        description="preferences with the same tokens as an earlier one in the same set or an earlier training set: keep and "
-        "count, drop and count, or stop",
+        description="what to do with preferences that have the same tokens as an earlier one, in the same set or an earlier "
+        "training set: keep and count them, drop and count them, or stop with an error",
     )
     default_chosen_reward: float | None = Field(
         default=None, description="score of the best completion if the data has none"
@@ -139,25 +142,28 @@ class Data(Section):
     default_rejected_reward: float | None = Field(
         default=None, description="score of the other completions if the data has none"
     )
-    on_bad_row: Literal["error", "skip"] = Field(default="error", description="malformed rows: stop, or skip and count")
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="malformed rows: stop with an error, or skip and count them"
+    )
     max_bad_share: Share = Field(
         default=0.01, description="with on_bad_row=skip: stop if more than this share of rows is malformed"
     )
     max_filtered_share: Share = Field(
-        default=0.1, description="stop if more than this share of rows is filtered (too long, equal, empty, tied)"
+        default=0.1,
+        description="stop if more than this share of rows is dropped (too long, empty, equal texts, tied scores)",
     )
 
     max_expansion: float = Field(
         default=MAX_EXPANSION,
         ge=1,
         allow_inf_nan=False,
-        description="stop if a compressed file or a table expands to more than this many times its size and over 256 MiB",
+        description="stop if a compressed file or a table expands to over 256 MiB and more than this many times its size",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
-        """Fill fields that a dataset leaves out from `default`, so that the resolved configuration shows them."""
+    def _fill_from_default(cls, given: Any) -> Any:
+        """Copy the fields that a dataset leaves out from data.default, so that the resolved configuration shows them."""
         if not isinstance(given, dict) or not isinstance(given.get("default"), dict):
             return given
 
@@ -177,31 +183,35 @@ class Data(Section):
     def _within_float32(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and abs(value) > MAX_SCORE:
             raise ValueError(
-                f"data.{info.field_name} = {value:g} is too large: scores are stored as float32, up to {MAX_SCORE:.1e}"
+                f"data.{info.field_name} = {value:g} is too large: scores are stored as float32. Use at most "
+                f"{MAX_SCORE:.1e}"
             )
         return value
 
     @field_validator("val_data_paths")
     @classmethod
-    def _named_for_files(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ValueError(f"data.val_data_paths: {name!r} is not a valid name. Use letters, digits, - and _")
             if name == "default":
-                raise ValueError("data.val_data_paths: the name default is reserved for data.validation. Use another")
+                raise ValueError(
+                    "data.val_data_paths: the name default is reserved for data.validation. Use another name"
+                )
         return value
 
     @model_validator(mode="after")
-    def _one_way_to_validate(self) -> "Data":
+    def _check_validation_sets(self) -> "Data":
         if self.validation_share and (self.validation or self.val_data_paths):
             raise ValueError(
-                "data.validation_share holds out training preferences, but data.validation or data.val_data_paths gives a "
-                "validation set already. Leave out one of them"
+                "data.validation_share makes a validation set, but data.validation or data.val_data_paths already gives one. "
+                "Leave out one of them"
             )
         for name, dataset in self.validation_sets.items():
             if dataset.weight != 1:
                 raise ValueError(
-                    f"validation set {name} has weight {dataset.weight}, but only training sets can be weighted. Leave it out"
+                    f"validation set {name} has weight {dataset.weight}, but only training sets can have one. "
+                    "Leave it out"
                 )
         return self
 
@@ -211,7 +221,7 @@ class Data(Section):
 
     @property
     def named_sets(self) -> dict[str, DatasetFields]:
-        """Every set by its key."""
+        """Every dataset by its key, such as data.train[0]."""
         several = isinstance(self.train, list)
         names = [f"data.train[{i}]" if several else "data.train" for i in range(len(self.training_sets))]
         validation = {"data.validation": self.validation} if self.validation else {}
@@ -220,7 +230,7 @@ class Data(Section):
 
     @property
     def validation_sets(self) -> dict[str, DatasetFields]:
-        """Validation sets by name: data.validation is named default; the bundled set is used with the bundled training set."""
+        """Validation sets by name. data.validation is named default; the bundled training set comes with a validation set."""
         given = {"default": self.validation, **self.val_data_paths} if self.validation else dict(self.val_data_paths)
         bundled = [dataset.data_path for dataset in self.training_sets] == [EMBEDDED]
         return given or (

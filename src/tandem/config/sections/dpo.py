@@ -12,9 +12,11 @@ class Dpo(Section):
     """The loss, the length of training and the validation schedule."""
 
     preference_loss: LossName | dict[LossName, float] = Field(
-        default="dpo", description="preference loss (docs/losses.md), or a map of losses to weights; sigmoid is dpo"
+        default="dpo", description="preference loss (docs/losses.md), or a map of losses to weights; sigmoid means dpo"
     )
-    reference_policy_kl_penalty: float = Field(default=0.1, gt=0, description="beta, the strength of the penalty")
+    reference_policy_kl_penalty: float = Field(
+        default=0.1, gt=0, description="beta: how strongly the policy is kept near the reference"
+    )
     preference_loss_weight: float = Field(default=1.0, ge=0, description="weight of the preference loss")
     sft_loss_weight: float = Field(default=0.0, ge=0, description="weight of the SFT loss on the chosen completion")
     preference_average_log_probs: bool = Field(
@@ -22,9 +24,10 @@ class Dpo(Section):
     )
     sft_average_log_probs: bool = Field(
         default_factory=lambda set_before: set_before.get("preference_average_log_probs", False),
-        description="the same in the SFT loss; default: same as preference_average_log_probs",
+        description="average log-probabilities over completion tokens in the SFT loss; default: same as "
+        "preference_average_log_probs",
     )
-    label_smoothing: float = Field(default=0.0, ge=0, le=0.5, description="assumed share of wrong labels")
+    label_smoothing: float = Field(default=0.0, ge=0, le=0.5, description="assumed share of pairs with swapped labels")
     gt_reward_scale: float = Field(default=1.0, gt=0, description="rpo losses: factor for the scores in the data")
     simpo_gamma: float = Field(default=0.5, ge=0, description="simpo: target margin")
     orpo_lambda: float = Field(default=1.0, gt=0, description="orpo: weight of the odds-ratio term")
@@ -40,13 +43,13 @@ class Dpo(Section):
     f_alpha: float = Field(
         default=1.0,
         ge=0,
-        description="order of the alpha divergence; 1: reverse KL, 0: forward KL; 1 - alpha of arXiv:2309.16240",
+        description="order of the alpha divergence; 1: reverse KL, 0: forward KL; it equals 1 - alpha in arXiv:2309.16240",
     )
     max_num_epochs: Positive = Field(
-        default=1, description="passes over the training pairs; training ends here or at max_num_steps"
+        default=1, description="passes over the training pairs; training ends after them or at max_num_steps"
     )
     max_num_steps: Positive | None = Field(
-        default=None, description="most optimizer steps; null: all steps of max_num_epochs"
+        default=None, description="maximum number of optimizer steps; null: all steps of max_num_epochs"
     )
     early_stopping_patience: Positive | None = Field(
         default=None,
@@ -54,7 +57,9 @@ class Dpo(Section):
         "checkpoint; null: never",
     )
     val_period: int = Field(default=25, description="steps between validations; <= 0: none during training")
-    val_batches: int | None = Field(default=None, description="most batches per validation set; null or <= 0: all")
+    val_batches: int | None = Field(
+        default=None, description="maximum number of batches per validation set; null or <= 0: all"
+    )
     val_global_batch_size: Positive | None = Field(
         default=None, description="pairs per validation batch; null: same as policy.train_global_batch_size"
     )
@@ -79,8 +84,8 @@ class Dpo(Section):
         return value
 
     @model_validator(mode="after")
-    def _losses_read_what_is_set(self) -> "Dpo":
-        # Compares values with defaults: a resolved configuration sets every key, so being set says nothing.
+    def _settings_have_an_effect(self) -> "Dpo":
+        # A resolved configuration sets every key, so values are compared with defaults instead of model_fields_set.
         values = {name: getattr(self, name) for name in type(self).model_fields}
         changed = [name for name, field in type(self).model_fields.items() if values[name] != field.default]
         if reasons := unsupported_settings(self.preference_loss, values, changed):
@@ -92,6 +97,6 @@ class Dpo(Section):
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError(
                 "dpo.preference_loss_weight and dpo.sft_loss_weight are both 0, so there is nothing to train. "
-                "Raise one of them"
+                "Set one of them above 0"
             )
         return self

@@ -12,11 +12,11 @@ class Wandb(Section):
     """Weights & Biases."""
 
     project: str = Field(default="tandem", description="W&B project")
-    name: str | None = Field(default=None, description="W&B run name; null: the name of the run directory")
+    name: str | None = Field(default=None, description="W&B run name; null: name of the run directory")
     entity: str | None = Field(default=None, description="W&B user or team; null: W&B's default")
     mode: Literal["online", "offline"] | None = Field(
         default=None,
-        description="offline: keep on disk for `wandb sync`; null: $WANDB_MODE, or online if it is not set",
+        description="offline: write to disk, for `wandb sync` to upload; null: $WANDB_MODE, or online if it is not set",
     )
 
 
@@ -48,12 +48,12 @@ class GpuMonitoring(Section):
     )
 
     @model_validator(mode="after")
-    def _something_to_summarise(self) -> "GpuMonitoring":
+    def _records_have_samples(self) -> "GpuMonitoring":
         if self.flush_interval < self.collection_interval:
             raise ValueError(
                 f"logger.gpu_monitoring.flush_interval = {self.flush_interval:g} is below collection_interval = "
-                f"{self.collection_interval:g}, so some records would have no samples. Raise it, or lower "
-                "collection_interval"
+                f"{self.collection_interval:g}, so some records would have no samples. Raise "
+                "flush_interval, or lower collection_interval"
             )
         return self
 
@@ -75,12 +75,10 @@ class Logger(Section):
     mlflow: Mlflow = Field(default=Mlflow(), description="settings of MLflow")
     num_val_samples_to_print: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="number of prompts of the first validation set to answer at every validation; prints the answers of "
-        "policy and reference",
+        description="at every validation, print the answers of policy and reference to this many prompts of the first "
+        "validation set",
     )
-    report: bool = Field(
-        default=True, description="write report.html, a page of the run's curves, pairs and settings"
-    )
+    report: bool = Field(default=True, description="write report.html, a page of the run's curves, pairs and settings")
     monitor_gpus: bool = Field(
         default=True,
         description="log GPU utilisation and memory to trackers and {logger.log_dir}/gpu.jsonl; no effect on a CPU",
@@ -93,8 +91,9 @@ class Logger(Section):
         return [name for name in ("tensorboard", "wandb", "mlflow") if getattr(self, f"{name}_enabled")]
 
     @model_validator(mode="after")
-    def _settings_are_read(self) -> "Logger":
-        # `wandb_enabled: false` switches W&B off on purpose, so its settings are allowed. Without it they are an oversight.
+    def _settings_have_an_effect(self) -> "Logger":
+        # An explicit `wandb_enabled: false` keeps W&B off on purpose, so its settings may stay. If the key is missing, it was
+        # probably forgotten.
         for name in ("tensorboard", "wandb", "mlflow"):
             is_decided = f"{name}_enabled" in self.model_fields_set
             section = getattr(self, name)
@@ -103,6 +102,6 @@ class Logger(Section):
                 key, value = min(changed)
                 raise ValueError(
                     f"logger.{name}.{key} = {value} has no effect: {name} is not enabled. Set "
-                    f"logger.{name}_enabled=true, or false to keep it off"
+                    f"logger.{name}_enabled=true; to keep {name} off on purpose, set it to false"
                 )
         return self

@@ -27,7 +27,7 @@ class Tokenizer(Section):
         default="default",
         description="default: the tokenizer's template; null: raw text; a path ending in .jinja: that file",
     )
-    chat_template_kwargs: dict[str, Any] = Field(default={}, description="arguments for the template")
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables to pass to the template")
 
 
 class OptimizerKwargs(Section):
@@ -45,10 +45,10 @@ class Optimizer(Section):
     """The optimizer."""
 
     name: Literal["torch.optim.AdamW"] = Field(default="torch.optim.AdamW", description="the optimizer")
-    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="its arguments")
+    kwargs: OptimizerKwargs = Field(default=OptimizerKwargs(), description="arguments of the optimizer")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
-        description="data type of the two moments: 8, 4 or 2 bytes per parameter; below float32, rounded stochastically",
+        description="data type of the two moments: 8, 4 or 2 bytes per parameter; bfloat16 and int8 are rounded stochastically",
     )
 
 
@@ -60,7 +60,7 @@ class Packing(Section):
 
     mode: Literal["batch", "dataset", "none"] = Field(
         default="batch",
-        description="batch: pack each global batch; dataset: pack the set once, and batch complete packs; "
+        description="batch: pack each global batch; dataset: pack the set once, then form batches of packs; "
         "none: one padded sequence per row, no shared prompts",
     )
     pack_length: Annotated[int, Field(gt=0, le=LONGEST_PACK)] | Literal["auto"] = Field(
@@ -75,11 +75,12 @@ class Packing(Section):
     packs_per_micro_batch: Positive = Field(default=1, description="rows per forward pass")
     algorithm: Literal["first_fit_decreasing", "first_fit_shuffle", "exact_fit_decreasing"] = Field(
         default="first_fit_decreasing",
-        description="how rows are filled: largest first; in random order, from run.seed; or each row as full as possible",
+        description="first_fit_decreasing: longest preferences first; first_fit_shuffle: in random order; exact_fit_decreasing: "
+        "each row as full as possible",
     )
 
     @model_validator(mode="after")
-    def _unpacked_has_no_packs(self) -> "Packing":
+    def _settings_have_an_effect(self) -> "Packing":
         if self.mode != "none":
             return self
         if self.share_prompts:
@@ -104,17 +105,17 @@ class Lora(Section):
     """LoRA adapters on a frozen model."""
 
     enabled: bool = Field(default=False, description="train only LoRA adapters (docs/lora.md)")
-    dim: Positive = Field(default=16, description="rank of the adapters; if lora.adapter is given, its rank")
+    dim: Positive = Field(default=16, description="rank of the adapters; taken from lora.adapter if that is set")
     alpha: float = Field(
         default=32.0,
         gt=0,
-        description="adapters are scaled by alpha / dim; if lora.adapter is given, its alpha",
+        description="adapters are scaled by alpha / dim; taken from lora.adapter if that is set",
     )
     dropout: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="dropout on the adapters' inputs, in training only; packing is exact only at 0",
+        description="dropout on the adapters' inputs, in training only; packing is exact only if it is 0",
     )
     target_modules: Annotated[list[Name], Field(min_length=1)] | Name = Field(
         default=ALL_LINEAR,
@@ -124,10 +125,10 @@ class Lora(Section):
     exclude_modules: list[Name] = Field(default=[], description="suffixes of layer names that get no adapter")
     adapter: PathText | None = Field(
         default=None,
-        description="folder or hub name of a trained LoRA adapter to start from; by default it is the reference too",
+        description="folder or hub name of a trained LoRA adapter to start from, which is also the reference by default",
     )
     quantization: Literal["nf4", "int8"] | None = Field(
-        default=None, description="quantise the frozen weights (QLoRA) with bitsandbytes on CUDA; null: do not"
+        default=None, description="quantise the frozen weights (QLoRA) with bitsandbytes on CUDA; null: no quantization"
     )
 
     @field_validator("target_modules")
@@ -143,17 +144,17 @@ class Lora(Section):
         return value
 
     @model_validator(mode="after")
-    def _read_only_when_enabled(self) -> "Lora":
+    def _settings_have_an_effect(self) -> "Lora":
         if not self.enabled and (changed := self.changed()):
             name, value = next(iter(changed.items()))
             raise ValueError(
                 f"policy.lora.{name} = {json.dumps(value)} has no effect: policy.lora.enabled is false. "
-                "Set policy.lora.enabled=true, or leave it out"
+                f"Set policy.lora.enabled=true, or leave out policy.lora.{name}"
             )
         return self
 
     def changed(self) -> dict[str, object]:
-        """The settings that differ from their defaults. Compares values: a resolved configuration sets every key."""
+        """The settings with values other than their defaults; a resolved configuration sets every key."""
         fields = type(self).model_fields.items()
         return {name: value for name, field in fields if (value := getattr(self, name)) != field.default}
 
@@ -162,7 +163,8 @@ class Policy(Section):
     """The trained model, and how it is trained."""
 
     model_name: PathText = Field(
-        default=EMBEDDED, description="model folder or hub name; embedded: a tiny random model built locally"
+        default=EMBEDDED,
+        description="model folder, hub name, run or checkpoint of a run; embedded: a tiny random model built locally",
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
     tokenizer: Tokenizer = Field(default=Tokenizer(), description="tokenizer and chat template")
@@ -170,9 +172,12 @@ class Policy(Section):
         default=256,
         description="pairs per optimizer step, in every packing mode; preferences are never split between steps",
     )
-    max_total_sequence_length: Positive = Field(default=2048, description="most tokens of a prompt plus one completion")
+    max_total_sequence_length: Positive = Field(
+        default=2048, description="maximum number of tokens of a prompt plus one completion"
+    )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="data type of computation; auto: bfloat16 on CUDA, else float32; see also weights"
+        default="auto",
+        description="data type of computation; auto: bfloat16 on CUDA, else float32",
     )
     weights: Literal["float32", "bfloat16_stochastic", "bfloat16_nearest"] = Field(
         default="float32",
@@ -182,8 +187,8 @@ class Policy(Section):
     optimizer: Optimizer = Field(default=Optimizer(), description="optimizer")
     scheduler: Schedule | None = Field(
         default=WARM_UP_THEN_CONSTANT,
-        description="learning-rate schedule: a named one (Schedules, below), one of torch's, or a list of torch's with "
-        "milestones; null: constant",
+        description="learning-rate schedule: a named schedule (see Schedules below), a torch scheduler, or a list of torch "
+        "schedulers with milestones; null: constant",
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="clip the global gradient norm to this; null: no clipping"
@@ -198,11 +203,11 @@ class Policy(Section):
     )
     attention: Literal["auto", "flex", "varlen", "sdpa"] = Field(
         default="auto",
-        description="attention kernel for packs; auto: flex on CUDA, sdpa elsewhere; varlen: flash kernels, without shared "
-        "prompts only",
+        description="attention kernel for packs; auto: flex on CUDA, sdpa elsewhere; varlen: flash kernels, which cannot "
+        "share prompts",
     )
     head_chunk_tokens: Positive | Literal["auto"] = Field(
-        default="auto", description="scored tokens per chunk in which the head computes log-probabilities"
+        default="auto", description="number of scored tokens for which the head computes log-probabilities at a time"
     )
     packing: Packing = Field(default=Packing(), description="packing")
     lora: Lora = Field(default=Lora(), description="LoRA adapters")
@@ -223,7 +228,7 @@ class Policy(Section):
         return value
 
     @model_validator(mode="after")
-    def _attention_has_packs(self) -> "Policy":
+    def _attention_fits_packing(self) -> "Policy":
         if self.attention in ("flex", "sdpa") and self.packing.mode == "none":
             raise ValueError(
                 f"policy.attention = {self.attention} has no effect with policy.packing.mode=none, where every sequence has "

@@ -1,4 +1,4 @@
-"""The key `policy.scheduler`: a named schedule over shares of the run, or torch's schedulers in absolute steps."""
+"""The key `policy.scheduler`: a named schedule, defined in shares of the run, or torch's schedulers, defined in steps."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -40,16 +40,16 @@ class WsdSchedule(Section):
     name: Literal["wsd"]
     warmup_ratio: WarmupRatio = Field(default=0.0, description=WARMUP_DESCRIPTION)
     decay_ratio: Share = Field(
-        default=0.1, description="share of the run's steps, at its end, in which the learning rate falls"
+        default=0.1, description="share of the run's steps, at the end, in which the learning rate falls"
     )
     min_lr_ratio: Share = Field(default=0.0, description=MIN_LR_DESCRIPTION)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> "WsdSchedule":
+    def _shares_fit(self) -> "WsdSchedule":
         if self.warmup_ratio + self.decay_ratio > 1 + 1e-9:
             raise ValueError(
                 f"policy.scheduler: warmup_ratio = {self.warmup_ratio:g} and decay_ratio = {self.decay_ratio:g} add up to more "
-                "than the run. Lower one until they add up to at most 1"
+                "than 1, the whole run. Lower one of them"
             )
         return self
 
@@ -77,7 +77,7 @@ class Scheduler(Section):
     """One of torch's learning-rate schedulers."""
 
     name: TorchName = Field(description="the scheduler")
-    kwargs: dict[str, int | float | bool | list[int]] = Field(default={}, description="its arguments")
+    kwargs: dict[str, int | float | bool | list[int]] = Field(default={}, description="arguments of the scheduler")
 
 
 class Milestones(Section):
@@ -91,7 +91,7 @@ def _name(given: Any) -> str:
 
 
 def _check_form(given: Any) -> Any:
-    """Refuse values of neither form with one message. pydantic would write one for each form it tried."""
+    """Refuse invalid values with one message. pydantic would print a message for each type of the union."""
     if isinstance(given, str):
         shown = f"{{name: {given if given in NAMED else 'cosine'}, warmup_ratio: 0.1}}"
         raise ValueError(f"policy.scheduler = {given} is text, not a mapping. Write {shown}, for example")
@@ -104,7 +104,7 @@ def _check_form(given: Any) -> Any:
         return given
     name = _name(given)
     if not name:
-        raise ValueError(f"policy.scheduler has no name. Set policy.scheduler.name to {', '.join(NAMED)}")
+        raise ValueError(f"policy.scheduler has no name. Set policy.scheduler.name to one of {', '.join(NAMED)}")
     if name in NAMED:
         known = NAMED[name].model_fields
         if unknown := [key for key in given if key not in known]:

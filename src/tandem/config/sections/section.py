@@ -22,7 +22,7 @@ def expand_home(path: str) -> str:
 
 
 def _check_possible(path: str) -> str:
-    """Refuse text that cannot be a path: checking whether it exists would raise an error."""
+    """Refuse text that cannot be a path, because functions such as os.stat would raise an error."""
     try:
         parts = os.fsencode(path).split(b"/")
     except UnicodeEncodeError:
@@ -34,9 +34,9 @@ def _check_possible(path: str) -> str:
     return path
 
 
-# A path, or the text itself.
+# Either a path or other text, such as a keyword.
 PathOrText = Annotated[str, AfterValidator(expand_home)]
-# A path of a file or folder; depending on the key also a glob pattern, a hub name or `embedded`.
+# The path of a file or folder. Some keys also accept a glob pattern, a hub name or `embedded`.
 PathText = Annotated[PathOrText, AfterValidator(_check_possible)]
 
 
@@ -47,7 +47,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _countable(cls, value: Any) -> Any:
+    def _fits_int64(cls, value: Any) -> Any:
         if type(value) is int and abs(value) > LARGEST_INT:
             raise PydanticCustomError("int_range", "input should be between -{most} and {most}", {"most": LARGEST_INT})
         return value

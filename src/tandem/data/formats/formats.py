@@ -1,4 +1,4 @@
-"""Reads rows as Preferences, with one function per format, and detects the format from the keys of a row."""
+"""Reads rows as Preferences. There is one function per data format; the format is detected from the keys of a row."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ LABELS = ("label", "labels", "preference", "winner")
 
 
 def binary(row: SourceRow, keys: DatasetFields) -> Preference:
-    """A prompt, a chosen and a rejected completion under configurable keys, as texts or messages."""
+    """Read a row with a prompt, a chosen and a rejected completion, each a text or messages. Their keys are configurable."""
     names = (keys.prompt_key, keys.chosen_key, keys.rejected_key)
     if row.value and not any(name in row.value for name in names):
         if around := [name for name, value in row.value.items() if _is_list_of_rows(value, names)]:
@@ -68,12 +68,12 @@ def _is_list_of_rows(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def aligner(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`; `chosen_reward` and `rejected_reward` are optional."""
+    """Read a row of NeMo Aligner: `prompt`, `chosen_response`, `rejected_response`, and optional rewards."""
     return _pair(row, prompt_of(row, keys.prompt_key), "chosen_response", "rejected_response")
 
 
 def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen` and `rejected` are complete conversations. The prompt is their common beginning."""
+    """Read a row in which `chosen` and `rejected` are complete conversations. The prompt is their common beginning."""
     found = _from_conversations(row, keys.chosen_key, keys.rejected_key)
     assert not isinstance(found.prompt, str)
     return (
@@ -84,7 +84,7 @@ def implicit_prompt(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
-    """Whether every text of `prompt`, the separate prompt of a row, is also one of `messages`."""
+    """Whether `messages` contain every text of `prompt`, the separate prompt field of a row."""
     contents = {message.content.strip() for message in messages}
     turns = prompt if isinstance(prompt, list) else [{"content": prompt}]
     texts = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
@@ -92,12 +92,12 @@ def _repeats_prompt(prompt: Any, messages: tuple[Message, ...]) -> bool:
 
 
 def messages_pair(row: SourceRow, keys: DatasetFields) -> Preference:
-    """`chosen_messages` and `rejected_messages` are complete conversations. The prompt is their common beginning."""
+    """Read a row of two conversations, `chosen_messages` and `rejected_messages`. The prompt is their common beginning."""
     return _from_conversations(row, "chosen_messages", "rejected_messages")
 
 
 def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Anthropic HH: `chosen` and `rejected` are dialogues as one text each. The last assistant turn is the completion."""
+    """Read a row of Anthropic HH: two dialogues as texts, `chosen` and `rejected`. The last assistant turn is the completion."""
     (chosen, first), (rejected, second) = (_split_dialogue(row, key) for key in (keys.chosen_key, keys.rejected_key))
     if chosen != rejected:
         raise _prompts_differ(row)
@@ -110,7 +110,10 @@ def dialogue_text(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
-    """ShareGPT of LLaMA-Factory: `conversations` is a list of turns {from, value}; `chosen` and `rejected` are one turn each."""
+    """Read a ShareGPT row, as LLaMA-Factory writes it.
+
+    `conversations` is a list of turns {from, value}. `chosen` and `rejected` are one such turn each.
+    """
     turns = field_of(row.value, "conversations", row)
     if not isinstance(turns, list):
         raise RowError(row.place, "wrong type", f"conversations: {kind_of(turns)}, not a list of turns.")
@@ -124,7 +127,10 @@ def sharegpt(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Alpaca: the prompt is `instruction` and `input`. The completions are `chosen` and `rejected`, or a pair in `output`."""
+    """Read an Alpaca row. The prompt is `instruction` followed by `input`.
+
+    The completions are `chosen` and `rejected`, or the list `output` with the chosen and the rejected text.
+    """
     prompt = _alpaca_prompt(row)
     if keys.chosen_key in row.value:
         return _pair(row, prompt, keys.chosen_key, keys.rejected_key)
@@ -140,7 +146,7 @@ def alpaca(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
-    """Join `instruction` and `input` into one text. If there is a `history` of earlier turns, return messages."""
+    """Return `instruction` and `input` as one text, or as messages if the row has a `history` of earlier turns."""
     instruction = prompt_of(row, "instruction")
     extra = "" if row.value.get("input") is None else row.value["input"]
     if not isinstance(instruction, str) or not isinstance(extra, str):
@@ -157,12 +163,15 @@ def _alpaca_prompt(row: SourceRow) -> TextOrMessages:
 
 
 def question_responses(row: SourceRow, keys: DatasetFields) -> Preference:
-    """Stack Exchange pairs: `question`, `response_j` (chosen) and `response_k` (rejected)."""
+    """Read a row of Stack Exchange pairs: `question`, `response_j` (chosen) and `response_k` (rejected)."""
     return _pair(row, prompt_of(row, "question"), "response_j", "response_k")
 
 
 def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
-    """HelpSteer3: `context`, `response1`, `response2`. `overall_preference` below 0 prefers the first; 0 is a tie."""
+    """Read a HelpSteer3 row: `context`, `response1`, `response2` and `overall_preference`.
+
+    If `overall_preference` is negative, `response1` is preferred; if positive, `response2`. Zero is a tie.
+    """
     preferred = float_to_int(field_of(row.value, "overall_preference", row))
     if not isinstance(preferred, int) or isinstance(preferred, bool):
         raise RowError(row.place, "wrong type", f"overall_preference: {preferred!r}, not an integer.")
@@ -174,7 +183,7 @@ def helpsteer3(row: SourceRow, keys: DatasetFields) -> Preference:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The function that reads the rows of a format, and the keys that the format is detected from."""
+    """A data format: the function that reads a row, and the keys from which the format is detected."""
 
     read: Callable[[SourceRow, DatasetFields], Preference]
     required_keys: tuple[str, ...]
@@ -188,7 +197,7 @@ def _is_dialogue(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value is only the completion. In some datasets it is the complete conversation, including the prompt."""
+    """Whether `value` holds only the completion. In some datasets it holds the complete conversation, including the prompt."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, Mapping) or first.get("role") == "assistant" or len(value) == 1
 
@@ -223,7 +232,7 @@ ALPACA_KEYS = FORMATS["alpaca"].required_keys
 
 
 def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
-    """Detect the format from the keys of a row. Return its name, and the reason in words."""
+    """Detect the format of a row from its keys. Return the name of the format, and in words how it was detected."""
     names = {"{prompt}": keys.prompt_key, "{chosen}": keys.chosen_key, "{rejected}": keys.rejected_key}
     for name, known in FORMATS.items():
         fields = [names.get(field, field) for field in known.required_keys]
@@ -241,7 +250,7 @@ def detect_format(row: SourceRow, keys: DatasetFields) -> tuple[str, str]:
 
 
 def unused_key(name: str, keys: DatasetFields) -> str | None:
-    """Return the first configured key that a format ignores, such as prompt_key for alpaca, or None."""
+    """Return the first configured key setting that the format ignores, or None. For example, alpaca ignores prompt_key."""
     used = ALPACA_KEYS if name.startswith("alpaca") else FORMATS[name].required_keys
     for part in PARTS:
         if getattr(keys, f"{part}_key") != part and f"{{{part}}}" not in used:
@@ -250,7 +259,7 @@ def unused_key(name: str, keys: DatasetFields) -> str | None:
 
 
 def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wording) -> Preference:
-    """Read a row in the named format, add its system turn and tools, and apply the prompt files of the dataset."""
+    """Read a row in the format `name`, add the row's system turn and tools, and apply the prompt files of the dataset."""
     refuse_other_media(row)
     try:
         preference = FORMATS[name].read(row, keys)
@@ -265,13 +274,13 @@ def read_preference(row: SourceRow, keys: DatasetFields, name: str, wording: Wor
 
 
 def _label_may_contradict(row: SourceRow) -> bool:
-    """Whether a label in the row may mean that the rejected completion is better."""
+    """Whether the row has a label that may mean that the rejected completion is better."""
     labels = [row.value[key] for key in LABELS if row.value.get(key) is not None]
     return any(str(label).strip().lower() in ("0", "0.0", "-1", "-1.0", "false", "rejected") for label in labels)
 
 
 def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
-    """If the missing key comes from a setting, add the name of the setting to the error."""
+    """If a setting names the missing key, return an error that also names the setting. Otherwise return `error` unchanged."""
     for part in PARTS:
         name = getattr(keys, f"{part}_key")
         if name != part and error.reason == "missing key" and error.message.startswith(f"no key {name}."):
@@ -281,7 +290,7 @@ def _with_setting(error: RowError, keys: DatasetFields) -> RowError:
 
 
 def _with_other_format(error: RowError, row: SourceRow, keys: DatasetFields, name: str) -> RowError:
-    """If a key is missing because the row has another format than earlier rows, return an error that says so."""
+    """If a key is missing because the row and earlier rows differ in format, return an error that says so, else `error`."""
     if error.reason != "missing key" or keys.dataset_name != "auto":
         return error
     other = detect_format(row, keys)
@@ -333,7 +342,7 @@ def _split_dialogue(row: SourceRow, key: str) -> tuple[str, str]:
 
 
 def _turns(dialogue: str) -> list[dict[str, str]]:
-    """Convert a dialogue to messages. Consecutive turns of the same role are merged."""
+    """Convert a dialogue text to messages. Consecutive turns of the same role are merged."""
     turns: list[dict[str, str]] = []
     _, *parts = TURN.split(dialogue)
     for who, said in zip(parts[::2], parts[1::2], strict=True):
@@ -351,9 +360,10 @@ def _prompts_differ(row: SourceRow) -> RowError:
 
 
 def _from_conversations(row: SourceRow, chosen_key: str, rejected_key: str) -> Preference:
-    """Make a preference of two conversations. The prompt is their common beginning, up to an assistant turn in both.
+    """Make a preference from two conversations. The prompt is their common beginning; the rest are the completions.
 
-    The completions are in brackets:
+    Both completions begin with an assistant turn. Example, with the completions in brackets:
+
     chosen    user assistant user [assistant]
     rejected  user assistant user [assistant tool assistant]
     """

@@ -1,15 +1,17 @@
 """Reads and writes the packed files of NeMo Aligner, `packed_{size}_seed{seed}.npy`.
 
-These files are pickles, and unpickling can run arbitrary code. `plain_pickle` reads them as data instead: it imports and
-calls nothing that a file names.
+These files are pickles, and unpickling can run arbitrary code. `plain_pickle` reads them as data instead: nothing that a
+file names is imported or called.
 
-Each pack is a dict. `input_ids` and `labels` are those of all sequences, concatenated (chosen, rejected, chosen, ...).
-`seq_boundaries` is 0, followed by the end of each sequence. `lengths` and `reward` have one value per sequence.
-There are two layouts of labels:
+A sequence is a prompt followed by one completion. Each pack is a dict of several sequences, in the order chosen,
+rejected, chosen, rejected, ... `input_ids` and `labels` are concatenated over all sequences. `seq_boundaries` is 0,
+followed by the end of each sequence. `lengths` and `reward` have one value per sequence.
 
-    prompt 5 6, answer 7 8    in place (Aligner 0.6, and write_nemo)        one ahead (Aligner 0.7)
-    input_ids                 5    6    7  8                                5    6  7
-    labels                    -100 -100 7  8                                -100 7  8
+There are two layouts of labels. For the prompt 5 6 and the answer 7 8, they are:
+
+              in place (Aligner 0.6, and write_nemo)    one ahead (Aligner 0.7)
+   input_ids  5    6    7  8                            5    6  7
+   labels     -100 -100 7  8                            -100 7  8
 """
 
 import pickle
@@ -38,10 +40,10 @@ PACK_AGAIN_HINT = "Pack it again, or prepare from the JSONL file that it was pac
 
 
 def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
-    """Return the preferences of each pack. Each preference has two completions, with their rewards as scores.
+    """Return the packs of a file, each as a list of preferences.
 
-    The layout of the labels is detected; a file must have one layout throughout. Pairs are not filtered: those with equal
-    or long completions are returned too.
+    Each preference has two completions, with their rewards as scores. The layout of the labels is detected, and must be
+    the same in the whole file. All pairs are returned, even those with equal or over-long completions.
     """
     if file.exists() and not file.is_file() and not file.is_dir():
         raise DataError(f"{file}: a pipe or a device. Give the path of a packed_*.npy file.")
@@ -64,8 +66,8 @@ def read_nemo(file: Path) -> list[list[TokenizedPreference]]:
 def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> None:
     """Write packs in the format of NeMo Aligner, with labels in place. The file is written completely or not at all.
 
-    Each pair of a preference becomes two sequences: the prompt with the chosen, and with the rejected completion. Packs
-    without pairs are left out.
+    Each pair of a preference becomes two sequences: the prompt with the chosen completion, and the prompt with the
+    rejected completion. Packs without pairs are left out.
     """
     entries = [entry for pack in packs if (entry := _entry(pack))["lengths"]]
     array = np.empty(len(entries), object)
@@ -81,16 +83,17 @@ def write_nemo(file: Path, packs: Iterable[Sequence[TokenizedPreference]]) -> No
 
 
 def nemo_pack_tokens(preference: TokenizedPreference) -> int:
-    """Return the number of tokens that a preference takes in a NeMo pack: two sequences per pair, each minus one token.
+    """Return the number of tokens that a preference takes in a NeMo pack.
 
-    NeMo counts inputs, and a sequence of n tokens has n - 1 inputs, each with the next token as its label.
+    Each pair of the preference becomes two sequences. A sequence of n tokens counts as n - 1, because the last token is
+    only a label, not an input.
     """
     lengths = [len(preference.prompt) + len(completion) - 1 for completion in preference.completions]
     return sum(lengths[winner] + lengths[loser] for winner, loser in preference.pairs)
 
 
 def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreference]:
-    """Yield each pair as a preference with two completions, so that pairs can go into different NeMo packs."""
+    """Yield each pair as a separate preference with two completions, so that pairs can go into different NeMo packs."""
     for pair in preference.pairs:
         yield TokenizedPreference(
             prompt=preference.prompt,
@@ -106,7 +109,7 @@ def single_pairs(preference: TokenizedPreference) -> Iterator[TokenizedPreferenc
 
 
 def _entry(pack: Sequence[TokenizedPreference]) -> dict[str, list[Any]]:
-    """Return the dict that the file holds for a pack."""
+    """Return the dict that represents a pack in the file."""
     entry: dict[str, list[Any]] = {key: [] for key in KEYS}
     entry["seq_boundaries"].append(0)
     for pair in (pair for preference in pack for pair in single_pairs(preference)):
@@ -152,7 +155,7 @@ class _Sequence:
 
     @property
     def not_in_place(self) -> NDArray[np.intp]:
-        """Positions where the label differs from the token. Empty if labels are in place."""
+        """Positions where the label differs from the token at the same position. Empty if labels are in place."""
         return np.flatnonzero((self.labels != self.ids) & (self.labels != NOT_SCORED))
 
     @property
@@ -162,9 +165,9 @@ class _Sequence:
         return np.flatnonzero((labels != self.ids[1:]) & (labels != NOT_SCORED))
 
     def in_place(self, ahead: bool) -> "_Sequence":
-        """Return the same sequence with labels in place. ahead: whether they are one ahead now.
+        """Return the sequence with labels in place. `ahead`: whether the labels are one ahead now.
 
-        ids 5 6 7, labels -100 7 8 (one ahead) -> ids 5 6 7 8, labels -100 -100 7 8 (in place)
+        ids 5 6 7 with labels -100 7 8 (one ahead) are returned as ids 5 6 7 8 with labels -100 -100 7 8 (in place).
         """
         if not ahead:
             return self
@@ -175,7 +178,7 @@ class _Sequence:
 
 
 def _load_packs(file: Path) -> tuple[list[Any], int]:
-    """Return the packs of a file, and its size in bytes."""
+    """Return the packs of a file as unchecked objects, and the size of the file in bytes."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -187,7 +190,7 @@ def _load_packs(file: Path) -> tuple[list[Any], int]:
 
 
 def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
-    """Refuse a file that has more numbers than bytes, because it repeats lists by reference."""
+    """Raise a DataError if a file has more numbers than bytes, which is possible if the file refers to a list many times."""
     values = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
     num_numbers = sum(len(items) for value in values if (items := _items(value)) is not None)
     if num_numbers > num_bytes:
@@ -197,7 +200,7 @@ def _check_amount(entries: list[Any], num_bytes: int, file: Path) -> None:
 
 
 def _sequences(entry: Any, place: str) -> list[_Sequence]:
-    """Return the sequences of a pack. Everything is checked except the layout of the labels."""
+    """Return the sequences of a pack. Raise a DataError if a value is invalid. The layout of the labels is not checked here."""
     if not isinstance(entry, dict):
         raise DataError(f"{place}: {describe(entry)}, not a dict with {', '.join(KEYS)}. {PACK_AGAIN_HINT}")
     if entry.keys() != set(KEYS):
@@ -242,10 +245,10 @@ def _check_bounds(bounds: list[int], num_tokens: int, place: str) -> None:
 
 
 def _sequence(tokens: list[Any], labelled: list[Any], *, length: Any, reward: Any, place: str) -> _Sequence:
-    """Check a sequence, and return its first `length` tokens. The tokens after them are padding."""
+    """Return a sequence without its padding: only the first `length` tokens. Raise a DataError if a value is invalid."""
     if type(length) is not int or not 0 < length <= len(tokens):
         raise DataError(
-            f"{place}: its length is {describe(length)}, but it has {len(tokens)} tokens. {PACK_AGAIN_HINT}"
+            f"{place}: the sequence has {len(tokens)} tokens, but its length is given as {describe(length)}. {PACK_AGAIN_HINT}"
         )
     ids, labels = _as_integers(tokens, "token", place), _as_integers(labelled, "label", place)
     if (wrong := np.flatnonzero((ids < 0) | (ids > MAX_ID))).size:
@@ -256,9 +259,11 @@ def _sequence(tokens: list[Any], labelled: list[Any], *, length: Any, reward: An
             f"{place}: label {wrong[0]} is {labels[wrong[0]]}, neither a token id nor {NOT_SCORED}. {PACK_AGAIN_HINT}"
         )
     if is_id[length:].any():
-        raise DataError(f"{place}: its length is {length}, but tokens after it have labels. {PACK_AGAIN_HINT}")
+        raise DataError(
+            f"{place}: the sequence has length {length}, but tokens after this length have labels. {PACK_AGAIN_HINT}"
+        )
     if not is_id.any():
-        raise DataError(f"{place}: all labels are {NOT_SCORED}, so it has no completion. {PACK_AGAIN_HINT}")
+        raise DataError(f"{place}: all labels are {NOT_SCORED}, so the sequence has no completion. {PACK_AGAIN_HINT}")
     if not _is_finite(reward):
         raise DataError(f"{place}: its reward is {describe(reward)}, not a finite number. {PACK_AGAIN_HINT}")
     if abs(reward) > MAX_SCORE:
@@ -270,10 +275,10 @@ def _sequence(tokens: list[Any], labelled: list[Any], *, length: Any, reward: An
 
 
 def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
-    """Whether labels are one ahead. False if they are in place, or if both layouts match.
+    """Return True if labels are one ahead, False if they are in place. If both layouts match, return False.
 
-    Some sequences match both layouts, such as a completion of one token. So all sequences of the file are compared, and one
-    layout must match all of them.
+    A single sequence may match both layouts, for example if its completion has one token. So all sequences of the file
+    are compared. Raise a DataError if no layout matches all sequences.
     """
     not_in_place = next((sequence for sequence in sequences if sequence.not_in_place.size), None)
     not_ahead = next((sequence for sequence in sequences if sequence.not_ahead.size), None)
@@ -287,13 +292,13 @@ def _labels_are_ahead(sequences: list[_Sequence]) -> bool:
                 f"next tokens (label {j} is {labels[j]}, token {j + 1} is {ids[j + 1]}). {PACK_AGAIN_HINT}"
             )
     raise DataError(
-        f"{not_in_place.place}: its labels are the next tokens, but those of {not_ahead.place.rpartition(': ')[2]} are the "
-        f"tokens themselves. A file must have one layout. {PACK_AGAIN_HINT}"
+        f"{not_in_place.place}: each label is the next token, but in {not_ahead.place.rpartition(': ')[2]} each label "
+        f"is the token itself. All sequences of a file must have the same layout. {PACK_AGAIN_HINT}"
     )
 
 
 def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int) -> TokenizedPreference:
-    """Make a preference of two sequences with labels in place. The prompt is everything before the first label."""
+    """Make a preference from two sequences with labels in place. The prompt is everything before the first label."""
     starts = [int(np.flatnonzero(sequence.labels != NOT_SCORED)[0]) for sequence in (chosen, rejected)]
     prompt, other = chosen.ids[: starts[0]], rejected.ids[: starts[1]]
     if not np.array_equal(prompt, other):
@@ -302,7 +307,9 @@ def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int)
             f"{pair}: their prompts differ ({_difference(prompt, other)}), but a pair must have one prompt. {PACK_AGAIN_HINT}"
         )
     if not len(prompt):
-        raise DataError(f"{chosen.place}: its first token has a label, so it has no prompt. {PACK_AGAIN_HINT}")
+        raise DataError(
+            f"{chosen.place}: the first token of the sequence has a label, so there is no prompt. {PACK_AGAIN_HINT}"
+        )
     answers = [sequence.labels[start:] for sequence, start in zip((chosen, rejected), starts, strict=True)]
     unscored = tuple(np.flatnonzero(labels == NOT_SCORED).astype(np.int32) for labels in answers)
     return TokenizedPreference(
@@ -316,7 +323,7 @@ def _preference(chosen: _Sequence, rejected: _Sequence, place: str, number: int)
 
 
 def _difference(prompt: IntArray, other: IntArray) -> str:
-    """Describe the first difference of two prompts."""
+    """Describe the first difference between two prompts."""
     num = min(len(prompt), len(other))
     if (differing := np.flatnonzero(prompt[:num] != other[:num])).size:
         return f"token {differing[0]} is {prompt[differing[0]]} and {other[differing[0]]}"
@@ -335,7 +342,7 @@ def _listed(value: Any, key: str, place: str) -> list[Any]:
 
 
 def _as_integers(values: list[Any], what: str, place: str) -> NDArray[np.int64]:
-    """Convert integers to an array. Raise a DataError with the first value that is not a 64-bit integer."""
+    """Return a list of integers as an array. Raise a DataError that shows the first value that is not a 64-bit integer."""
     with suppress(OverflowError):
         if set(map(type, values)) <= {int}:
             return np.array(values, np.int64)

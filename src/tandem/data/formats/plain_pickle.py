@@ -1,4 +1,4 @@
-"""Reads an untrusted .npy file of pickled objects without running its code. Only plain data is accepted."""
+"""Reads an untrusted .npy file of pickled objects. No code from the file is run; only plain data is accepted."""
 
 import pickle
 import re
@@ -14,11 +14,11 @@ MAX_SHOWN_CHARACTERS = 80  # of a value in a message
 
 
 class Refused(Exception):
-    """A pickle is refused. The message has no file name; the caller adds it."""
+    """Raised if a pickle is not plain data or is damaged. The message does not name the file; the caller adds the name."""
 
 
 class _Name(Enum):
-    """The names of functions and classes that a pickle may contain. They are only compared; nothing is imported."""
+    """The functions and classes that a pickle may name. Their names are only compared; nothing is imported."""
 
     NDARRAY = "numpy.ndarray"
     DTYPE = "numpy.dtype"
@@ -40,7 +40,10 @@ _KNOWN_NAMES = {
 
 @dataclass(slots=True, eq=False)
 class _Dtype:
-    """The type of an array's items: `i8` and others for numbers, `O8` for objects. The pickle sets the byte order later."""
+    """The type of the items of an array: a code such as `i8` for numbers, or `O8` for objects.
+
+    `order`: the byte order, which a later instruction of the pickle sets.
+    """
 
     code: str
     order: str = "="
@@ -59,7 +62,7 @@ class Array:
 
 
 def describe(value: Any) -> str:
-    """Return a value of the file as a short text for a message."""
+    """Return a short text that describes a value of the file, for an error message."""
     if isinstance(value, int | float | str) or value is None:
         text = ascii(value)
         return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
@@ -87,22 +90,22 @@ _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 
 
 def load_objects(data: bytes) -> list[Any]:
-    """Return the objects of a .npy file that holds a one-dimensional array of them."""
+    """Return the objects in a .npy file. `data`: the content of the file, which must be a one-dimensional array of objects."""
     # numpy.save writes a list of dicts in version 1.0 of the format: 2 bytes give the length of the header.
     header = data[10 : 10 + int.from_bytes(data[8:10], "little")]
     described = _HEADER.fullmatch(header) if data[:8] == b"\x93NUMPY\x01\x00" else None
     if described is None:
-        raise Refused("not a one-dimensional array of objects written by numpy.save")
+        raise Refused("the file is not a one-dimensional array of objects written by numpy.save")
     loaded = _PlainPickle(data, 10 + len(header)).load()
     if not isinstance(loaded, Array) or not isinstance(loaded.values, list):
-        raise Refused("does not contain an array of objects")
+        raise Refused("the file does not contain an array of objects")
     if not 0 < len(loaded.values) == int(described[1]):
-        raise Refused(f"{len(loaded.values)} packs, but the header says {int(described[1])}")
+        raise Refused(f"the file has {len(loaded.values)} packs, but its header says {int(described[1])}")
     return loaded.values
 
 
 class _PlainPickle:
-    """Reads a pickle of numbers, strings, lists, tuples, dicts and numpy arrays. Imports and calls nothing that it names.
+    """Reads a pickle of numbers, strings, lists, tuples, dicts and numpy arrays. Nothing that the pickle names is imported.
 
     A pickle.Unpickler with an allow-list of names is not safe for untrusted files: one changed byte makes it reserve
     gigabytes for its memo, and numpy trusts the shape in the file and reads past the end of the data.
@@ -121,10 +124,10 @@ class _PlainPickle:
                 self._execute(code)
             return self.stack.pop()
         except (LookupError, TypeError, ValueError):
-            raise Refused(f"damaged before byte {self.position}") from None
+            raise Refused(f"the file is damaged before byte {self.position}") from None
 
     def _next_opcode(self) -> bytes:
-        """Push the numbers that come next, if any, and return the opcode after them."""
+        """Push any numbers at the current position to the stack, and return the opcode that follows."""
         if run := _NUMBERS.match(self.data, self.position):
             # pickle.loads is safe for numbers alone, and much faster. "(" and "t" make a tuple of them.
             self.stack += pickle.loads(b"(" + run[0] + b"t.")
@@ -158,7 +161,9 @@ class _PlainPickle:
         elif code in _OTHERS:
             _OTHERS[code](self)
         else:
-            raise Refused(f"an instruction that packs do not use ({code!a} at byte {self.position - 1})")
+            raise Refused(
+                f"the file contains a pickle instruction that packs do not use ({code!a} at byte {self.position - 1})"
+            )
 
     def _pop(self, num: int) -> list[Any]:
         if num > len(self.stack):
@@ -195,7 +200,7 @@ class _PlainPickle:
             raise TypeError
         if (module, name) not in _KNOWN_NAMES:
             raise Refused(
-                f"it names {describe(f'{module}.{name}')}, which packs do not use. No code from the file was run"
+                f"the file names {describe(f'{module}.{name}')}, which packs do not use. No code from the file was run"
             )
         self.stack.append(_KNOWN_NAMES[module, name])
 
@@ -216,10 +221,12 @@ class _PlainPickle:
             case [_Name.ENCODE, (str(text), "latin1")]:
                 self.num_encoded += len(text)
                 if self.num_encoded > len(self.data):  # the same text, encoded again and again, could fill the memory
-                    raise Refused(f"a text is encoded many times before byte {self.position}")
+                    raise Refused(
+                        f"the file encodes a text many times, which packs do not do, before byte {self.position}"
+                    )
                 self.stack.append(text.encode("latin1"))
             case _:
-                raise Refused(f"an object that packs do not use before byte {self.position}")
+                raise Refused(f"the file contains an object that packs do not use, before byte {self.position}")
 
     def _build(self) -> None:
         made, state = self._pop(2)
@@ -233,7 +240,7 @@ class _PlainPickle:
             case Array(values=None), (int(), (int(num),), _Dtype() as dtype, bool(), bytes(raw)):
                 made.values = dtype.numbers(raw, num)
             case _:
-                raise Refused(f"an array is filled in a way that packs do not use before byte {self.position}")
+                raise Refused(f"the file fills an array in a way that packs do not use, before byte {self.position}")
         self.stack.append(made)
 
 

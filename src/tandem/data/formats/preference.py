@@ -64,7 +64,10 @@ class Preference:
 
 
 def checked(preference: Preference) -> Preference:
-    """Return the preference, or raise a RowError if its completions do not express one."""
+    """Return `preference` if it can be learned from, else raise a RowError.
+
+    It cannot if all completions or all ranks are equal, or if one of only two completions is empty.
+    """
     answers = [completion.answer for completion in preference.completions]
     if len(answers) == 2 and any(map(is_empty, answers)):  # among more than two, the empty one may not be in any pair
         raise empty_completion(preference.place)
@@ -85,14 +88,17 @@ def empty_completion(place: str) -> RowError:
 
 
 def is_empty(answer: TextOrMessages) -> bool:
-    """Whether a text, or any assistant turn, has neither content nor tool calls."""
+    """Whether an answer is empty: a blank text, or messages with an assistant turn that has neither content nor tool calls."""
     if isinstance(answer, str):
         return not answer.strip()
     return any(m.role == "assistant" and not m.content.strip() and not m.more.get("tool_calls") for m in answer)
 
 
 def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "") -> Any:
-    """Return the value of a key, or raise a RowError if it is missing or null. above: the path to `holder` in messages."""
+    """Return the value of `key` in `holder`. Raise a RowError if it is missing or null.
+
+    `above`: the path from the row to `holder`, for error messages, such as "completions[0].".
+    """
     if key not in holder:
         refuse_spaces(holder, (key,), row)
         lowered = {name.lower(): name for name in holder}
@@ -107,7 +113,7 @@ def field_of(holder: Mapping[str, Any], key: str, row: SourceRow, above: str = "
 
 
 def refuse_spaces(holder: Mapping[str, Any], keys: tuple[str, ...], row: SourceRow) -> None:
-    """Raise a RowError if one of `keys` is present with spaces around its name, as in the headers of some tables."""
+    """Raise a RowError if one of `keys` has spaces around its name in `holder`, as in the headers of some tables."""
     if spaced := [name for name in holder if name not in keys and name.strip() in keys]:
         message = f"spaces around the key {', '.join(map(repr, spaced))}. Remove them, in a table from its header."
         raise RowError(row.place, "missing key", message)
@@ -129,7 +135,7 @@ def prompt_of(row: SourceRow, key: str) -> TextOrMessages:
 
 
 def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
-    """Return the prompt, with the system turn from the row's key `system` first, if the row has that key."""
+    """Return the prompt. If the row has the key `system`, its text is added as the first turn."""
     given = row.value.get("system")
     if not given:
         return prompt
@@ -143,7 +149,7 @@ def with_system(row: SourceRow, prompt: TextOrMessages) -> TextOrMessages:
 
 
 def ended_before_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt, or raise a RowError if they do not end in a turn that can be answered."""
+    """Return the messages of a prompt. Raise a RowError if the last one is an empty user turn, or a system or assistant turn."""
     if messages[-1].role == "user" and not messages[-1].content.strip():
         raise RowError(row.place, "empty prompt", f"{key}[{len(messages) - 1}]: the user turn is empty.")
     if messages[-1].role == "system":
@@ -183,7 +189,7 @@ def completion_of(row: SourceRow, value: Any, key: str) -> TextOrMessages:
 
 
 def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> TextOrMessages:
-    """Check the roles of a completion. Return its messages, or only the text of a single message without other fields."""
+    """Check the roles of a completion and return its messages. A single message without other fields is returned as a text."""
     if len(messages) == 1 and messages[0].role == "assistant":
         return messages if messages[0].more else messages[0].content
     roles = [message.role for message in messages]
@@ -198,7 +204,7 @@ def as_answer(messages: tuple[Message, ...], row: SourceRow, key: str) -> TextOr
 
 
 def tools_of(row: SourceRow) -> tuple[Any, ...]:
-    """Return the tools of a row (JSON schemas), given as a list or as the JSON text of a list."""
+    """Return the tools of a row as JSON schemas. The row gives a list, or the JSON text of a list."""
     value = row.value.get("tools")
     if isinstance(value, str) and value.strip():
         try:
@@ -222,9 +228,10 @@ def tools_of(row: SourceRow) -> tuple[Any, ...]:
 def messages_of(
     value: Any, row: SourceRow, key: str, first: str = "user", allowed: str = "a text or a list of messages"
 ) -> tuple[Message, ...]:
-    """Read a list of messages and check the order of roles. first: the role that must follow an optional system turn.
+    """Read a list of messages and check the order of roles.
 
-    allowed: what the value may be, for the message of an error.
+    `first`: the required role of the first turn after an optional system turn. `allowed`: the allowed types of `value` in
+    words, for error messages.
     """
     if not isinstance(value, list):
         raise RowError(row.place, "wrong type", f"{key}: {describe(value)}, not {allowed}.")
@@ -274,7 +281,10 @@ def _message(item: Any, row: SourceRow, where: str) -> Message:
 
 
 def check_calls(calls: Any, row: SourceRow, where: str) -> None:
-    """Check that each call has a name. Its arguments must be an object or the JSON text of an object, or be missing."""
+    """Raise a RowError unless each tool call has a name and valid arguments.
+
+    Arguments may be an object, the JSON text of an object, or missing.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise RowError(row.place, "bad tool call", f"{where}: {describe(calls)}, not a list of calls.")
     for i, call in enumerate(calls):
@@ -294,7 +304,7 @@ def check_calls(calls: Any, row: SourceRow, where: str) -> None:
 
 
 def _text(content: Any, row: SourceRow, where: str) -> str:
-    """Return a content that is a text, or join its typed parts ({"type": "text", "text" or "value": ...})."""
+    """Return the content of a message as a text. A list of parts {"type": "text", "text" or "value": ...} is joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -315,7 +325,7 @@ def describe(value: Any) -> str:
 
 
 def _clean(text: str, row: SourceRow, key: str) -> str:
-    """Return the text, or raise a RowError if it cannot be encoded as UTF-8 or contains the character SHIELD."""
+    """Return the text. Raise a RowError if it cannot be encoded as UTF-8, or contains the character SHIELD, which is reserved."""
     if text.isascii():
         return text
     try:
@@ -351,7 +361,10 @@ def score_of(value: Any, row: SourceRow, where: str) -> float | None:
 
 
 def number_of(value: Any, row: SourceRow, where: str, what: str) -> float:
-    """Return a finite number in the range of float32. what: "score", "weight", ..., for messages."""
+    """Return `value` as a float. Raise a RowError if it is not a finite number in the range of float32.
+
+    `what`: the kind of number, such as "score" or "weight", for error messages.
+    """
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or (not isinstance(value, int) and not math.isfinite(value)):
         comma = DECIMAL_COMMA.fullmatch(value.strip()) if isinstance(value, str) else None

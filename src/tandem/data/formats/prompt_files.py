@@ -1,4 +1,4 @@
-"""Reads the prompt files of a dataset, and applies their texts to every prompt."""
+"""Reads the prompt files of a dataset (`prompt_file` and `system_prompt_file`), and applies their texts to every prompt."""
 
 import errno
 from dataclasses import dataclass, replace
@@ -11,13 +11,16 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The texts of `prompt_file`, in which {} stands for the prompt, and of `system_prompt_file`."""
+    """The texts of `prompt_file` and `system_prompt_file`. In the text of `prompt_file`, {} is replaced by the prompt."""
 
     prompt: str | None = None
     system: str | None = None
 
     def apply(self, prompt: TextOrMessages) -> TextOrMessages:
-        """Insert the last user turn of a prompt into the text of `prompt_file`; add the system turn if the prompt has none."""
+        """Return the prompt with its last user turn inserted into the text of `prompt_file`.
+
+        The text of `system_prompt_file` is added as a system turn if the prompt has none.
+        """
         if self.prompt is not None:
             if isinstance(prompt, str):
                 prompt = self.prompt.replace("{}", prompt)
@@ -32,7 +35,7 @@ class Wording:
 
 
 def wording_of(keys: DatasetFields, source: str) -> Wording:
-    """Read the prompt files of the dataset `source`. Raise a ConfigError if one cannot be used."""
+    """Read the prompt files of the dataset `source`. Raise a ConfigError if a file cannot be used."""
     prompt = _read(keys.prompt_file, f"{source}: prompt_file = {keys.prompt_file}")
     system = _read(keys.system_prompt_file, f"{source}: system_prompt_file = {keys.system_prompt_file}")
     if prompt is not None and "{}" not in prompt:
@@ -48,12 +51,12 @@ def wording_of(keys: DatasetFields, source: str) -> Wording:
 
 
 def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """Return the reason of a failed read, without the error number and the file name that str(error) includes."""
+    """Return why a file could not be read, without the error number and the file name that str(error) includes."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def read_text_file(file: Path) -> str:
-    """Read a file named in the configuration. A pipe is refused, because reading it could wait forever."""
+    """Read a text file named in the configuration. Raise OSError for a pipe, because reading a pipe could wait forever."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "Not a file")
     return file.read_text(encoding="utf-8")

@@ -22,7 +22,10 @@ LIST_KEYS = ("completions", "responses")
 
 
 def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
-    """NeMo RL PreferenceDataset: `context` holds messages, `completions` objects {rank, completion}. Lower ranks are better."""
+    """Read a row of NeMo RL's PreferenceDataset: `context` with messages, `completions` with objects {rank, completion}.
+
+    Lower ranks are better.
+    """
     given = _completion_list(row, "completions", '{"rank": 0, "completion": "Yes."}')
     completions = []
     for i, item in enumerate(given):
@@ -36,14 +39,17 @@ def ranked(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def float_to_int(number: Any) -> Any:
-    """Convert 2.0 to 2. Tables store an integer column as floats if a value is missing in any row."""
+    """Return 2.0 as 2; return other values unchanged.
+
+    Tables store an integer column as floats if a value is missing in any row.
+    """
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def scored(row: SourceRow, keys: DatasetFields) -> Preference:
-    """A prompt, and completions with a score each. The completion with the highest score gets rank 0.
+    """Read a row with a prompt and scored completions. The completion with the highest score gets rank 0.
 
-    Each score is in the object of its completion, or all are in a separate list `scores`, as in UltraFeedback.
+    The scores are fields of the completion objects, or a separate list `scores`, as in UltraFeedback.
     """
     there = [name for name in LIST_KEYS if name in row.value] or LIST_KEYS
     key = next((name for name in there if has_scores(row.value, name)), there[0])
@@ -73,7 +79,7 @@ def scored(row: SourceRow, keys: DatasetFields) -> Preference:
 
 
 def has_scores(row: Mapping[str, Any], key: str) -> bool:
-    """Whether each completion in the list under `key` has a score, in its object or in the list `scores`."""
+    """Whether each completion in the list `row[key]` has a score, as a field of the completion or in the list `scores`."""
     items = row.get(key)
     if not isinstance(items, list) or not items:
         return False
@@ -83,13 +89,16 @@ def has_scores(row: Mapping[str, Any], key: str) -> bool:
 
 
 def _prompt_key(row: SourceRow, keys: DatasetFields) -> str:
-    """Return the key of the prompt: `instruction` if the row has no `prompt` and prompt_key is not configured."""
+    """Return the key that holds the prompt.
+
+    If prompt_key is not configured, and the row has `instruction` but no `prompt`, return `instruction`.
+    """
     is_default = keys.prompt_key == DatasetFields.model_fields["prompt_key"].default
     return "instruction" if is_default and "prompt" not in row.value and "instruction" in row.value else keys.prompt_key
 
 
 def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None:
-    """Return the list `scores`, which must have one score per completion, or None if the row has no such list."""
+    """Return the list `scores`, or None if the row has no such list. Raise a RowError unless it has one score per completion."""
     given = row.value.get("scores")
     if given is None:
         return None
@@ -111,7 +120,8 @@ def _separate_scores(row: SourceRow, key: str, count: int) -> list[float] | None
 def _completion_list(row: SourceRow, key: str, like: str, *, texts: bool = False) -> list[Any]:
     """Return the list of two or more completions under `key`.
 
-    like: an example of an object that a completion must be. texts: a text or a list of messages is allowed too.
+    `like`: an example of a valid completion object, for error messages. `texts`: whether a completion may also be a text
+    or a list of messages.
     """
     given = field_of(row.value, key, row)
     if not isinstance(given, list):

@@ -1,11 +1,11 @@
-"""Reads optional columns of a row, such as weights. A key of the dataset, such as weight_key, names each column."""
+"""Reads optional numbers of a row, such as a weight. A setting of the dataset, such as weight_key, names the field to read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tandem.columns import COLUMNS, NAMED
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS
 from tandem.config.sections.datasets import DatasetFields
 from tandem.data.formats.preference import Preference, number_of
 from tandem.data.read.sources import RowError, SourceRow
@@ -13,14 +13,14 @@ from tandem.terminal.printable import listed
 
 
 def refused_as(column: str) -> str:
-    """Return the reason under which rows with a missing or invalid value are counted."""
+    """Return the reason that is counted for rows in which the value of `column` is missing or invalid."""
     return f"bad {column}"
 
 
 def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) -> Preference:
-    """Add the values of the configured columns to a preference. Raise a RowError if one is missing or out of range.
+    """Add the values of the configured columns to a preference. Raise a RowError if a value is missing or out of range.
 
-    If a row has a field with the name of a column that is not configured, the field is not read, and a note says so.
+    If the row has a field for an optional column that is not configured, the field is not read, and a note reports this.
     """
     unread = tuple(map(unread_note, unread_columns(row, keys)))
     if not keys.columns and not unread:
@@ -30,20 +30,23 @@ def with_columns(preference: Preference, row: SourceRow, keys: DatasetFields) ->
 
 
 def unread_in(notes: Mapping[str, int]) -> list[str]:
-    """Return the columns that the notes of a set report as not read."""
-    return [column.name for column in NAMED if unread_note(column.name) in notes]
+    """Return the optional columns that the data has but tandem does not read, according to the notes of a set."""
+    return [column.name for column in OPTIONAL_COLUMNS if unread_note(column.name) in notes]
 
 
 def unread_columns(row: SourceRow, keys: DatasetFields) -> Iterator[str]:
-    """Yield the columns that the row has a value for, but that are not configured."""
-    for column in NAMED:
+    """Yield the optional columns for which the row has a value, but which are not configured."""
+    for column in OPTIONAL_COLUMNS:
         given = row.value.get(column.name)
         if column.name not in keys.columns and column.name not in keys.columns.values() and given not in (None, ""):
             yield column.name
 
 
 def unread_note(column: str) -> str:
-    """Return the note for rows with a field that is not read. Stores contain this text, so keep it unchanged."""
+    """Return the note for rows with the field `column`, which is not read.
+
+    Stored data contains this text, so keep it unchanged.
+    """
     return f"rows with a field {column}, which is not used, since {COLUMNS[column].key} is not set"
 
 
@@ -65,7 +68,7 @@ def _value(name: str, key: str, row: SourceRow) -> float:
 
 
 def _as_number(value: Any) -> Any:
-    """Convert a text to a number if possible, and an empty text to None. All values in csv files are texts."""
+    """Convert a text to a number if possible, and an empty text to None. Csv files hold numbers as texts."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -50,7 +50,7 @@ def is_python_list(text: str) -> bool:
 
 
 def parse_json_cell(name: str, text: str) -> Any:
-    """Return the list or message that a cell holds as JSON, or None if the cell is plain text."""
+    """Parse a cell that holds a list or a message as JSON. Return None if the cell is plain text."""
     start = text.lstrip()[:1]
     if start not in ("[", "{") or not (name in LIST_COLUMNS or '"role"' in text or '"from"' in text):
         return None

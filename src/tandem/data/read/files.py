@@ -1,4 +1,4 @@
-"""Finds the files that a data path names, on this machine or on the hub, in reading order."""
+"""Finds the files that a data path names, on this machine or on the hub, in the order in which they are read."""
 
 import glob
 import json
@@ -26,7 +26,7 @@ class SourceFile:
 
 
 def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
-    """Return the files that a data path names, in reading order.
+    """Return the files that a data path names, in the order in which they are read.
 
     The path can be a file, a pattern with * ? [ ], a folder written by `save_to_disk` of the datasets library, a folder
     laid out like a hub dataset, or the name of a hub dataset (org/name).
@@ -59,7 +59,7 @@ def find_files(data_path: str, given: DatasetFields) -> list[SourceFile]:
 
 
 def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:
-    """List the paths; raise a DataError after MAX_FILES, so that a whole disk is not searched."""
+    """Return the paths as a list. Raise a DataError if there are more than MAX_FILES, so that a whole disk is not searched."""
     found = list(islice(paths, MAX_FILES + 1))
     if len(found) > MAX_FILES:
         raise DataError(
@@ -70,13 +70,13 @@ def _list_limited(data_path: str, paths: Iterator[Path]) -> list[Path]:
 
 
 def _url_hint(address: str) -> str:
-    """Say what to give as data_path instead of a URL: the hub dataset that the URL names, or else a downloaded file."""
+    """Return advice on what to set as data_path instead of a URL: the name of a hub dataset, or the path of a downloaded file."""
     on_hub = re.match(r"(?:hf://datasets/|https?://(?:www\.)?huggingface\.co/datasets/)([\w.-]+/[\w.-]+)", address)
     return f"Give the hub dataset by its name: {on_hub[1]}." if on_hub else "Download the file and give its path."
 
 
 def _refuse_hub_options(data_path: str, given: DatasetFields, what: str) -> None:
-    """Raise a DataError if subset, revision, or a split other than train is set. Only datasets have them, not files."""
+    """Raise a DataError if subset, revision, or a split other than train is set. They have no effect on a file or a pattern."""
     for key, value in (("subset", given.subset), ("revision", given.revision)):
         if value is not None:
             raise DataError(f"{data_path}: {key} = {value!r} has no effect on {what}. Leave out {key}.")
@@ -98,7 +98,10 @@ def _is_saved(path: Path) -> bool:
 
 
 def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
-    """Return the Arrow files of a folder written by `save_to_disk`: those of one split, if it has splits."""
+    """Return the Arrow files of a folder written by `save_to_disk`.
+
+    If it has splits, return the files of the configured split.
+    """
     try:
         in_splits = (path / "dataset_dict.json").is_file()
         if in_splits:
@@ -131,7 +134,7 @@ def _saved_files(path: Path, given: DatasetFields) -> list[Path]:
 
 
 def _files_in_folder(path: Path, given: DatasetFields) -> list[Path]:
-    """Return the data files of a folder laid out like a hub dataset. README.md or file names define subsets and splits."""
+    """Return the data files of a folder laid out like a hub dataset. README.md or the file names define subsets and splits."""
     if given.revision is not None:
         raise DataError(f"{path}: revision = {given.revision!r} has no effect on a folder. Leave out revision.")
     inside = _list_limited(str(path), path.glob(ANY_DEPTH))

@@ -30,7 +30,7 @@ OFFLINE_HINT = "Run once without HF_HUB_OFFLINE, or give local files as data_pat
 
 @dataclass(frozen=True, slots=True)
 class HubFiles:
-    """The files of one split at one commit."""
+    """The files of one split of a hub dataset, at one commit."""
 
     commit: str
     files: dict[str, Path]  # by name in the repository, in reading order
@@ -43,7 +43,7 @@ def is_hub_name(data_path: str) -> bool:
 
 
 def hub_files(name: str, *, subset: str | None, split: str | None, revision: str | None) -> HubFiles:
-    """Fetch the files of one split into the hub's cache; with HF_HUB_OFFLINE set, use those fetched earlier."""
+    """Fetch the files of one split into the hub's cache. If HF_HUB_OFFLINE is set, return files that an earlier run fetched."""
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars
 
@@ -72,7 +72,7 @@ def _list_repository(name: str, revision: str | None) -> tuple[str, list[str]]:
     with _one_line_errors(name, revision):
         info = HfApi().dataset_info(name, revision=revision, timeout=LISTING_TIMEOUT_SECONDS)
         if info.sha is None or info.siblings is None:
-            raise ValueError("the answer has no commit or no files")
+            raise ValueError("the hub's answer has no commit or no files")
     listing = sorted(sibling.rfilename for sibling in info.siblings)
     for file in listing:
         if not _is_inside(file):
@@ -84,7 +84,7 @@ def _list_repository(name: str, revision: str | None) -> tuple[str, list[str]]:
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a file name stays inside the repository: relative, and without `..`."""
+    """Whether a file name is a path inside the repository: relative, and without `..`."""
     return not file.startswith("/") and ".." not in file.split("/")
 
 
@@ -96,9 +96,9 @@ def _fetch(name: str, file: str, commit: str) -> Path:
 
 
 def _write_record(record: Path, **facts: Any) -> None:
-    """Record the fetched files for later offline use, if the cache can be written.
+    """Write a list of the fetched files to the cache, so that later runs can use the files offline.
 
-    A read-only cache or a full disk is not an error, because this run does not need the record.
+    If the cache cannot be written, no error is raised, because this run does not need the record.
     """
     text = json.dumps(facts, indent=1) + "\n"
     try:
@@ -113,7 +113,7 @@ def _write_record(record: Path, **facts: Any) -> None:
 
 
 def _recorded_files(name: str, record: Path) -> HubFiles:
-    """Return the files that an earlier run fetched and recorded."""
+    """Return the files that an earlier run fetched, as listed in the file `record`."""
     try:
         facts = json.loads(record.read_text(encoding="utf-8"))
         commit, chosen = facts["commit"], facts["files"]
@@ -122,8 +122,8 @@ def _recorded_files(name: str, record: Path) -> HubFiles:
     # A damaged record is treated as a missing one.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(
-            f"{name}: HF_HUB_OFFLINE is set, and no earlier run fetched it with the same subset, split and "
-            f"revision. {OFFLINE_HINT}"
+            f"{name}: HF_HUB_OFFLINE is set, and no earlier run fetched this dataset with the same "
+            f"subset, split and revision. {OFFLINE_HINT}"
         ) from None
     return HubFiles(commit, {file: _cached_file(name, file, commit) for file in chosen})
 
@@ -143,7 +143,7 @@ def _cached_file(name: str, file: str, commit: str) -> Path:
 
 @contextmanager
 def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn any error but that of a full disk into a one-line DataError."""
+    """Convert any error inside the block to a DataError of one line. Only the error of a full disk is raised unchanged."""
     try:
         yield
     except Exception as error:
@@ -153,7 +153,7 @@ def _one_line_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> str:
-    """Explain in one line why a request failed. Messages of huggingface_hub span many lines."""
+    """Return one line that explains why a request failed. Messages of huggingface_hub span many lines."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -214,7 +214,7 @@ class _SplitFiles(BaseModel):
 
 
 class _Subset(BaseModel):
-    """One entry of `configs`: only the fields that name files."""
+    """One entry of `configs` in the front matter of README.md. Only the fields that name files are read."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -225,9 +225,9 @@ class _Subset(BaseModel):
 
 
 def choose_files(name: str, listing: list[str], readme: str, *, subset: str | None, split: str | None) -> list[str]:
-    """Return the data files of a split, in reading order.
+    """Return the data files of a split, in the order in which they are read.
 
-    If the subset or split does not exist, or several could be meant, a DataError lists those available.
+    If the subset or split does not exist or is ambiguous, raise a DataError that lists the available names.
     """
     files = [file for file in listing if _is_data(file)]
     if not files:
@@ -294,9 +294,10 @@ def _subset(name: str, subsets: list[_Subset], given: str | None) -> _Subset:
 
 
 def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: str | None) -> str:
-    """Return the subset or split `given`. If it is None, return the usual one, or else the only subset.
+    """Return the name of the subset or split to use: `given`, or `usual` if `given` is None. `key`: "subset" or "split".
 
-    The only split is not chosen automatically: it may be a test set.
+    If `given` is None and `usual` does not exist, a single subset is chosen. A single split is not chosen, because it may
+    be a test set. In all other cases, raise a DataError.
     """
     known = list(known)
     wanted = usual if given is None else given
@@ -310,7 +311,7 @@ def _pick(name: str, key: str, given: str | None, known: Iterable[str], usual: s
 
 
 def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Return, for each split, its paths or patterns from README.md and the data files that match each of them."""
+    """Return the files of each split as a nested dict: split -> path or pattern from README.md -> data files that match."""
     folder = posixpath.normpath((subset.data_dir or ".").strip("/"))
     above = "" if folder == "." else f"{folder}/"
     if not subset.data_files:
@@ -325,9 +326,9 @@ def _splits(subset: _Subset, files: list[str]) -> dict[str, dict[str, list[str]]
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Group files into splits by the names of shards in data/, or else of folders, or else of files.
+    """Group files into splits by their names: by shard names in data/, or else by folder names, or else by file names.
 
-    If no name contains a split, all files are train.
+    If no name contains the name of a split, all files belong to train.
     """
     shards: dict[str, list[str]] = {}
     for file in files:
@@ -354,7 +355,10 @@ def _matches(file: str, pattern: str) -> bool:
 
 
 def _parts_match(parts: list[str], pattern: list[str]) -> bool:
-    """Match a path part by part. * and ? match within one part; ** matches any number of parts (data/**: data/a/b.csv)."""
+    """Whether the parts of a path match the parts of a pattern.
+
+    In a pattern, * and ? match within one part, and ** matches any number of parts: data/** matches data/a/b.csv.
+    """
     if not parts or not pattern:
         return not parts and all(piece == "**" for piece in pattern)
     if pattern[0] == "**":

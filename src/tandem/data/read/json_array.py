@@ -14,7 +14,7 @@ NESTED_TOO_DEEPLY = f"JSON nested over {MAX_DEPTH} levels deep"
 
 
 def elements(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """Yield (number from 1, element, length in characters) for each element of the array."""
+    """Yield a tuple for each element of the array: its number, counted from 1, its value, and its length in characters."""
     text = _ArrayText(file, path)
     text.skip("[")
     number = 0
@@ -40,7 +40,7 @@ class _ArrayText:
         self.consumed = 0
 
     def peek(self) -> str:
-        """Return the next character that is not white space, without consuming it; "" at the end of the file."""
+        """Return the next character that is not white space, without consuming it. Return "" at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -59,7 +59,7 @@ class _ArrayText:
             raise self._malformed("Extra data", self._at)
 
     def parse_value(self, number: int) -> Any:
-        """Parse and consume the next value."""
+        """Parse and consume the next value. `number`: the number of the array element, for error messages."""
         self.peek()
         while True:
             try:
@@ -94,13 +94,14 @@ class _ArrayText:
             self._read_more(len(self._text) - self._at)
 
     def _may_continue(self, end: int) -> bool:
-        """Whether a number may continue in the next block: the text ends in "1.", which may be the start of 1.5."""
+        """Whether a number may continue in the next block. For example, a text that ends in "1." may continue as 1.5."""
         return end + 2 >= len(self._text) and self._text[end] in ".eE"
 
     def _read_more(self, unread: int) -> None:
         """Drop the consumed text, and read at least `unread` more bytes.
 
-        The amount of text doubles every time, so that parsing a long value again from its start stays cheap overall.
+        A value that does not fit in the text is parsed again from its start. The text doubles every time, so few parses
+        are needed.
         """
         taken = self._text[: self._at]
         newlines = taken.count("\n")
@@ -128,7 +129,7 @@ class _ArrayText:
 
 
 class DuplicateKey(Exception):
-    """A key appears twice in an object. Python's parser would silently keep the last value."""
+    """Raised if a key appears twice in a JSON object. Python's parser would silently keep the last value."""
 
 
 def dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def decode(text: str) -> Any:
 
 
 def refuse_depth(value: Any, text: str, start: int, end: int) -> None:
-    """Raise RecursionError, as the parser does, if a value is nested too deeply for later recursive code."""
+    """Raise RecursionError, as Python's JSON parser does, if a value is nested more than MAX_DEPTH levels deep."""
     num_brackets = text.count("[", start, end) + text.count("{", start, end)
     if num_brackets > MAX_DEPTH and is_nested_too_deep(value):  # counting brackets is fast, and rarely finds so many
         raise RecursionError

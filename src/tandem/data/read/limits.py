@@ -1,7 +1,7 @@
 """Limits on the decompressed size of data files, and on the size of their rows.
 
-A file may expand by a configurable factor, and always up to a fixed size. Text compresses 3 to 10 times, tables with
-repeated values more. Archives made to exhaust a machine expand ten thousand times or more.
+A file may expand to a fixed size, or to a configurable multiple of its own size if that is more. Text usually expands 3
+to 10 times, and tables with repeated values more. Archives made to exhaust a machine expand ten thousand times or more.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ REJECTS_BYTES = 16 * 1024**2
 
 @dataclass(slots=True)
 class Expansion:
-    """Counts the bytes read from a file after decompression, and limits them."""
+    """Counts the bytes read from a file after decompression, and raises an error if they exceed a limit."""
 
     path: Path
     size: int  # of the file, in bytes
@@ -32,7 +32,7 @@ class Expansion:
     expanded: int = 0  # bytes read so far
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes; raise a DataError if the total is over the limit."""
+        """Add to the number of bytes read so far. Raise a DataError if the total is over the limit."""
         self.expanded += num_bytes
         if self.expanded > (limit := self._limit(ALLOWED_EXPANDED_BYTES)):
             raise DataError(
@@ -41,7 +41,7 @@ class Expansion:
 
     @property
     def memory(self) -> int:
-        """The memory in bytes that reading a part of the file may take."""
+        """The maximum memory in bytes that reading a part of the file may take."""
         return self._limit(ALLOWED_MEMORY_BYTES)
 
     def out_of_memory(self) -> DataError:
@@ -61,7 +61,7 @@ class Expansion:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Format a size with a unit: 328000 -> 328 kB"""
+    """Format a size with a unit: 328000 is returned as "328 kB"."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"

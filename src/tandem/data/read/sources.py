@@ -50,7 +50,7 @@ CSV_NUMBERS = (*chain.from_iterable(PAIR_SCORE_KEYS), "overall_preference")
 
 
 class RowError(Exception):
-    """A row cannot be used. A `bad` row is malformed; a `filtered` row is well-formed, but there is no preference to learn."""
+    """Raised if a row cannot be used. `kind`: "bad" if it is malformed, "filtered" if it has no preference to learn."""
 
     def __init__(self, place: str, reason: str, message: str, kind: Literal["bad", "filtered"] = "bad"):
         super().__init__(f"{place}: {message}")
@@ -62,7 +62,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A parsed record, with its file and its line (or the number of its row or element)."""
+    """A parsed record, its file, and its position in the file: the number of the line, table row or array element."""
 
     value: dict[str, Any]
     file: str
@@ -75,7 +75,7 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive records of one file: lines of JSON, parsed values, or rows of a table, and their numbers in the file."""
+    """Consecutive records of one file, and their numbers in the file. Records are lines of JSON, parsed values or table rows."""
 
     file: str
     numbers: tuple[int, ...]
@@ -95,7 +95,8 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Yield the records of a file, a few hundred at a time. The kind of file is detected from its content and its name.
 
-    name: the file's name in messages. max_expansion: how many times its size the file may expand to.
+    `name`: the file's name in messages. `max_records`: the maximum number of records in a chunk. `max_expansion`: the
+    maximum size of the decompressed content, as a multiple of the file size.
     """
     name, max_records = name or str(path), max_records or CHUNK_RECORDS
     with path.open("rb") as raw:
@@ -144,7 +145,7 @@ def read_chunks(
 
 
 def rows_of(chunk: Chunk) -> Iterator[SourceRow | RowError]:
-    """Parse the records of a chunk."""
+    """Yield each record of a chunk as a SourceRow, or as a RowError if it cannot be parsed."""
     values = chunk.records
     if chunk.kind == "lines":
         yield from (_parse(line, chunk.file, n) for n, line in zip(chunk.numbers, values, strict=True))
@@ -164,7 +165,7 @@ def _chunks(
     has_bom: bool,
     max_records: int,
 ) -> Iterator[Chunk]:
-    """Group records, given as (number, value, size in bytes), into chunks."""
+    """Group records into chunks. Each record is a tuple (number, value, size in bytes)."""
     numbers: list[int] = []
     values: list[Any] = []
     num_bytes = 0
@@ -203,7 +204,7 @@ def _is_indented(opening: bytes) -> bool:
 
 
 def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedReader:
-    """Return the content of a file, decompressed if its first bytes are those of gzip or zstd, whatever its name."""
+    """Return a reader of the file's content. If the first bytes are those of gzip or zstd, the content is decompressed."""
     magic = raw.peek(8)[:8]
     refuse_spreadsheet(raw)
     if magic.startswith(b"\x1f\x8b"):
@@ -220,7 +221,7 @@ def _uncompressed(raw: io.BufferedReader, expansion: Expansion) -> io.BufferedRe
 
 
 class _CountingReader(io.RawIOBase):
-    """Reads decompressed content and counts its bytes, so that the limit on expansion applies."""
+    """Reads decompressed content and counts its bytes, so that its size can be limited."""
 
     def __init__(self, file: gzip.GzipFile | pa.NativeFile, expansion: Expansion):
         self._file, self._expansion = file, expansion
@@ -253,7 +254,7 @@ def _numbered_lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, 
 
 
 def _csv_values(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any, int]]:
-    """Yield (first line, row or RowError, size in characters) for each row of a csv file with a header."""
+    """Yield a tuple for each row of a csv file with a header: (number of its first line, row or RowError, size in characters)."""
     csv.field_size_limit(MAX_RECORD_BYTES)  # Python's default, 128 kB, is too small for some completions
     damaged: dict[int, str] = {}  # lines of the current row that are not UTF-8
     reader = csv.reader(_decode_lines(file, path, damaged), strict=True)
@@ -305,7 +306,7 @@ def _check_header(names: list[str], path: Path) -> None:
 
 
 def _describe_non_header(names: list[str]) -> str | None:
-    """Describe the first line of a csv file if it is not a header; else return None."""
+    """Return what the first line of a csv file is, if it is not a header. Return None for a header."""
     if names[0].lstrip().startswith("{"):
         return "a JSON object, not column names. Rename a file with one JSON object per line to .jsonl."
     return None
@@ -320,7 +321,7 @@ def _parse_lists(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_numbers(value: dict[str, Any]) -> dict[str, Any]:
-    """Parse the known numeric columns; an empty cell becomes None."""
+    """Parse the cells of the known numeric columns. An empty cell becomes None."""
     for name in CSV_NUMBERS:
         if (text := value.get(name)) is not None:
             with suppress(
@@ -331,7 +332,7 @@ def _parse_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) -> Iterator[str]:
-    """Yield the lines as text. Lines that are not UTF-8 are added to `damaged`; a header that is not UTF-8 is an error."""
+    """Yield the lines of a csv file as text. A line that is not UTF-8 is added to `damaged`; in the header it is an error."""
     for number, line in _numbered_lines(file, path):
         try:
             text = line.decode("utf-8")
@@ -346,7 +347,7 @@ def _decode_lines(file: io.BufferedReader, path: Path, damaged: dict[int, str]) 
 
 
 def _table_chunks(place: Path, kind: str, *, name: str, expansion: Expansion, max_records: int) -> Iterator[Chunk]:
-    """Yield the rows of the table in the file `place`, numbered from 1."""
+    """Yield the rows of a table in chunks. Rows are numbered from 1. `place`: the file to read, which may be a temporary file."""
     number = 1
     for stream, num_rows, done in table_parts(
         place, kind, expansion, batch_size=CHUNK_RECORDS, max_records=max_records

@@ -17,7 +17,10 @@ POINTER_BYTES = 8  # the least memory that a value takes in Python
 
 
 def kind_of_table(opening: bytes, path: Path) -> str | None:
-    """Return "parquet", "arrow" or None, from the first bytes, or else the suffix (pairs.parquet, pairs.parquet.gz)."""
+    """Return "parquet" or "arrow" if a file is a table, else None.
+
+    The kind is detected from the first bytes, or else from the suffix: pairs.parquet and pairs.parquet.gz are parquet.
+    """
     if opening[:4] == b"PAR1":
         return "parquet"
     if opening[:6] == b"ARROW1" or opening[:4] == b"\xff\xff\xff\xff":
@@ -29,9 +32,10 @@ def kind_of_table(opening: bytes, path: Path) -> str | None:
 def table_parts(
     place: Path, kind: str, expansion: Expansion, *, batch_size: int, max_records: int
 ) -> Iterator[tuple[bytes, int, float]]:
-    """Yield (rows as an Arrow stream, number of rows, fraction of the file read so far) for parts of the table, in order.
+    """Yield the parts of a table in order, each as (Arrow stream of the rows, number of rows, fraction of the file read so far).
 
-    place: the file to read, which may be a temporary file. expansion: the limits, with the user's file for messages.
+    `place`: the file to read, which may be a temporary file. `expansion`: the size limits, and the user's file for
+    messages.
     """
     number, before = 1, 0.0
     try:
@@ -57,7 +61,7 @@ def table_parts(
 def _with_memory_limit(
     batches: Iterator[tuple[pa.RecordBatch, float]], expansion: Expansion
 ) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """Yield the batches, each read under a memory limit; raise MemoryError if reading one takes more."""
+    """Yield the batches. Raise MemoryError if reading a batch takes more memory than `expansion` allows."""
     while True:
         with bounded_memory(expansion.memory):
             found = next(batches, None)
@@ -109,7 +113,10 @@ def too_many_columns(place: str, num: int) -> DataError:
 
 
 def _repeating_type(type: pa.DataType) -> str | None:
-    """Return the name of a type, `type` or one inside it, that encodes any number of values in a few bytes; else None."""
+    """Return the name of an Arrow type that can encode any number of values in a few bytes, if `type` is or contains one.
+
+    Otherwise return None.
+    """
     if (
         pa.types.is_union(type)
         or pa.types.is_run_end_encoded(type)
@@ -123,9 +130,10 @@ def _repeating_type(type: pa.DataType) -> str | None:
 
 
 def _split_batch(batch: pa.RecordBatch, max_records: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Split a batch into parts of at most `max_records` rows and MAX_RECORD_BYTES; yield (part, size in bytes).
+    """Split a batch into parts of at most `max_records` rows and MAX_RECORD_BYTES. Yield (part, size in bytes).
 
-    The size is that of the values as Python objects. A single row may be over the limit.
+    The size is the memory that the values take as Python objects. A part of a single row may be larger than
+    MAX_RECORD_BYTES.
     """
     for start in range(0, batch.num_rows, max_records):
         pending = [batch.slice(start, max_records)]
@@ -140,7 +148,7 @@ def _split_batch(batch: pa.RecordBatch, max_records: int) -> Iterator[tuple[pa.R
 
 
 def expanded_bytes(array: pa.Array) -> int:
-    """Estimate the memory in bytes of the values of an array as Python objects. A repeated value counts every time."""
+    """Estimate the memory in bytes that the values of an array take as Python objects. A repeated value is counted every time."""
     pointers = POINTER_BYTES * len(array)
     if isinstance(array, pa.ExtensionArray):
         return expanded_bytes(array.storage)
@@ -188,7 +196,10 @@ def stream_values(stream: bytes) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Drop keys with null values from nested objects. In a table, every nested object has the keys of all others."""
+    """Drop keys with null values from nested objects.
+
+    In a table, all objects of a column have the same keys. A key that is missing in an object is stored as null.
+    """
     if isinstance(value, dict):
         return {k: _without_nulls(v, depth + 1) for k, v in value.items() if depth == 0 or v is not None}
     return [_without_nulls(item, depth + 1) for item in value] if isinstance(value, list) else value

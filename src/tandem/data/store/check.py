@@ -1,7 +1,7 @@
-"""A file or manifest of a prepared folder in; the same out, once nothing in it can be read out of bounds.
+"""Validates the files of a prepared folder, so that no offset or index in them leads out of bounds.
 
-A manifest's SHA-256 only shows that a file is the one the manifest was written for. A prepared folder may come from
-anybody, and numpy follows whatever offsets and lengths it is given.
+A matching SHA-256 only shows that a file belongs to its manifest. The folder itself may come from an untrusted source,
+and numpy does not check offsets and lengths.
 """
 
 import math
@@ -17,12 +17,12 @@ from tandem.columns import COLUMNS, Column
 from tandem.data.store.pool import bounded_memory
 from tandem.errors import one_line
 
-# Batches are mapped, not copied: only compressed ones, which tandem never writes, take memory.
+# Batches are memory-mapped, not copied. Only compressed ones, which tandem never writes, take memory.
 READ_BYTES = 1024**3
-REJECT_BYTES = 1024**2  # of one line; what tandem writes is much shorter
+REJECT_BYTES = 1024**2  # limit for one line of rejects.jsonl; tandem writes much shorter lines
 
 Count = Annotated[int, Field(ge=0)]
-Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # part of the names of folders
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # used in names of folders
 Limit = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 
 
@@ -39,8 +39,8 @@ class _Counts(_Strict):
     filtered: dict[str, Count]
 
 
-class _Example(_Strict):
-    """A row that was left out."""
+class _Reject(_Strict):
+    """A row that was left out of the set, with the reason."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -50,22 +50,22 @@ class _Example(_Strict):
     message: str
 
 
-class _MadeOf(_Strict):
+class _Origin(_Strict):
     sources: list[Annotated[list[str], Field(min_length=3, max_length=3)]]
     limits: dict[str, Any]
     text: dict[str, str]
 
 
-class _Facts(_Strict):
-    """The contents of a store's manifest."""
+class _Manifest(_Strict):
+    """The schema of a token store's manifest."""
 
     fingerprint: Fingerprint
     tokens_fingerprint: Fingerprint | None = None
     format: str
     format_reason: str
-    made_of: _MadeOf
+    made_of: _Origin
     counts: _Counts
-    examples: list[_Example]
+    examples: list[_Reject]
     packs: list[dict[str, Any]] = []
     notes: dict[str, Count]
     noted_at: dict[str, str]
@@ -73,47 +73,48 @@ class _Facts(_Strict):
 
 
 def check_manifest(manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse a store's manifest in which a value is missing or has the wrong type."""
+    """Raise ValueError if a manifest has missing values, values of a wrong type, or counts that do not add up."""
     try:
-        _Facts.model_validate(manifest)
+        _Manifest.model_validate(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{folder}/manifest.json: {where}: {first['msg']}") from None
     counts = manifest["counts"]
     if counts["rows"] != counts["accepted"] + sum(counts["bad"].values()) + sum(counts["filtered"].values()):
-        raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered rows do not add up to rows")
+        raise ValueError(f"{folder}/manifest.json: counts: accepted, bad and filtered do not add up to rows")
 
 
 def check_rejects(file: Path) -> None:
-    """Refuse a `rejects.jsonl` with a line that is not a reject: a run copies every line of it."""
+    """Raise ValueError if a line of `rejects.jsonl` is not a valid entry. All lines are checked, because a run copies them."""
     with file.open("rb") as lines:
         number = 0
         while line := lines.readline(REJECT_BYTES):
             number += 1
             try:
-                _Example.model_validate_json(line)
+                _Reject.model_validate_json(line)
             except ValidationError:
-                raise ValueError(f"{file}:{number}: not a row that was left out") from None
+                raise ValueError(f"{file}:{number}: not a valid entry for a row that was left out") from None
 
 
 def open_batches(path: Path, schema: pa.Schema, optional: pa.Schema | None = None) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow file, memory-mapped and fully validated: lists without nulls, end to end.
+    """Memory-map an Arrow file and return its record batches. Raise ValueError if the file is not valid.
 
-    `optional`: further fields, which it may have.
+    The file must have the columns of `schema`, and may have those of `optional`. Null values are not allowed, and every
+    value of a list column must belong to a row.
     """
     try:
-        # Not closed: the batches refer to it.
+        # Never closed here, because the batches refer to this memory.
         file = pa.memory_map(str(path))
         reader = pa.ipc.open_file(file)
-        more = [field for field in optional or () if reader.schema.get_field_index(field.name) >= 0]
-        schema = pa.schema([*schema, *more])
+        present = [field for field in optional or () if reader.schema.get_field_index(field.name) >= 0]
+        schema = pa.schema([*schema, *present])
         if not reader.schema.equals(schema):
-            raise ValueError(f"{path} has other columns than tandem writes")
+            raise ValueError(f"{path} does not have the columns that tandem writes")
         with bounded_memory(READ_BYTES):
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         if sum(batch.get_total_buffer_size() for batch in batches) > file.size():
-            raise ValueError(f"{path} has batches that are compressed or repeated, which tandem does not write")
+            raise ValueError(f"{path} has compressed or repeated batches, which tandem does not write")
         for number, batch in enumerate(batches):
             batch.validate(full=True)
             for name, column in zip(schema.names, batch.columns, strict=True):
@@ -130,54 +131,59 @@ def _check_column(column: pa.Array, where: str) -> None:
     if isinstance(column, pa.LargeListArray):
         if column.values.null_count:
             raise ValueError(f"{where} has null values")
-        # A batch of no rows may have no offsets.
-        ends = [column.offsets[0].as_py(), column.offsets[-1].as_py()] if len(column.offsets) else [0, 0]
-        if ends != [0, len(column.values)]:
+        # A batch without rows may have no offsets.
+        first_and_last = [column.offsets[0].as_py(), column.offsets[-1].as_py()] if len(column.offsets) else [0, 0]
+        if first_and_last != [0, len(column.values)]:
             raise ValueError(f"{where} has values that belong to no row")
 
 
-Columns = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]  # of a batch: offsets and values, by name
+Columns = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]  # the offsets and values of each column of a batch, by name
 
 
 def check_preferences(columns: Columns, where: str) -> None:
-    """Refuse a batch whose columns do not fit each other: every row must be a preference that tandem could have written."""
-    if len(columns["prompt"][0]) < 2:
-        raise ValueError(f"{where}: it has no rows")
-    sizes = {name: np.diff(offsets) for name, (offsets, _) in columns.items()}
-    values = {name: of_rows for name, (_, of_rows) in columns.items()}
-    offsets, lengths = columns["lengths"]
-    completions = sizes["lengths"]
-    problem = None
-    if completions.min() < 2:
-        problem = "a preference has fewer than two completions"
-    elif sizes["prompt"].min() < 1 or lengths.min() < 1:
-        problem = "a prompt or a completion has no tokens"
-    elif (np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) != sizes["completions"]).any():
-        problem = "lengths do not add up to the tokens of their completions"
-    elif misfit := next((column for column in COLUMNS.values() if _misfits(column, columns, completions)), None):
-        problem = f"{misfit.stored_as} do{'' if misfit.per == 'completion' else 'es'} not fit the {misfit.per}s"
-    elif sizes["winners"].min() < 1 or (sizes["winners"] != sizes["losers"]).any():
-        problem = "winners and losers do not make pairs"
-    elif not _are_indices(np.stack([values["winners"], values["losers"]]), np.repeat(completions, sizes["winners"])):
-        problem = "a pair names a completion that is not there"
-    elif (values["winners"] == values["losers"]).any():
-        problem = "a pair compares a completion with itself"
-    elif not _are_indices(values["unscored"], np.repeat(sizes["completions"], sizes["unscored"])):
-        problem = "a position that is not scored is outside of the completions"
-    elif not _rises_in_rows(columns["unscored"]):
-        problem = "positions that are not scored do not rise"
-    elif min(values["prompt"].min(), values["completions"].min()) < 0:
-        problem = "a token id is negative"
-    if problem:
+    """Raise ValueError if a row of a batch is not a valid preference: its columns must be consistent with each other."""
+    if problem := _problem_in(columns):
         raise ValueError(f"{where}: {problem}")
 
 
-def _misfits(column: Column, columns: Columns, completions: NDArray[np.int64]) -> bool:
-    """Whether a batch has other values of it than tandem writes. A column that a key names may be missing."""
+def _problem_in(columns: Columns) -> str | None:
+    if len(columns["prompt"][0]) < 2:
+        return "it has no rows"
+    sizes = {name: np.diff(offsets) for name, (offsets, _) in columns.items()}
+    values = {name: column_values for name, (_, column_values) in columns.items()}
+    offsets, lengths = columns["lengths"]
+    num_completions = sizes["lengths"]
+    if num_completions.min() < 2:
+        return "a preference has fewer than two completions"
+    if sizes["prompt"].min() < 1 or lengths.min() < 1:
+        return "a prompt or a completion has no tokens"
+    if (np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) != sizes["completions"]).any():
+        return "lengths do not add up to the number of completion tokens"
+    for column in COLUMNS.values():
+        if _has_invalid_values(column, columns, num_completions):
+            return f"column {column.stored_as} has missing or invalid values"
+    if sizes["winners"].min() < 1 or (sizes["winners"] != sizes["losers"]).any():
+        return "winners and losers do not form pairs"
+    pairs = np.stack([values["winners"], values["losers"]])
+    if not _are_indices(pairs, np.repeat(num_completions, sizes["winners"])):
+        return "a pair refers to a completion that does not exist"
+    if (values["winners"] == values["losers"]).any():
+        return "a pair compares a completion with itself"
+    if not _are_indices(values["unscored"], np.repeat(sizes["completions"], sizes["unscored"])):
+        return "a position in unscored is outside the completions"
+    if not _increases_in_rows(columns["unscored"]):
+        return "positions in unscored are not in increasing order"
+    if min(values["prompt"].min(), values["completions"].min()) < 0:
+        return "a token id is negative"
+    return None
+
+
+def _has_invalid_values(column: Column, columns: Columns, num_completions: NDArray[np.int64]) -> bool:
+    """Whether a column has the wrong number of values, or values out of range. Only an optional column may be missing."""
     if column.stored_as not in columns:
         return column.key is None
     offsets, values = columns[column.stored_as]
-    if column.per == "completion" and (np.diff(offsets) != completions).any():
+    if column.per == "completion" and (np.diff(offsets) != num_completions).any():
         return True
     missing_is_allowed = math.isnan(column.default)
     return bool((np.isinf(values) | (values < column.least) | (np.isnan(values) & (not missing_is_allowed))).any())
@@ -187,11 +193,11 @@ def _are_indices(values: NDArray[np.int32], counts: NDArray[np.int64]) -> bool:
     return bool(((values >= 0) & (values < counts)).all())
 
 
-def _rises_in_rows(column: tuple[NDArray[np.int64], NDArray[np.int32]]) -> bool:
-    """Whether the values of every row rise. Rows of [1, 4] and [2, 3]: 1 < 4 and 2 < 3 count, 4 > 2 does not."""
+def _increases_in_rows(column: tuple[NDArray[np.int64], NDArray[np.int32]]) -> bool:
+    """Whether the values increase within every row. Example: rows [1, 4] and [2, 3] do, although 2 follows 4."""
     offsets, values = column
-    rises = np.diff(values) > 0
+    increases = np.diff(values) > 0
     starts = offsets[1:-1]
     starts = starts[(starts > 0) & (starts < len(values))]
-    rises[starts - 1] = True
-    return bool(rises.all())
+    increases[starts - 1] = True
+    return bool(increases.all())

@@ -1,9 +1,9 @@
-"""A dataset in; its TokenStore out: prepared ahead, found in the cache by a fingerprint, or made now."""
+"""Opens the tokenised rows (TokenStore) of a set: a prepared folder, or a store in the cache, which is created if necessary."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,63 @@ from tandem.data.store.duplicates import DUPLICATE
 from tandem.data.store.notes import NO_SYSTEM
 from tandem.data.store.pool import default_workers
 from tandem.data.store.processes import Processes
-from tandem.data.store.token_store import Counts, TokenStore
+from tandem.data.store.token_store import Counts, TokenStore, open_cached_store
 from tandem.data.store.tokens_file import FORMAT_VERSION
 from tandem.data.store.writer import Recipe, format_of, write_store
 from tandem.data.text.template import Template
 from tandem.data.text.tokenizer import state_of
 from tandem.errors import DataError
-from tandem.storage.cache import cache_dir, content_of, fingerprint, published, read_manifest, write_manifest
-
-# A second process pays for its start from here on.
-BYTES_PER_WORKER = 512 * 1024
-NOT_JSON = (
-    "It is not JSON lines, one object a line. A file that is one JSON array is named .json; .csv, .parquet and .arrow are read "
-    "too, each also .gz or .zst."
+from tandem.storage.cache import (
+    cache_dir,
+    check_cache_dir,
+    content_of,
+    fingerprint,
+    published,
+    read_manifest,
+    write_manifest,
 )
-IS_ARRAY = "Is it one JSON array? Such a file is named .json."
-PREPARE_AGAIN = "Prepare it again, with tandem prepare."
+
+BYTES_PER_WORKER = 512 * 1024  # with less data per worker, starting another one takes longer than it saves
+NOT_JSON_HINT = (
+    "The file is not in JSON Lines format, one object per line. Other formats are recognised by their ending: .json (one JSON "
+    "array), .csv, .parquet and .arrow, each also with .gz or .zst."
+)
+JSON_ARRAY_HINT = "If the file is one JSON array, rename it to end in .json."
+PREPARE_AGAIN_HINT = "Prepare it again, with tandem prepare."
 
 
 class TooFewUsableError(DataError):
-    """Too much of a set cannot be used. `shares`: the settings that would let it pass, each with its least value."""
+    """Raised if too many rows of a set are bad or filtered.
+
+    `shares`: the smallest values of data.max_bad_share and data.max_filtered_share with which the set is accepted.
+    """
 
     def __init__(self, message: str, shares: dict[str, float] | None = None):
         super().__init__(message)
         self.shares = shares or {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """A set to open, and the settings that determine its tokens."""
+
+    source: str
+    keys: DatasetFields
+    data: Data
+    max_length: int
+    processes: Processes
+    progress: Callable[[float], None]
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The settings that must be the same as when a folder was prepared: key -> value."""
+        return {
+            "policy.max_total_sequence_length": self.max_length,
+            "data.pairing": self.data.pairing,
+            "data.overlong": _truncation(self.data),
+            "data.default_chosen_reward": self.data.default_chosen_reward,
+            "data.default_rejected_reward": self.data.default_rejected_reward,
+        }
 
 
 def open_store(
@@ -53,46 +86,33 @@ def open_store(
     template: Template,
     data: Data,
     max_length: int,
+    *,
     progress: Callable[[float], None] = lambda share: None,
     processes: Processes | None = None,
-    *,
-    judged: bool = True,
+    check_shares: bool = True,
 ) -> TokenStore:
-    """The tokenised form of a set.
+    """Open a tokenised set: a prepared folder, a store in the cache, or a data file that is tokenised now.
 
-    processes: those of the sets before, if there are any. judged: refused if too few of its rows could be used.
+    `progress`: called with the fraction of the work that is done. `processes`: worker processes to reuse. `check_shares`:
+    whether to raise an error if too many rows are bad or filtered.
     """
     with nullcontext(processes) if processes else Processes(template) as processes:
-        store = _open(source, keys, processes, data, max_length, progress)
-    if judged:
-        judge(store, source, data)
+        request = _Request(
+            source=source, keys=keys, data=data, max_length=max_length, processes=processes, progress=progress
+        )
+        if is_prepared(Path(source)):
+            _refuse_settings(source, keys)
+            store = _open_prepared(Path(source), processes, {**request.limits, "data.duplicates": data.duplicates})
+        else:
+            store = _find_or_make(request)
+    if check_shares:
+        check_usable_shares(store, source, data)
     if keys.system_prompt_file is not None and NO_SYSTEM in store.notes:
         raise DataError(
-            f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves system turns out. Give one "
-            "that writes them, by policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
+            f"{source}: system_prompt_file = {keys.system_prompt_file}, but the chat template leaves out system turns. Set one "
+            "that renders them with policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
         )
     return store
-
-
-def _open(
-    source: str,
-    keys: DatasetFields,
-    processes: Processes,
-    data: Data,
-    max_length: int,
-    progress: Callable[[float], None],
-) -> TokenStore:
-    limits = {
-        "policy.max_total_sequence_length": max_length,
-        "data.pairing": data.pairing,
-        "data.overlong": _cut(data),
-        "data.default_chosen_reward": data.default_chosen_reward,
-        "data.default_rejected_reward": data.default_rejected_reward,
-    }
-    if is_prepared(Path(source)):
-        _refuse_settings(source, keys)
-        return _open_prepared(Path(source), processes, {**limits, "data.duplicates": data.duplicates})
-    return _find_or_make(source, keys, processes, data, limits, progress)
 
 
 def is_prepared(path: Path) -> bool:
@@ -101,94 +121,90 @@ def is_prepared(path: Path) -> bool:
 
 
 def _refuse_settings(source: str, keys: DatasetFields) -> None:
-    """Refuse settings that change how rows are read: for a prepared set, that is fixed."""
+    """Raise a DataError if a setting would change how rows are read. The rows of a prepared folder have already been read."""
     for name, field in DatasetFields.model_fields.items():
         value = getattr(keys, name)
         if name not in ("data_path", "weight") and value != field.default and (name, value) != ("split", "train"):
-            raise DataError(f"{source}: prepared already, so {name} = {value} has no effect. Leave it out.")
+            raise DataError(f"{source}: already prepared, so {name} = {value} has no effect. Leave it out.")
 
 
-def _find_or_make(
-    source: str,
-    keys: DatasetFields,
-    processes: Processes,
-    data: Data,
-    limits: dict[str, Any],
-    progress: Callable[[float], None],
-) -> TokenStore:
+def _find_or_make(request: _Request) -> TokenStore:
+    """Open the store in the cache that was made from the same files with the same settings. Create it if it does not exist."""
+    source, keys, processes = request.source, request.keys, request.processes
     files = find_files(source, keys)
     wording = wording_of(keys, source)
     if wording.system is not None and processes.template.source is None:
         raise DataError(
-            f"{source}: system_prompt_file = {keys.system_prompt_file}, but there is no chat template to write a system turn "
-            "with. Give policy.tokenizer.chat_template=FILE.jinja, or leave it out."
+            f"{source}: system_prompt_file = {keys.system_prompt_file}, but there is no chat template to render a system turn. "
+            "Set policy.tokenizer.chat_template=FILE.jinja, or leave out system_prompt_file."
         )
     made_of = {
         "sources": [[file.name, str(file.path.resolve()), content_of(file.path)] for file in files],
         "settings": [keys.dataset_name, keys.prompt_key, keys.chosen_key, keys.rejected_key],
         "wording": [wording.prompt, wording.system],
-        "limits": limits,
-        "text": _text_facts(processes),
+        "limits": request.limits,
+        "text": _text_fingerprints(processes),
     }
-    tokens = fingerprint(FORMAT_VERSION, made_of)
+    tokens_fingerprint = fingerprint(FORMAT_VERSION, made_of)
     if keys.columns:
         made_of["columns"] = keys.columns
     name = fingerprint(FORMAT_VERSION, made_of)
     folder = cache_dir() / "tokens" / name
     if not folder.is_dir():
-        _make(folder, (name, tokens), files, keys, wording, processes, data, made_of, progress)
-    try:
-        return TokenStore(folder, read_manifest(folder))
-    except (ValueError, OSError) as error:
-        raise DataError(f"{error}. The tokenised data is damaged: remove {folder} and start again.") from None
+        check_cache_dir()
+        recipe, format_reason = _make_recipe(request, files, wording)
+        with published(folder, "tokens") as aside:
+            facts = _tokenize_files(request, files, recipe, aside)
+            facts |= {"format": recipe.format_name, "format_reason": format_reason}
+            _refuse_changed(files, made_of)
+            # With a bad value in an optional column, its row is left out, so the tokens differ too.
+            if keys.columns and not any(refused_as(column) in facts["counts"]["bad"] for column in keys.columns):
+                facts["tokens_fingerprint"] = tokens_fingerprint
+            write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, made_of=made_of, **facts)
+    return open_cached_store(folder)
 
 
-def _make(
-    folder: Path,
-    fingerprints: tuple[str, str],  # of the set, and of its tokens alone
-    files: list[SourceFile],
-    keys: DatasetFields,
-    wording: Wording,
-    processes: Processes,
-    data: Data,
-    made_of: dict[str, Any],
-    progress: Callable[[float], None],
-) -> None:
+def _make_recipe(request: _Request, files: list[SourceFile], wording: Wording) -> tuple[Recipe, str]:
+    """Return the settings with which the rows of the files are tokenised (a Recipe), and why the format was chosen."""
+    keys, data = request.keys, request.data
     format_name, reason = format_of(files, keys, data.max_expansion)
     if unused := unused_key(format_name, keys):
         raise DataError(
-            f"{keys.data_path}: read as {format_name} ({reason}), which does not look at {unused} = "
-            f"{getattr(keys, unused)}. Leave it out, or name another format by dataset_name."
+            f"{keys.data_path}: read as {format_name} ({reason}), which does not use {unused} = {getattr(keys, unused)}. "
+            "Leave it out, or set another format with dataset_name."
         )
-    max_length = made_of["limits"]["policy.max_total_sequence_length"]
-    scores = (data.default_chosen_reward, data.default_rejected_reward)
-    recipe = Recipe(keys, format_name, wording, data.pairing, max_length, data.overlong, scores)
-    with published(folder, "tokens") as aside:
-        chunks = _chunks(files, progress, data.max_expansion)
-        rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
-        prepared = processes.prepared(recipe, chunks, _num_workers(data, files))
-        facts = write_store(prepared, aside, rejects_bytes, keys.columns)
-        _refuse_changed(files, made_of)
-        facts |= {"format": format_name, "format_reason": reason, "made_of": made_of}
-        name, tokens = fingerprints
-        # A row without a usable value is left out, and then the tokens are others too.
-        if keys.columns and not any(refused_as(column) in facts["counts"]["bad"] for column in keys.columns):
-            facts["tokens_fingerprint"] = tokens
-        write_manifest(aside, format_version=FORMAT_VERSION, fingerprint=name, **facts)
+    recipe = Recipe(
+        keys=keys,
+        format_name=format_name,
+        wording=wording,
+        pairing=data.pairing,
+        max_length=request.max_length,
+        overlong=data.overlong,
+        default_scores=(data.default_chosen_reward, data.default_rejected_reward),
+    )
+    return recipe, reason
+
+
+def _tokenize_files(request: _Request, files: list[SourceFile], recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Write the tokenised rows of the files to a folder, and return the counts and notes for its manifest."""
+    chunks = _chunks(files, request.progress, request.data.max_expansion)
+    rejects_bytes = max(REJECTS_BYTES, sum(file.path.stat().st_size for file in files))
+    results = request.processes.tokenize(recipe, chunks, _num_workers(request.data, files))
+    return write_store(results, folder, rejects_bytes, request.keys.columns)
 
 
 def _refuse_changed(files: list[SourceFile], made_of: dict[str, Any]) -> None:
-    """A store is named after the content that its files had before they were read: it may hold nothing else."""
+    """Raise a DataError if a file changed while it was read: the name of the store is a hash of the earlier content."""
     for file, (name, _, content) in zip(files, made_of["sources"], strict=True):
         if not file.path.is_file() or content_of(file.path) != content:
             raise DataError(
-                f"{name}: it changed while it was read, so that its rows may be of two versions. Nothing was kept; start again "
-                "when it is complete."
+                f"{name}: the file changed while it was read, so its rows may be a mix of two versions. Nothing was stored; "
+                "start again when the file is complete."
             )
 
 
 def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expansion: float) -> Iterator[Chunk]:
-    """The chunks of all files, in the order of the files and their rows."""
+    """Yield the chunks of all files in order, and report the progress with `progress`."""
     sizes = [max(1, file.path.stat().st_size) for file in files]
     for number, file in enumerate(files):
         for chunk in read_chunks(file.path, file.name, max_expansion=max_expansion):
@@ -197,44 +213,49 @@ def _chunks(files: list[SourceFile], progress: Callable[[float], None], max_expa
 
 
 def _open_prepared(folder: Path, processes: Processes, limits: dict[str, Any]) -> TokenStore:
-    """A folder of `tandem prepare`, if it was made with the settings of the configuration, and its sources have not changed."""
+    """Open a prepared folder. Raise a DataError if settings or source files have changed since the folder was prepared."""
     try:
         manifest = read_manifest(folder, needed=("tokens.arrow", "rejects.jsonl"))
         version = manifest["format_version"]
         if version != FORMAT_VERSION:
             raise DataError(
-                f"{folder}: prepared in format {version}; this tandem reads format {FORMAT_VERSION}. {PREPARE_AGAIN}"
+                f"{folder}: prepared in format {version}, but this version of tandem reads format {FORMAT_VERSION}. "
+                f"{PREPARE_AGAIN_HINT}"
             )
         check_manifest(manifest, folder)
         check_rejects(folder / "rejects.jsonl")
-        _compare(folder, manifest["made_of"], processes, limits)
+        _compare_settings(folder, manifest["made_of"], processes, limits)
         return TokenStore(folder, manifest)
     except KeyError as error:
         raise DataError(
-            f"{folder}/manifest.json: {error} is missing. The prepared data is damaged. {PREPARE_AGAIN}"
+            f"{folder}/manifest.json: {error} is missing. The prepared data is damaged. {PREPARE_AGAIN_HINT}"
         ) from None
     except (ValueError, OSError) as error:
-        raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN}") from None
+        raise DataError(f"{error}. The prepared data is damaged. {PREPARE_AGAIN_HINT}") from None
 
 
-def _compare(folder: Path, made_of: dict[str, Any], processes: Processes, limits: dict[str, Any]) -> None:
-    now = {**limits, **(_text_facts(processes) if made_of["text"] else {})}
-    there = {**made_of["limits"], **made_of["text"]}
-    for what, value in now.items():
-        if what in there and there[what] != value:
-            then, today = (_as_set(what, of) for of in (there[what], value))
+def _compare_settings(folder: Path, made_of: dict[str, Any], processes: Processes, limits: dict[str, Any]) -> None:
+    """Raise a DataError if a setting, the tokenizer, the template or a source file has changed since the folder was prepared."""
+    current = {**limits, **(_text_fingerprints(processes) if made_of["text"] else {})}
+    prepared = {**made_of["limits"], **made_of["text"]}
+    for what, value in current.items():
+        if what in prepared and prepared[what] != value:
+            before, now = (_as_configured(what, one) for one in (prepared[what], value))
             raise DataError(
-                f"{folder}: prepared with {what} = {then}, now {today}. Set {what}={then}, or prepare it again."
+                f"{folder}: prepared with {what} = {before}, now {now}. Set {what}={before}, or prepare it again."
                 if what in limits
-                else f"{folder}: prepared with another {what}. {PREPARE_AGAIN}"
+                else f"{folder}: prepared with another {what}. {PREPARE_AGAIN_HINT}"
             )
     for name, path, content in made_of["sources"]:
         if (file := _source_file(path)) and content_of(file) != content:
-            raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN}")
+            raise DataError(f"{folder}: {name} has changed since it was prepared. {PREPARE_AGAIN_HINT}")
 
 
 def _source_file(path: str) -> Path | None:
-    """A source of prepared data, if it is here and is a data file: any other that a manifest names is not touched."""
+    """Return the file at `path`, or None if it does not exist or is not a data file.
+
+    The path comes from a manifest, which may name any path. Only data files are opened.
+    """
     file = Path(path)
     if not file.is_absolute() or ".." in file.parts or not file.is_file():
         return None
@@ -243,14 +264,14 @@ def _source_file(path: str) -> Path | None:
     return file if DATA_FILE.search(file.name) or file.parent.name == "blobs" else None
 
 
-def _as_set(what: str, value: Any) -> Any:
-    """A limit as a configuration spells it."""
+def _as_configured(what: str, value: Any) -> Any:
+    """Return the value of the setting `what` as it is written in a configuration."""
     return ("drop" if what == "data.overlong" else "null") if value is None else value
 
 
-@lru_cache(maxsize=1)  # a run has one template, and maybe several sets; this takes a quarter of a second
-def _text_facts(processes: Processes) -> dict[str, str]:
-    """What decides the tokens of a text: the tokenizer, the chat template, and what it writes today."""
+@lru_cache(maxsize=1)  # takes 0.25 seconds, and a run may have several sets with the same template
+def _text_fingerprints(processes: Processes) -> dict[str, str]:
+    """Return the fingerprints of everything that determines how a text is rendered and tokenised, as a dict by name."""
     template = processes.template
     t = template.tokenizer
     facts = {
@@ -262,8 +283,11 @@ def _text_facts(processes: Processes) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in facts.items()}
 
 
-def _cut(data: Data) -> str | None:
-    """How over-long preferences are cut; that others are dropped or refused does not change what is kept."""
+def _truncation(data: Data) -> str | None:
+    """Return `data.overlong` if it truncates over-long preferences, else None.
+
+    Its other values, drop and error, lead to the same stored tokens, so they are not distinguished.
+    """
     return data.overlong if data.overlong.startswith("truncate") else None
 
 
@@ -274,21 +298,21 @@ def _num_workers(data: Data, files: list[SourceFile]) -> int:
     return min(default_workers(), 1 + size // BYTES_PER_WORKER)
 
 
-def judge(store: TokenStore, source: str, data: Data) -> None:
-    """Stop where too much of the file could not be used; the message counts every reason and shows a few of each."""
-    # Duplicates are left out because data.duplicates=drop asks for it, so they do not count here.
-    kept = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
-    counts = replace(store.counts, filtered=kept)
+def check_usable_shares(store: TokenStore, source: str, data: Data) -> None:
+    """Raise a DataError if too many rows are bad or filtered. The message lists each reason with its count and a few examples."""
+    # Duplicates do not count, because data.duplicates=drop asks for their removal.
+    not_duplicates = {reason: count for reason, count in store.counts.filtered.items() if reason != DUPLICATE}
+    counts = replace(store.counts, filtered=not_duplicates)
     bad, filtered = sum(counts.bad.values()), sum(counts.filtered.values())
     all_bad, all_filtered = _examples(store, counts.bad), _examples(store, counts.filtered)
     if counts.rows == 0:
-        raise DataError(f"{source}: the file holds no rows. Was it written, or fetched, to its end?")
+        raise DataError(f"{source}: the file has no rows. Check that it was written or downloaded completely.")
     if bad == counts.rows:
-        (only, *others) = counts.bad
+        (reason, *other_reasons) = counts.bad
         is_list = store.examples[0]["message"].startswith("a list")
-        hints = {"malformed JSON": f"\n{NOT_JSON}", "not an object": f"\n{IS_ARRAY}" if is_list else ""}
-        unlike = "" if others else hints.get(only, "")
-        raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{unlike}")
+        hints = {"malformed JSON": f"\n{NOT_JSON_HINT}", "not an object": f"\n{JSON_ARRAY_HINT}" if is_list else ""}
+        hint = "" if other_reasons else hints.get(reason, "")
+        raise DataError(f"{source}: none of {counts.rows} rows can be read:\n{all_bad}{hint}")
     problems: list[str] = []
     shares: dict[str, float] = {}
     if 0 < bad <= counts.rows / 2:
@@ -324,37 +348,41 @@ def judge(store: TokenStore, source: str, data: Data) -> None:
 
 
 def _share_for(count: int, rows: int) -> float:
-    """The smallest share, in whole percent, that lets this many rows pass: 8 of 113 -> 0.08."""
+    """Return `count` as a fraction of `rows`, rounded up to whole percent. For 8 of 113 rows, return 0.08."""
     return math.ceil(100 * count / rows) / 100
 
 
-def _how_to_fix(counts: Counts, or_else: str) -> str:
-    """What to do about malformed rows. Leaving out most of a file is not suggested: often it is another kind of file."""
+def _how_to_fix(counts: Counts, alternative: str) -> str:
+    """Return advice on malformed rows. `alternative`: advice to skip them.
+
+    If most rows are malformed, `alternative` is left out, because the format is probably wrong.
+    """
     bad = sum(counts.bad.values())
     if bad <= counts.rows / 2:
-        return f"Fix them, or {or_else}."
-    return f"Fix them. {NOT_JSON}" if counts.bad.get("malformed JSON", 0) > bad / 2 else "Fix them."
+        return f"Fix them, or {alternative}."
+    return f"Fix them. {NOT_JSON_HINT}" if counts.bad.get("malformed JSON", 0) > bad / 2 else "Fix them."
 
 
 def _remedy(counts: Counts, data: Data) -> str:
-    """What to do about filtered rows."""
-    ways = []
+    """Return advice on filtered rows."""
+    remedies = []
     if "over-long" in counts.filtered:
         cuts = [cut for cut in ("truncate_prompt", "truncate_completion") if cut != data.overlong]
-        ways = ["raise policy.max_total_sequence_length", f"set data.overlong={' or '.join(cuts)}"]
-    ways.append("fix the file")
+        remedies = ["raise policy.max_total_sequence_length", f"set data.overlong={' or '.join(cuts)}"]
+    remedies.append("fix the file")
     if counts.accepted:
-        ways.append(f"set data.max_filtered_share={_share_for(sum(counts.filtered.values()), counts.rows)}")
-    text = ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
+        remedies.append(f"set data.max_filtered_share={_share_for(sum(counts.filtered.values()), counts.rows)}")
+    text = ", or ".join([", ".join(remedies[:-1]), remedies[-1]] if len(remedies) > 1 else remedies)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _examples(store: TokenStore, counts: dict[str, int]) -> str:
+    """Return lines that list each reason, its count, and a few rows as examples."""
     lines, are_all = [], True
     for reason, count in counts.items():
         lines.append(f"  {reason}: {count}")
         examples = [(e["place"], e["message"]) for e in store.examples if e["reason"] == reason]
-        for message in dict.fromkeys(message for _, message in examples):  # equal messages are printed once
+        for message in dict.fromkeys(message for _, message in examples):  # each message is printed once
             places = [place for place, same in examples if same == message]
             lines.append(f"    {places[0]}: {message}")
             lines += [f"    {', '.join(places[1:])}: the same."] if places[1:] else []

@@ -1,4 +1,4 @@
-"""Work spread over processes that can be killed: items in; their results, in the order of the items, out."""
+"""A pool of worker processes that returns results in order and kills workers that run too long or take too much memory."""
 
 import ctypes
 import faulthandler
@@ -22,56 +22,57 @@ from tandem.errors import TandemError
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A forked process has the tokenizer at once; elsewhere than on Linux forking is not safe.
+# A forked process shares the loaded tokenizer. Forking is only safe on Linux.
 METHOD = "fork" if sys.platform == "linux" else "spawn"
-COLLECT_AFTER = 200_000  # new objects. Rows make many and no circles: looking every 700 is in vain
-PR_SET_PDEATHSIG = 1
+# New objects between garbage collections. Rows create many objects but no cycles, so Python's 700 would waste time.
+GC_THRESHOLD = 200_000
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Memory that a template may take in addition to what the process has already.
 TEMPLATE_BYTES = 4 * 1024**3
-ENDING_SECONDS = 5.0  # that a process may take to end once its pipe is closed
+EXIT_SECONDS = 5.0  # time that a process may take to exit once its pipe is closed
 
 
-class Stalled(Exception):
-    """A worker was busy with one row for too long and was killed. `item` is what it worked on, `row` which of its rows.
+class WorkerStalled(Exception):
+    """Raised when a worker was killed because it spent more than `seconds` on row `row` of `item`.
 
-    `seconds` is the limit; `more_seconds` what the row was given of it beyond the usual.
+    `extra_seconds`: the part of `seconds` that was added to the usual limit for this row.
     """
 
-    def __init__(self, item: Any, row: int, seconds: float = 0.0, more_seconds: float = 0.0):
-        self.item, self.row, self.seconds, self.more_seconds = item, row, seconds, more_seconds
+    def __init__(self, item: Any, row: int, seconds: float = 0.0, extra_seconds: float = 0.0):
+        self.item, self.row, self.seconds, self.extra_seconds = item, row, seconds, extra_seconds
 
 
-class Died(Exception):
-    """A worker ended without an answer: killed by the system, most likely for its memory.
+class WorkerDied(Exception):
+    """Raised when a worker exited without a result for `item`. Most likely the system killed it because memory ran out.
 
-    A library in which memory cannot be had ends the process itself (`aborted`): a limit of ours was met.
+    `aborted`: whether the worker exited with SIGABRT. Some libraries abort if tandem's memory limit stops an allocation.
     """
 
     def __init__(self, item: Any, *, aborted: bool = False):
         self.item, self.aborted = item, aborted
 
 
-class Watch:
-    """Where a worker reports which row it is at, while it does what may never end."""
+class RowMonitor:
+    """Shared memory in which a worker records its current row, so that the parent process can limit the time per row."""
 
     def __init__(self) -> None:
         self._row = multiprocessing.RawValue("q", -1)
-        self._more_seconds = multiprocessing.RawValue("d", 0.0)
+        self._extra_seconds = multiprocessing.RawValue("d", 0.0)
 
     @property
     def row(self) -> int:
         return self._row.value
 
     @property
-    def more_seconds(self) -> float:
-        return self._more_seconds.value
+    def extra_seconds(self) -> float:
+        return self._extra_seconds.value
 
-    def at(self, row: int, more_seconds: float = 0.0) -> None:
-        """`more_seconds`: time allowed beyond the limit of a row, for a row that takes much work."""
-        self._more_seconds.value = more_seconds
+    def start_row(self, row: int, extra_seconds: float = 0.0) -> None:
+        """Record that work on a row starts. `extra_seconds`: time added to the usual limit, for a row that needs more work."""
+        self._extra_seconds.value = extra_seconds
         self._row.value = row
 
-    def off(self) -> None:
+    def end_row(self) -> None:
         self._row.value = -1
 
 
@@ -80,12 +81,12 @@ def default_workers() -> int:
 
 
 class Pool(Generic[T, R]):
-    """Up to a number of processes, kept from one `map` to the next; all are gone when the block is left, however it is left.
+    """A pool of up to `num_workers` processes. They are reused by later calls of `map`, and stopped when the `with` block ends.
 
-    At most two items for each are under way, so that memory stays bounded.
+    At most two items per worker are in progress, so memory stays bounded.
     """
 
-    def __init__(self, work: Callable[[T, Watch], R], num_workers: int, row_seconds: float):
+    def __init__(self, work: Callable[[T, RowMonitor], R], num_workers: int, row_seconds: float):
         self._work, self._num_workers, self._row_seconds = work, num_workers, row_seconds
         self._workers: list[_Worker] = []
 
@@ -96,58 +97,62 @@ class Pool(Generic[T, R]):
         self.stop()
 
     def map(self, items: Iterable[T], num_workers: int | None = None) -> Iterator[R]:
-        """The result of every item, in order; an error raised by the work is raised here.
+        """Yield the result of every item, in order. An error raised in a worker is raised here.
 
-        num_workers: how many may work from now on.
+        `num_workers`: a new maximum number of workers; None keeps the current one.
         """
         self._num_workers = num_workers or self._num_workers
-        under_way: deque[_Task] = deque()  # in the order of the items
-        not_given: deque[_Task] = deque()
+        in_progress: deque[_Task] = deque()  # in the order of the items
+        unassigned: deque[_Task] = deque()
         stream = iter(items)
         while True:
-            self._give(not_given)
-            for item in islice(stream, 2 * self._num_workers - len(under_way)):
-                under_way.append(_Task(item))
-                not_given.append(under_way[-1])
-                self._give(not_given)
-            if not under_way:
+            self._assign(unassigned)
+            for item in islice(stream, 2 * self._num_workers - len(in_progress)):
+                in_progress.append(_Task(item))
+                unassigned.append(in_progress[-1])
+                self._assign(unassigned)
+            if not in_progress:
                 return
-            if not under_way[0].is_done:
+            if not in_progress[0].is_done:
                 self._collect()
-            while under_way and under_way[0].is_done:
-                yield under_way.popleft().answer()
+            while in_progress and in_progress[0].is_done:
+                yield in_progress.popleft().result()
 
-    def _give(self, tasks: "deque[_Task]") -> None:
-        """Only to idle workers: two sides that both write and neither reads would wait for ever."""
+    def _assign(self, tasks: "deque[_Task]") -> None:
+        """Send tasks to idle workers only. If parent and worker both wrote to a full pipe, they would deadlock."""
         while tasks and (worker := self._idle()):
-            worker.give(tasks.popleft())
+            worker.assign(tasks.popleft())
 
     def _idle(self) -> "_Worker | None":
-        """A worker that has nothing to do. They are started as they are needed: a small file needs one."""
+        """Return an idle worker. If all are busy, start a new one, or return None if the maximum number is reached."""
         idle = next((worker for worker in self._workers if worker.task is None), None)
         if idle is None and len(self._workers) < self._num_workers:
-            # A forked process inherits our ends of its elders' pipes: kept open there, they would outlive us.
-            elders = [worker.pipe for worker in self._workers]
-            gc.freeze()  # else a worker's collector would touch, and so copy, every page of ours
-            idle = _Worker(multiprocessing.get_context(METHOD), self._work, elders)
+            # A forked worker inherits the parent's ends of earlier workers' pipes. It closes them: otherwise they would
+            # stay open after the parent has exited.
+            earlier_pipes = [worker.pipe for worker in self._workers]
+            gc.freeze()  # otherwise a worker's garbage collector would write to, and so copy, all of the parent's pages
+            idle = _Worker(multiprocessing.get_context(METHOD), self._work, earlier_pipes)
             gc.unfreeze()
             self._workers.append(idle)
         return idle
 
     def _collect(self) -> None:
-        """Wait until some worker answers; kill and report one that stalls."""
+        """Wait up to a second for results, and store those that arrive.
+
+        If a worker exceeds its time limit, kill it and raise WorkerStalled.
+        """
         busy = [worker for worker in self._workers if worker.task]
         ready = wait([worker.pipe for worker in busy], timeout=min(1.0, self._row_seconds / 4))
         for worker in busy:
             if worker.pipe in ready:
-                worker.take()
-            elif worker.seconds_on_row() > (limit := self._row_seconds + worker.watch.more_seconds):
+                worker.receive()
+            elif worker.seconds_on_row() > (limit := self._row_seconds + worker.monitor.extra_seconds):
                 worker.kill()
-                more = worker.watch.more_seconds
-                raise Stalled(worker.task.item if worker.task else None, worker.watch.row, limit, more)
+                item = worker.task.item if worker.task else None
+                raise WorkerStalled(item, worker.monitor.row, seconds=limit, extra_seconds=worker.monitor.extra_seconds)
 
     def stop(self) -> None:
-        for worker in self._workers:  # all at once: an end takes a while
+        for worker in self._workers:  # kill all before waiting, because exiting takes a while
             worker.kill()
         for worker in self._workers:
             worker.wait()
@@ -155,53 +160,54 @@ class Pool(Generic[T, R]):
 
 
 class _Task:
-    """An item and, when it is done, what came of it."""
+    """An item to process. Once it is done, also its result or the error that it raised."""
 
     def __init__(self, item: Any):
         self.item = item
         self.is_done = False
-        self._result: Any = None
+        self._outcome: Any = None
 
-    def done(self, result: Any) -> None:
-        self.is_done, self._result = True, result
+    def set_outcome(self, outcome: Any) -> None:
+        self.is_done, self._outcome = True, outcome
 
-    def answer(self) -> Any:
-        if isinstance(self._result, BaseException):
-            raise self._result
-        return self._result
+    def result(self) -> Any:
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
 
 
 class _Worker:
-    """A process, its pipe, the task it was given and has not answered, and its watch."""
+    """A worker process, the pipe to it, its unfinished task, and the monitor of its current row."""
 
-    def __init__(self, context: Any, work: Callable[..., Any], elders: list[Connection]):
-        self.pipe, theirs = context.Pipe()
+    def __init__(self, context: Any, work: Callable[..., Any], earlier_pipes: list[Connection]):
+        self.pipe, child_pipe = context.Pipe()
         self.task: _Task | None = None
-        self.watch = Watch()
+        self.monitor = RowMonitor()
         self._seen = (-1, 0.0, time.monotonic())
-        inherited = [*elders, self.pipe] if METHOD == "fork" else []
-        self._process = context.Process(target=_serve, args=(theirs, work, self.watch, inherited), daemon=True)
+        inherited = [*earlier_pipes, self.pipe] if METHOD == "fork" else []
+        self._process = context.Process(target=_serve, args=(child_pipe, work, self.monitor, inherited), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
-    def give(self, task: _Task) -> None:
+    def assign(self, task: _Task) -> None:
         self.task, self._seen = task, (-1, 0.0, time.monotonic())
-        with suppress(BrokenPipeError):  # it died; reading from it will say so
+        with suppress(BrokenPipeError):  # it died, which `receive` will report
             self.pipe.send(task.item)
 
-    def take(self) -> None:
+    def receive(self) -> None:
         assert self.task is not None
         task, self.task = self.task, None
         try:
-            task.done(self.pipe.recv())
-        except (EOFError, OSError):  # nothing came, or half an answer
-            self._process.join(ENDING_SECONDS)
-            raise Died(task.item, aborted=self._process.exitcode == -signal.SIGABRT) from None
+            task.set_outcome(self.pipe.recv())
+        except (EOFError, OSError):  # the result is missing or incomplete
+            self._process.join(EXIT_SECONDS)
+            raise WorkerDied(task.item, aborted=self._process.exitcode == -signal.SIGABRT) from None
 
     def seconds_on_row(self) -> float:
-        now, at = time.monotonic(), (self.watch.row, self.watch.more_seconds)
-        if at[0] == -1 or at != self._seen[:2]:
-            self._seen = (*at, now)
+        """Return the seconds since the worker was first seen at its current row, or 0 if it has no current row."""
+        now, current = time.monotonic(), (self.monitor.row, self.monitor.extra_seconds)
+        if current[0] == -1 or current != self._seen[:2]:
+            self._seen = (*current, now)
         return now - self._seen[2]
 
     def kill(self) -> None:
@@ -212,14 +218,14 @@ class _Worker:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: list[Connection]) -> None:
-    """The life of a worker: take an item, answer, until the other side is gone."""
+def _serve(pipe: Connection, work: Callable[..., Any], monitor: RowMonitor, inherited: list[Connection]) -> None:
+    """Run a worker: receive items and send back results until the parent closes the pipe."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.set_threshold(COLLECT_AFTER)
+    gc.set_threshold(GC_THRESHOLD)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
     _die_with_parent()
-    _end_quietly()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _die_quietly()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     for other in inherited:
         other.close()
     while True:
@@ -228,64 +234,66 @@ def _serve(pipe: Connection, work: Callable[..., Any], watch: Watch, inherited: 
         except (EOFError, OSError):
             return
         try:
-            answer = work(item, watch)
+            outcome = work(item, monitor)
         except TandemError as error:
-            answer = error
+            outcome = error
         except Exception:
-            answer = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
-        watch.off()
-        pipe.send(answer)
+            outcome = RuntimeError(f"in a worker process:\n{traceback.format_exc()}")
+        monitor.end_row()
+        pipe.send(outcome)
 
 
 def _die_with_parent() -> None:
-    """A worker in an endless row hears of nothing: have the system end it when the parent is gone."""
+    """Make Linux kill this process when its parent exits. A worker that hangs in a row would not notice the closed pipe."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_quietly() -> None:
-    """Of a process that a memory limit ends: no core file of gigabytes, and no text of a library on the terminal."""
+def _die_quietly() -> None:
+    """Disable core files and output to stderr, because a library may abort this process when it reaches the memory limit."""
     faulthandler.disable()
     with suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
 
 
-def in_a_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
-    """What work returns, done in a process with a limit on its seconds and on the bytes it takes beyond this one's.
+def run_in_process(work: Callable[[], R], seconds: float, num_bytes: int) -> R:
+    """Call `work` in a separate process with limits on time and memory, and return its result.
 
-    Raises Stalled, Died or MemoryError where that is not enough. Where processes are not forked, it is done in this one.
+    `num_bytes`: the memory that `work` may take in addition to the memory of this process. Raises WorkerStalled,
+    WorkerDied or MemoryError if a limit is exceeded. On systems other than Linux, `work` is called in this process
+    without limits.
     """
     if METHOD != "fork":
         return work()
 
-    def within(_: None, watch: Watch) -> R | MemoryError:
-        watch.at(0)
+    def limited(_: None, monitor: RowMonitor) -> R | MemoryError:
+        monitor.start_row(0)
         try:
             with bounded_memory(num_bytes):
                 return work()
         except MemoryError:
             return MemoryError()
 
-    with Pool(within, 1, seconds) as pool:
-        answer = next(pool.map([None]))
-    if isinstance(answer, MemoryError):
-        raise answer
-    return answer
+    with Pool(limited, 1, seconds) as pool:
+        result = next(pool.map([None]))
+    if isinstance(result, MemoryError):
+        raise result
+    return result
 
 
 @contextmanager
 def bounded_memory(num_bytes: int | None = None) -> Iterator[None]:
-    """Within: MemoryError, not a machine brought down, where a template writes without end.
+    """Limit the memory of this process inside the block, so that excessive allocations raise MemoryError.
 
-    A library not written in Python ends the process: use a worker for what calls one. `num_bytes`: in addition to what the
-    process has; None: what a template may take.
+    `num_bytes`: the limit in addition to the memory in use; the default is TEMPLATE_BYTES. A library that is not written
+    in Python may abort the process instead of raising MemoryError, so call such libraries in a worker.
     """
     num_bytes = TEMPLATE_BYTES if num_bytes is None else num_bytes
     try:
@@ -294,7 +302,7 @@ def bounded_memory(num_bytes: int | None = None) -> Iterator[None]:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, before[1]))
-    except (ImportError, OSError, ValueError):  # no such limits on this system
+    except (ImportError, OSError, ValueError):  # this system does not support the limit
         yield
         return
     try:

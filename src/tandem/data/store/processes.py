@@ -1,26 +1,27 @@
-"""Chunks of rows in; what a recipe makes of them, in separate processes, out."""
+"""Tokenises chunks of rows in worker processes, with limits on time and memory."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from tandem.data.read.sources import Chunk, RowError
-from tandem.data.store.pool import Died, Pool, Stalled, Watch, bounded_memory
-from tandem.data.store.writer import ENCODE_BYTES, Prepared, Recipe
-from tandem.data.text.template import Template
+from tandem.data.store.pool import Pool, RowMonitor, WorkerDied, WorkerStalled, bounded_memory
+from tandem.data.store.writer import ENCODE_BYTES, ChunkResult, Recipe, row_range
+from tandem.data.text.template import ANOTHER_TEMPLATE, Template
 from tandem.errors import ConfigError, DataError
 
-# What a chat template may take for one row. A sound one takes a thousandth of a second.
+# Time limit of a chat template for one row. A normal one takes about a millisecond.
 ROW_SECONDS = 30.0
-# Chunks of a set after which processes are not kept: they have grown, and starting others takes little in comparison.
-KEPT_AFTER = 100
-ANOTHER_TOKENIZER = "Give another by policy.tokenizer.name, or another model."
+# After a set with more chunks, new processes are started: the memory of the old ones has grown, and the start is cheap
+# compared with the work.
+MAX_REUSED_CHUNKS = 100
+OTHER_TOKENIZER_HINT = "Use another tokenizer with policy.tokenizer.name, or another model."
 
 
 class Processes:
-    """Processes that render and encode by one template, under bounds.
+    """Worker processes that render and encode texts with one template.
 
-    They are kept from one small set to the next, so that each learns the words once.
+    The processes are reused from one small set to the next, so that each process fills its cache of words only once.
     """
 
     def __init__(self, template: Template):
@@ -34,63 +35,67 @@ class Processes:
         self._pool.stop()
 
     def probe(self) -> str:
-        """A fixed conversation as the template writes it today, under the same bounds as the rows of a set."""
+        """Render a fixed conversation in a worker, and return the text. If the template depends on the date, so does the text."""
         if self.template.source is None:
             return ""
         try:
             return next(self._pool.map([None]))
-        except Stalled:
-            raise ConfigError(f"the chat template does not come to an end: {ROW_SECONDS:g} seconds passed.") from None
-        except Died:
-            raise ConfigError("the chat template ended the process that ran it. Out of memory?") from None
+        except WorkerStalled:
+            raise ConfigError(
+                f"the chat template did not finish within {ROW_SECONDS:g} seconds. {ANOTHER_TEMPLATE}."
+            ) from None
+        except WorkerDied:
+            raise ConfigError(
+                f"the process that rendered the chat template was killed, probably out of memory. {ANOTHER_TEMPLATE}."
+            ) from None
 
-    def prepared(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[Prepared]:
-        """What becomes of each chunk, in order. Never in this process: what does not end there cannot be ended."""
+    def tokenize(self, recipe: Recipe, chunks: Iterable[Chunk], num_workers: int) -> Iterator[ChunkResult]:
+        """Tokenise each chunk in a worker, and yield the results in order.
+
+        A worker is used even for a single chunk, because a worker that hangs can be killed.
+        """
         try:
-            done = 0
-            for prepared in self._pool.map(((recipe, chunk) for chunk in chunks), max(1, num_workers)):
-                done += 1
-                yield prepared
-            if done > KEPT_AFTER:
+            num_chunks = 0
+            for result in self._pool.map(((recipe, chunk) for chunk in chunks), max(1, num_workers)):
+                num_chunks += 1
+                yield result
+            if num_chunks > MAX_REUSED_CHUNKS:
                 self._pool.stop()
-        except Stalled as stalled:
-            if stalled.more_seconds:  # only encoding is given more
+        except WorkerStalled as stalled:
+            if stalled.extra_seconds:  # only the tokenizer gets extra time
                 raise DataError(
-                    f"{_rows(stalled.item[1])}: the tokenizer does not come to an end: {stalled.seconds:.0f} seconds passed. "
-                    f"{ANOTHER_TOKENIZER}"
+                    f"{row_range(stalled.item[1])}: the tokenizer did not finish within {stalled.seconds:.0f} seconds. "
+                    f"{OTHER_TOKENIZER_HINT}"
                 ) from None
             raise DataError(
-                f"{stalled.item[1].file}:{stalled.row}: the chat template does not come to an end: {ROW_SECONDS:g} seconds "
-                "passed. Give another, by policy.tokenizer.chat_template=FILE.jinja."
+                f"{stalled.item[1].file}:{stalled.row}: the chat template did not finish within {ROW_SECONDS:g} seconds. "
+                f"{ANOTHER_TEMPLATE}."
             ) from None
-        except Died as died:
+        except WorkerDied as died:
             if died.aborted:
                 raise _out_of_memory(died.item[1]) from None
             raise DataError(
-                f"{_rows(died.item[1])}: the process that tokenised these rows was killed. Out of memory? Try data.num_workers=1."
+                f"{row_range(died.item[1])}: the process that tokenised these rows was killed, probably out of memory. Try "
+                "data.num_workers=1."
             ) from None
-
-
-def _rows(chunk: Chunk) -> str:
-    return f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}"
 
 
 def _out_of_memory(chunk: Chunk) -> DataError:
     return DataError(
-        f"{_rows(chunk)}: the tokenizer needs more than {ENCODE_BYTES // 2**30} GiB of memory for these rows, so it makes far "
-        f"more of a text than there is. {ANOTHER_TOKENIZER}"
+        f"{row_range(chunk)}: the tokenizer needs more than {ENCODE_BYTES // 2**30} GiB of memory for these rows, far more than "
+        f"their texts explain. {OTHER_TOKENIZER_HINT}"
     )
 
 
-def _work(template: Template, asked: tuple[Recipe, Chunk] | None, watch: Watch) -> Prepared | str:
-    """In a separate process: a chunk by its recipe, or the probe."""
-    if asked is not None:
-        recipe, chunk = asked
+def _work(template: Template, task: tuple[Recipe, Chunk] | None, monitor: RowMonitor) -> ChunkResult | str:
+    """Tokenise a chunk, or render the probe conversation if `task` is None. Runs in a worker."""
+    if task is not None:
+        recipe, chunk = task
         try:
-            return recipe(template, chunk, watch)
+            return recipe(template, chunk, monitor)
         except MemoryError:
             raise _out_of_memory(chunk) from None
-    watch.at(0)
+    monitor.start_row(0)
     try:
         with bounded_memory():
             return template.probe()

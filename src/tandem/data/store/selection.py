@@ -1,4 +1,4 @@
-"""TokenStores in; a Selection out: preferences of one or several sets, read as if they were one set."""
+"""Selection: chosen preferences of one or several TokenStores, with the interface of a single TokenStore."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,9 +14,10 @@ from tandem.storage.cache import fingerprint
 
 
 class Selection:
-    """Some preferences of several stores laid end to end.
+    """Some preferences of several stores. `rows` are indices into the concatenation of the stores.
 
-    Stores of 3 and 2 preferences, rows [0, 2, 4]: the first and third of the one, the second of the other.
+    Example: with stores of 3 and 2 preferences, rows [0, 2, 4] are the first and third preference of the first store, and
+    the second preference of the second store.
     """
 
     def __init__(self, stores: Mapping[str, TokenStore], rows: NDArray[np.int64]):
@@ -35,7 +36,7 @@ class Selection:
         return store.place(row)
 
     def sources(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of which store each is: an index into `names`."""
+        """Return an integer for each of the given preferences: the position of its store in `names`."""
         return np.searchsorted(self._starts, self.rows[indices], side="right") - 1
 
     def _find(self, index: int) -> tuple[TokenStore, int]:
@@ -58,7 +59,7 @@ class Selection:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that some store has because a key named them."""
+        """The optional columns, such as weight, that at least one store has."""
         return tuple(dict.fromkeys(name for store in self.stores for name in store.columns))
 
     @cached_property
@@ -83,7 +84,7 @@ class Selection:
 
     @cached_property
     def completion_lengths(self) -> NDArray[np.int64]:
-        """Tokens of every completion, one after another."""
+        """The number of tokens of each completion: all completions of preference 0, then those of preference 1, and so on."""
         lengths = np.concatenate([store.completion_lengths for store in self.stores])
         ends = np.cumsum(np.concatenate([store.num_completions for store in self.stores]))[self.rows]
         counts = self.num_completions
@@ -91,8 +92,8 @@ class Selection:
         return lengths[np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())].astype(np.int64)
 
     @cached_property
-    def lacks_scores(self) -> NDArray[np.bool_]:
-        return self._joined("lacks_scores")  # type: ignore[return-value]
+    def has_missing_scores(self) -> NDArray[np.bool_]:
+        return self._joined("has_missing_scores")  # type: ignore[return-value]
 
     @cached_property
     def score_spread(self) -> NDArray[np.float64]:
@@ -107,12 +108,15 @@ class Selection:
         return max(store.highest_token_id for store in self.stores)
 
 
-# Tokenised preferences by number, and their sizes.
+# Tokenised preferences, which can be read by index, and their sizes.
 Preferences = TokenStore | Selection
 
 
 def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
-    """Which of these preferences come from which set, by its name; nothing where all come from one."""
+    """Return a dict from set name to a boolean mask: True where a given preference comes from that set.
+
+    If there is only one set, the dict is empty.
+    """
     if not isinstance(preferences, Selection) or len(preferences.names) < 2:
         return {}
     sources = preferences.sources(indices)
@@ -120,9 +124,10 @@ def by_source(preferences: Preferences, indices: NDArray[np.int64]) -> dict[str,
 
 
 def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which preferences to hold out: about `share` of all, chosen by prompt, so that no prompt is in both parts.
+    """Return a boolean mask of the preferences to hold out for validation, about `share` of all preferences.
 
-    The choice depends on the prompts and the seed alone, not on the order of the rows.
+    Preferences with the same prompt are either all held out or all kept. The mask depends only on the prompts and the
+    seed, not on the order of the rows.
     """
     key = seed.to_bytes(8, "little")
     digests = np.array(
@@ -134,12 +139,13 @@ def hold_out(stores: Sequence[TokenStore], share: float, seed: int) -> NDArray[n
         np.uint64,
     )
     in_order = np.sort(digests)
-    wanted = max(1, round(share * len(digests)))
-    last = in_order[wanted - 1]
+    num_held_out = max(1, round(share * len(digests)))
+    last = in_order[num_held_out - 1]
     if last == in_order[-1]:
+        num_prompts = len(np.unique(digests))
         raise DataError(
-            f"data.validation_share = {share}: it would hold out all {len(digests)} preferences, which have "
-            f"{len(np.unique(digests))} different prompts, and leave none to train on. Lower it, or give data.validation a set "
-            "of its own."
+            f"data.validation_share = {share}: all {len(digests)} preferences ({num_prompts} different "
+            f"prompt{'' if num_prompts == 1 else 's'}) would be held out, and none left for training. Lower it, or set "
+            "data.validation to a separate set."
         )
     return digests <= last

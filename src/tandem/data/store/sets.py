@@ -1,4 +1,4 @@
-"""A configuration in; its training and validation sets out, tokenised."""
+"""Opens the training and validation sets of a configuration as tokenised data."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,22 +26,22 @@ from tandem.embedded.files import TRAIN, VALIDATION
 from tandem.errors import ConfigError, DataError, TandemError
 from tandem.storage.cache import replacing
 
-# Where a format that is named after a published set is found, unless a path is given.
-PUBLISHED = {
+# The default paths of formats that are named after a published dataset.
+PUBLISHED_SETS = {
     "HelpSteer3": {"data_path": "nvidia/HelpSteer3", "subset": "preference"},
     "Tulu3Preference": {"data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture"},
 }
 PERCENT = 100
-LARGEST_MARGIN = 1e9  # that a loss may be asked for: its square, summed over a batch, is far inside float32
-IN_LIST = "In a list a set with settings is {data_path: FILE, KEY: VALUE}."
+MAX_MARGIN = 1e9  # the square of this margin, summed over a batch, is still far below the maximum of float32
+LIST_SYNTAX_HINT = "In a list, write a set with settings as {data_path: FILE, KEY: VALUE}."
 
-# Opens a bar for a piece of work of a number of steps, or percent; the function it yields takes how many were done.
+# Opens a progress bar with a label, a total and a unit; yields a function that advances it by a number of steps.
 ProgressBar = Callable[..., AbstractContextManager[Callable[..., None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which of the training preferences belong to a training set, and how often an epoch passes over it."""
+    """The range of training preferences that come from one training set. `weight`: how often an epoch uses the set."""
 
     start: int
     end: int
@@ -50,9 +50,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Every set of a run."""
+    """The training and validation sets of a run."""
 
-    read: dict[str, TokenStore]  # as they were read, by split; several training sets are train-0, train-1, ...
+    read: dict[str, TokenStore]  # each set as it was read, by split; several training sets are train-0, train-1, ...
     train: Preferences
     spans: tuple[Span, ...]
     validation: dict[str, Preferences]
@@ -66,9 +66,9 @@ def no_bar(what: str, total: int, unit: str = "") -> AbstractContextManager[Call
 
 
 def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> Sets:
-    """Tokenise, or find tokenised, what the configuration names; hold out a share for validation if it asks for one.
+    """Open every set of the configuration, remove duplicates, and hold out a share for validation if configured.
 
-    Errors of several sets are reported together.
+    Errors in several sets are reported together.
     """
 
     def opened(split: str, given: DatasetFields, embedded: str, processes: Processes) -> TokenStore:
@@ -76,38 +76,39 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
         path = embedded if given.data_path == EMBEDDED else str(given.data_path)
         length = config.policy.max_total_sequence_length
         with bar(f"Tokenising {split}", PERCENT, unit="%") as advance:
-            return open_store(path, given, template, config.data, length, _steps(advance), processes)
+            return open_store(path, given, template, config.data, length, progress=_steps(advance), processes=processes)
 
     given = config.data.training_sets
     if config.policy.packing.mode == "dataset" and any(one.weight != 1 for one in given):
         raise ConfigError(
-            "data.train has weights, but policy.packing.mode=dataset packs every preference once. "
-            "Use policy.packing.mode=batch, or leave out the weights."
+            "data.train has weights, but policy.packing.mode=dataset packs every preference exactly once. "
+            "Set policy.packing.mode=batch, or leave out the weights."
         )
     names = ["train"] if len(given) == 1 else [f"train-{i}" for i in range(len(given))]
-    asked = [(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)]
-    asked += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
+    splits = [(name, one, str(TRAIN)) for name, one in zip(names, given, strict=True)]
+    splits += [(f"validation-{name}", one, str(VALIDATION)) for name, one in config.data.validation_sets.items()]
     read: dict[str, TokenStore] = {}
     problems: dict[str, TandemError] = {}
     shares: list[dict[str, float]] = []
     with Processes(template) as processes:
-        for split, one, embedded in asked:
+        for split, one, embedded in splits:
             try:
                 read[split] = opened(split, one, embedded, processes)
             except (ConfigError, DataError) as error:
-                # Messages about rows name the keys of data.train: those of this set take their place.
-                message = of_set(str(error), split)
-                problems[split] = type(error)(f"{message}\n{IN_LIST}" if "data.train[" in message else message)
+                # Messages about rows name keys of data.train; replace them by the keys of this set.
+                message = with_set_keys(str(error), split)
+                problems[split] = type(error)(f"{message}\n{LIST_SYNTAX_HINT}" if "data.train[" in message else message)
                 shares += [error.shares] if isinstance(error, TooFewUsableError) else []
     if problems:
-        raise _together(problems, _hints(problems, shares, config))
+        raise _combined(problems, _hints(problems, shares, config))
     stores = without_duplicates({name: read[name] for name in names}, config.data)
     validation = {
         name: without_duplicates({name: read[f"validation-{name}"]}, config.data)[name]
         for name in config.data.validation_sets
     }
     read = stores | {f"validation-{name}": store for name, store in validation.items()}
-    sets = _joined(stores, [one.weight for one in given], read, validation, config)
+    weights = [one.weight for one in given]
+    sets = _join(stores=stores, weights=weights, read=read, validation=validation, config=config)
     for store in (sets.train, *sets.validation.values()):
         _check_scores(store, config)
     for split, store in sets.read.items():
@@ -115,83 +116,91 @@ def open_sets(config: Config, template: Template, bar: ProgressBar = no_bar) -> 
     return sets
 
 
-def _together(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
-    """What is wrong with the sets, as one error of the first one's kind."""
+def _combined(problems: dict[str, TandemError], hints: list[str]) -> TandemError:
+    """Return one error that lists the problems of all sets. The error has the class of the first problem."""
     (first, *others) = problems.values()
     messages = [f"{split}: {problem}" for split, problem in problems.items()] if others else [str(first)]
     return type(first)("\n".join(["\n\n".join(messages), *hints]))
 
 
 def _hints(problems: dict[str, TandemError], shares: list[dict[str, float]], config: Config) -> list[str]:
-    """What is to be known about several of the problems."""
+    """Return hints that apply to all sets with problems."""
     hints = []
     if any("over-long" in str(problem) for problem in problems.values()) and config.policy.tokenizer_name == EMBEDDED:
-        hints.append("Lengths are counted in the embedded model's tokens: name your own by policy.model_name=MODEL.")
-    if len(shares) == len(problems) and (least := _for_all(shares, config.data)):
-        hints.append(f"To let all of these pass: {least}.")
+        hints.append("Lengths are counted with the embedded model's tokenizer. Set yours with policy.model_name=MODEL.")
+    if len(shares) == len(problems) and (settings := _settings_for_all(shares, config.data)):
+        hints.append(f"To accept all of these sets, set {settings}.")
     return hints
 
 
-def _for_all(shares: list[dict[str, float]], data: Data) -> str:
-    """Settings hold for every set: the value that lets each of several pass."""
+def _settings_for_all(shares: list[dict[str, float]], data: Data) -> str:
+    """Return the settings with which all sets would be accepted. Return "" if no limit was exceeded in two or more sets."""
     least = {
         key: max(values)
-        for key, now in (
+        for key, current in (
             ("data.max_bad_share", data.max_bad_share),
             ("data.max_filtered_share", data.max_filtered_share),
         )
-        if len(values := [one[key] for one in shares if key in one]) > 1 and max(values) > now
+        if len(values := [one[key] for one in shares if key in one]) > 1 and max(values) > current
     }
     skip = ["data.on_bad_row=skip"] if "data.max_bad_share" in least and data.on_bad_row == "error" else []
     return " ".join([*skip, *(f"{key}={value}" for key, value in least.items())])
 
 
-def _joined(
+def _join(
+    *,
     stores: dict[str, TokenStore],
     weights: list[float],
     read: dict[str, TokenStore],
     validation: dict[str, TokenStore],
     config: Config,
 ) -> Sets:
+    """Join the training sets into one, without the preferences that are held out for validation."""
     share = config.data.validation_share
     starts = np.cumsum([0, *(len(store) for store in stores.values())])
     if len(stores) == 1 and not share:
         (only,) = stores.values()
-        return Sets(read, only, (Span(0, len(only), weights[0]),), {**validation})
+        spans = (Span(start=0, end=len(only), weight=weights[0]),)
+        return Sets(read=read, train=only, spans=spans, validation={**validation})
     held = hold_out(list(stores.values()), share, config.run.seed) if share else np.zeros(starts[-1], bool)
-    # Where each set's kept preferences begin and end, once those held out are gone.
+    # The start and end of each set among the preferences that are not held out.
     kept = np.concatenate([[0], np.cumsum(~held)])[starts]
     spans = tuple(
-        Span(int(start), int(end), weight) for (start, end), weight in zip(pairwise(kept), weights, strict=True)
+        Span(start=int(start), end=int(end), weight=weight)
+        for (start, end), weight in zip(pairwise(kept), weights, strict=True)
     )
     held_out: dict[str, Preferences] = {"default": Selection(stores, np.flatnonzero(held))} if share else {}
-    return Sets(read, Selection(stores, np.flatnonzero(~held)), spans, {**validation, **held_out})
+    train = Selection(stores, np.flatnonzero(~held))
+    return Sets(read=read, train=train, spans=spans, validation={**validation, **held_out})
 
 
 def _check_scores(store: Preferences, config: Config) -> None:
-    """Refuse a loss that reads scores where the data gives none; a default is taken only when asked for."""
+    """Raise a DataError if the loss uses scores, and a preference has missing or extreme scores."""
     if not needs_scores(config.dpo.preference_loss):
         return
-    lacking = np.flatnonzero(store.lacks_scores)
-    if len(lacking):
+    missing = np.flatnonzero(store.has_missing_scores)
+    if len(missing):
         raise DataError(
-            f"{store.place(int(lacking[0]))}: no score for every completion, as in {len(lacking)} of {len(store)} "
-            f"preferences, but dpo.preference_loss {spelled(config.dpo.preference_loss)} reads scores. Give them "
+            f"{store.place(int(missing[0]))}: not every completion has a score ({len(missing)} of {len(store)} "
+            f"preferences), but dpo.preference_loss {spelled(config.dpo.preference_loss)} uses scores. Add them "
             "(chosen_reward and rejected_reward, or score), or set data.default_chosen_reward and "
             "data.default_rejected_reward."
         )
     margins = store.score_spread * config.dpo.gt_reward_scale
-    if (margins > LARGEST_MARGIN).any():
-        first = int(np.argmax(margins > LARGEST_MARGIN))
+    if (margins > MAX_MARGIN).any():
+        first = int(np.argmax(margins > MAX_MARGIN))
         raise DataError(
-            f"{store.place(first)}: scores {store.score_spread[first]:.3g} apart, times dpo.gt_reward_scale="
-            f"{config.dpo.gt_reward_scale:g}, ask for a margin over {LARGEST_MARGIN:.0e}, whose loss and gradient float32 cannot "
-            "hold. Rescale the scores, or lower dpo.gt_reward_scale."
+            f"{store.place(first)}: scores differ by {store.score_spread[first]:.3g}. Multiplied by dpo.gt_reward_scale="
+            f"{config.dpo.gt_reward_scale:g}, this margin is over {MAX_MARGIN:.0e}, and the loss could overflow float32. "
+            "Rescale the scores, or lower dpo.gt_reward_scale."
         )
 
 
 def _check_columns(split: str, store: TokenStore, config: Config) -> None:
-    """Refuse a prepared set with a column that the loss does not support; for others the configuration is refused."""
+    """Raise a DataError if a prepared set has a column that the loss does not support.
+
+    For sets that are not prepared, this was checked when the configuration was loaded.
+    """
     for column in store.columns:
         if why := unsupported_column(config.dpo.preference_loss, column):
             reason, others = why
@@ -203,10 +212,10 @@ def _check_columns(split: str, store: TokenStore, config: Config) -> None:
 
 
 def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
-    """Which columns of the data are used, and which fields would be used if their keys were set."""
+    """Return report lines (label, text) about optional columns: those that are used, and those that need a setting to be used."""
     used = [f"{', '.join(store.columns)} of {split}" for split, store in sets.read.items() if store.columns]
     unread = [
-        of_set(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
+        with_set_keys(f"{column} of {split} (data.train.{COLUMNS[column].key}={column} uses it)", split)
         for split, store in sets.read.items()
         for column in unread_in(store.notes)
     ]
@@ -214,8 +223,8 @@ def columns_in_words(sets: Sets) -> list[tuple[str, str]]:
     return [(label, text) for label, text in rows.items() if text]
 
 
-def of_set(message: str, split: str) -> str:
-    """A message about data.train with the keys of the set that it is about."""
+def with_set_keys(message: str, split: str) -> str:
+    """Replace `data.train.` in a message by the configuration key of the set `split`, such as `data.validation.`."""
     kind, _, name = split.partition("-")
     if kind == "train":
         keys = f"data.train[{name}]" if name else "data.train"
@@ -231,22 +240,22 @@ def write_rejects(read: Mapping[str, TokenStore], path: Path) -> None:
             with (store.folder / "rejects.jsonl").open(encoding="utf-8") as rejects:
                 for line in rejects:
                     reject = json.loads(line)
-                    reject["message"] = of_set(reject["message"], split)
+                    reject["message"] = with_set_keys(reject["message"], split)
                     out.write(json.dumps({"split": split, **reject}) + "\n")
 
 
 def _with_path(given: DatasetFields, split: str) -> DatasetFields:
     if given.data_path is not None:
         return given
-    if given.dataset_name not in PUBLISHED:
+    if given.dataset_name not in PUBLISHED_SETS:
         where = "data.train" if split.startswith("train") else f"validation set {split.removeprefix('validation-')}"
-        raise ConfigError(f"{where} has no data_path. Give one, or set data.default.data_path.")
-    published: dict[str, Any] = PUBLISHED[given.dataset_name]
+        raise ConfigError(f"{where} has no data_path. Set it, or set data.default.data_path.")
+    published: dict[str, Any] = PUBLISHED_SETS[given.dataset_name]
     return given.model_copy(update={**published, **({"subset": given.subset} if given.subset else {})})
 
 
 def _steps(advance: Callable[..., None]) -> Callable[[float], None]:
-    """A share of the work, as steps of a bar."""
+    """Return a function that takes the fraction of the work that is done, and advances a progress bar accordingly."""
     done = 0
 
     def progress(share: float) -> None:

@@ -1,7 +1,7 @@
-"""tokens.arrow: its version, its schema, and how preferences are written to it and read from it.
+"""Defines the file format of tokens.arrow: its version, its schema, and functions that write and read preferences.
 
-A row is a preference. A column of `tandem.columns` that a key names is stored only where that key is set, so that a new
-one changes no earlier file.
+A row is a preference. Optional columns of `tandem.columns`, such as weight, are stored only if a setting such as
+weight_key names their field. So a new optional column in tandem does not change existing files.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tandem.columns import COLUMNS, NAMED, Column, in_use
+from tandem.columns import COLUMNS, OPTIONAL_COLUMNS, Column, columns_in_use
 from tandem.data.store.check import Columns, check_preferences, open_batches
 from tandem.data.text.tokens import TokenizedPreference
 
-# Raised whenever the same input would give other tokens or another layout.
+# Increased whenever the same input would give other tokens or another layout.
 FORMAT_VERSION = 11
-NOTHING = np.zeros(0, np.int32)
+NO_POSITIONS = np.zeros(0, np.int32)
 
 
 def _type_of(column: Column) -> pa.DataType:
@@ -29,28 +29,28 @@ def _type_of(column: Column) -> pa.DataType:
 SCHEMA = pa.schema(
     {
         "prompt": pa.large_list(pa.int32()),
-        "completions": pa.large_list(pa.int32()),  # of one preference, end to end
+        "completions": pa.large_list(pa.int32()),  # tokens of all completions, concatenated
         "lengths": pa.large_list(pa.int32()),  # tokens of each completion
         "unscored": pa.large_list(pa.int32()),  # positions in `completions` of tokens that are not scored
         "winners": pa.large_list(pa.int32()),
         "losers": pa.large_list(pa.int32()),
-        **{column.stored_as: _type_of(column) for column in in_use(())},
-        "digest": pa.uint64(),  # of the tokens: equal for duplicates
+        **{column.stored_as: _type_of(column) for column in columns_in_use(())},
+        "digest": pa.uint64(),  # a hash of the tokens, equal for duplicates
         "place": pa.large_string(),
     }
 )
-OPTIONAL = pa.schema({column.stored_as: _type_of(column) for column in NAMED})
+OPTIONAL = pa.schema({column.stored_as: _type_of(column) for column in OPTIONAL_COLUMNS})
 
 
 def schema_with(columns: Iterable[str]) -> pa.Schema:
-    """The schema of a file that has these columns of OPTIONAL."""
+    """Return the schema of a file with the optional columns `columns`."""
     return pa.schema([*SCHEMA, *(OPTIONAL.field(COLUMNS[name].stored_as) for name in columns)])
 
 
 def as_stream(rows: list[TokenizedPreference], digests: bytes, columns: Iterable[str] = ()) -> bytes:
-    """Preferences as an Arrow stream of one record batch."""
+    """Return preferences as an Arrow stream with one record batch."""
     schema = schema_with(columns)
-    arrays = {**_token_arrays(rows), **_column_arrays(rows, in_use(columns))}
+    arrays = {**_token_arrays(rows), **_column_arrays(rows, columns_in_use(columns))}
     arrays["digest"] = pa.array(np.frombuffer(digests, np.dtype("<u8")))
     arrays["place"] = pa.array([row.place for row in rows], pa.large_string())
     sink = pa.BufferOutputStream()
@@ -84,28 +84,36 @@ def _column_arrays(rows: list[TokenizedPreference], columns: list[Column]) -> di
 
 
 def _lists(values: NDArray[Any], sizes: list[int]) -> pa.LargeListArray:
-    """Values laid end to end, and how many belong to each row."""
+    """Return a list column. `values`: the concatenated values of all rows. `sizes`: the number of values in each row."""
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _flat_unscored(row: TokenizedPreference) -> NDArray[np.int32]:
-    """Positions over all completions, end to end. Lengths [4, 5], unscored [1], [2] -> 1, 6."""
+    """Convert positions within each completion to positions in the concatenated completions.
+
+    Completions of 4 and 5 tokens with unscored positions [1] and [2] are returned as [1, 6].
+    """
     if not row.unscored:
-        return NOTHING
+        return NO_POSITIONS
     starts = np.cumsum([0, *(len(completion) for completion in row.completions)])
     flat = [part + start for part, start in zip(row.unscored, starts, strict=False)]
     return np.concatenate(flat).astype(np.int32)
 
 
 class TokensFile:
-    """The record batches of a file as numpy: one offset lookup and one slice per row, no Python objects."""
+    """Reads tokens.arrow as numpy arrays.
+
+    Reading a row takes one offset lookup and one slice, without a Python object per token.
+    """
 
     def __init__(self, path: Path):
         self._batches = open_batches(path, SCHEMA, OPTIONAL)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
         names = self._batches[0].schema.names if self._batches else SCHEMA.names
-        self.columns = tuple(column.name for column in NAMED if column.stored_as in names)  # those that keys named
+        self.columns = tuple(
+            column.name for column in OPTIONAL_COLUMNS if column.stored_as in names
+        )  # optional columns
         self._arrays: list[Columns] = [
             {name: _as_lists(batch.column(name)) for name in names if name not in ("digest", "place")}
             for batch in self._batches
@@ -126,11 +134,11 @@ class TokensFile:
             pairs=tuple(zip(self.row("winners", index).tolist(), self.row("losers", index).tolist(), strict=True)),
             place=self.text("place", index),
             unscored=self._unscored(index, lengths),
-            columns={c.name: tuple(self.row(c.stored_as, index).tolist()) for c in in_use(self.columns)},
+            columns={c.name: tuple(self.row(c.stored_as, index).tolist()) for c in columns_in_use(self.columns)},
         )
 
     def _unscored(self, index: int, lengths: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
-        """Positions that are not scored, per completion, from positions over all. Lengths [4, 5], 1 and 6 -> [1], [2]."""
+        """Return the unscored positions within each completion. This is the inverse of `_flat_unscored`."""
         flat = self.row("unscored", index)
         if not len(flat):
             return ()
@@ -152,7 +160,7 @@ class TokensFile:
         return self._batches[batch].column(name)[i].as_py()
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """A column of one number per row."""
+        """Return the values of a column that has one number per row."""
         return np.concatenate([np.zeros(0, np.uint64), *(batch.column(name).to_numpy() for batch in self._batches)])
 
     def sizes(self, name: str) -> NDArray[np.int64]:
@@ -170,7 +178,7 @@ class TokensFile:
 
 
 def _as_lists(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Offsets and values; of a column of one number per row, lists of one."""
+    """Return the offsets and values of a list column. A column of numbers is treated as lists of one number each."""
     if isinstance(column, pa.LargeListArray):
         return column.offsets.to_numpy(), column.values.to_numpy()
     return np.arange(len(column) + 1), column.to_numpy()

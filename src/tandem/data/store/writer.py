@@ -1,4 +1,4 @@
-"""Chunks of rows in; tokenised, checked and counted by a recipe, and written to disk, out."""
+"""Tokenises and checks the rows of a set in chunks (Recipe), and writes the results to disk (write_store)."""
 
 import json
 from collections import Counter
@@ -23,46 +23,48 @@ from tandem.data.read.files import SourceFile
 from tandem.data.read.limits import MESSAGE_CHARACTERS, REJECTS_BYTES, format_bytes
 from tandem.data.read.sources import Chunk, RowError, SourceRow, read_chunks, rows_of
 from tandem.data.store.notes import notes_on
-from tandem.data.store.pool import TEMPLATE_BYTES, Watch, bounded_memory
+from tandem.data.store.pool import TEMPLATE_BYTES, RowMonitor, bounded_memory
 from tandem.data.store.tokens_file import as_stream, schema_with
 from tandem.data.text.template import Rendered, Template
 from tandem.data.text.tokens import TokenizedPreference, encode, fit_length, render
 from tandem.errors import DataError
 
-SHOWN_PER_REASON = 3
-# Rows whose keys are compared with the formats.
-ROWS_TRIED = 1000
-# Texts encoded together: their tokens are all in memory until over-long ones are left out.
+SHOWN_PER_REASON = 3  # examples of rejects in the manifest
+MAX_ROWS_TRIED = 1000  # rows that are tried when the format is detected
+# Texts encoded together. Their tokens are all in memory until over-long preferences are left out.
 CHARACTERS_AT_ONCE = 8 * 1024 * 1024
-# What a tokenizer may take for some texts. Fast ones take 170 bytes a character, and encode 1,000,000 characters a second.
+# Limits on the tokenizer's memory and time. Fast ones take 170 bytes per character and encode 1,000,000 characters per second.
 ENCODE_BYTES, BYTES_PER_CHARACTER = 4 * 1024**3, 1024
-CHARACTERS_PER_SECOND = 10_000  # in addition to the limit of a row
-# Lengths at which over-long preferences are counted, so that a user can choose the limit.
+CHARACTERS_PER_SECOND = 10_000  # time in addition to the limit for a row
+# For each of these lengths, longer preferences are counted, so that a user can choose the limit.
 LIMITS = tuple(2**power for power in range(8, 18))
-TWICE = "preferences that stand in it already"
-OPPOSED = "preferences that another row states the other way round"
+REPEATED = "preferences that repeat an earlier one"
+SWAPPED = "preferences that another row has with chosen and rejected swapped"
 
 
 @dataclass(slots=True)
-class Prepared:
-    """The outcome of the rows of a chunk, or of several."""
+class ChunkResult:
+    """The result of tokenising a chunk: the accepted rows, the rejected rows, and notes on problems."""
 
     rejects: list[dict[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
-    noted_at: dict[str, str] = field(default_factory=dict)  # where each note was first made
-    longer_than: Counter[int] = field(default_factory=Counter)
-    digests: bytes = b""  # of each accepted preference, 8 bytes each, as in the batch
+    noted_at: dict[str, str] = field(default_factory=dict)  # the place of the first row with each note
+    longer_than: Counter[int] = field(default_factory=Counter)  # number of preferences over each of LIMITS
+    digests: bytes = b""  # 8 bytes for each accepted preference
     batch: bytes = b""  # the accepted rows, as an Arrow stream
 
     def note(self, note: str, place: str) -> None:
-        """Count what is worth a count though the row is used."""
+        """Count a note about the row at `place`."""
         self.notes[note] += 1
         self.noted_at.setdefault(note, place)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides what a set's rows become, but the template. Called with a chunk, in whatever process."""
+    """The settings, other than the template, that determine how the rows of a set are tokenised.
+
+    Calling a Recipe tokenises one chunk of rows. This happens in a worker process.
+    """
 
     keys: DatasetFields
     format_name: str
@@ -70,56 +72,71 @@ class Recipe:
     pairing: str
     max_length: int
     overlong: str
-    default_scores: tuple[float | None, float | None] = (None, None)  # of the best completion, and of the others
+    default_scores: tuple[float | None, float | None] = (None, None)  # of the best completion, and of all others
 
-    def __call__(self, template: Template, chunk: Chunk, watch: Watch) -> Prepared:
-        prepared = Prepared()
+    def __call__(self, template: Template, chunk: Chunk, monitor: RowMonitor) -> ChunkResult:
+        result = ChunkResult()
         if chunk.has_bom:
-            prepared.note("byte-order mark at the start of a file", chunk.file)
-        rows = self._tokenized(template, _numbered_rows(chunk), prepared, watch)
-        return settle(rows, prepared, self.max_length, self.overlong, self.default_scores, tuple(self.keys.columns))
+            result.note("byte-order mark at the start of a file", chunk.file)
+        rows = self._tokenized(template, _numbered_rows(chunk), result, monitor)
+        return accept_rows(
+            rows,
+            result,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            default_scores=self.default_scores,
+            columns=tuple(self.keys.columns),
+        )
 
     def _tokenized(
-        self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], prepared: Prepared, watch: Watch
+        self,
+        template: Template,
+        rows: Iterator[tuple[int, SourceRow | RowError]],
+        result: ChunkResult,
+        monitor: RowMonitor,
     ) -> Iterator[TokenizedPreference | RowError]:
         number = 0
-        while rendered := self._render_some(template, rows, watch):
+        while rendered := self._render_some(template, rows, monitor):
             number += 1
             for preference, texts in (item for item in rendered if not isinstance(item, RowError)):
                 for note in notes_on(preference, texts, template, self.pairing):
-                    prepared.note(note, preference.place)
-            yield from self._encoded(template, rendered, watch, number)
+                    result.note(note, preference.place)
+            yield from self._encoded(template, rendered, monitor, number)
 
     def _encoded(
-        self, template: Template, rendered: list[tuple[Preference, Rendered] | RowError], watch: Watch, number: int
+        self,
+        template: Template,
+        rendered: list[tuple[Preference, Rendered] | RowError],
+        monitor: RowMonitor,
+        number: int,
     ) -> list[TokenizedPreference | RowError]:
-        """The rows of some texts, under bounds that grow with the texts: a tokenizer may expand them, or never end."""
+        """Encode rendered rows, with limits on time and memory in case the tokenizer hangs. The limits grow with the texts."""
         characters = sum(item[1].num_characters for item in rendered if not isinstance(item, RowError))
-        watch.at(number, more_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
+        monitor.start_row(number, extra_seconds=(1 + characters) / CHARACTERS_PER_SECOND)
         with bounded_memory(ENCODE_BYTES + characters * BYTES_PER_CHARACTER):
             encoded = list(encode(rendered, template, self.pairing))
-        watch.off()
+        monitor.end_row()
         return encoded
 
     def _render_some(
-        self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], watch: Watch
+        self, template: Template, rows: Iterator[tuple[int, SourceRow | RowError]], monitor: RowMonitor
     ) -> list[tuple[Preference, Rendered] | RowError]:
-        """The next rows as texts: all of a chunk at once, but for texts of extraordinary length."""
+        """Render the next rows of the chunk. Stop once the rendered texts exceed CHARACTERS_AT_ONCE in total."""
         rendered, characters = [], 0
         with bounded_memory():
             for number, row in rows:
-                item = self._rendered(template, row, number, watch)
+                item = self._rendered(template, row, number, monitor)
                 rendered.append(item)
                 characters += 0 if isinstance(item, RowError) else item[1].num_characters
                 if characters > CHARACTERS_AT_ONCE:
                     break
-        watch.off()
+        monitor.end_row()
         return rendered
 
     def _rendered(
-        self, template: Template, row: SourceRow | RowError, number: int, watch: Watch
+        self, template: Template, row: SourceRow | RowError, number: int, monitor: RowMonitor
     ) -> tuple[Preference, Rendered] | RowError:
-        watch.at(number)
+        monitor.start_row(number)
         if isinstance(row, RowError):
             return row
         try:
@@ -130,43 +147,46 @@ class Recipe:
             return error
 
 
-def settle(
+def accept_rows(
     rows: Iterable[TokenizedPreference | RowError],
-    prepared: Prepared,
+    result: ChunkResult,
+    *,
     max_length: int,
     overlong: str,
     default_scores: tuple[float | None, float | None] = (None, None),
     columns: tuple[str, ...] = (),
-) -> Prepared:
-    """Accept or reject tokenised rows, and count what is worth a count. `columns`: those that keys name."""
+) -> ChunkResult:
+    """Add tokenised rows to `result`, and return it. `columns`: the optional columns to store.
+
+    Over-long rows are truncated or rejected, missing scores are set to `default_scores`, and notes are added.
+    """
     accepted, lengths = [], []
     for row in rows:
         if isinstance(row, TokenizedPreference):
             lengths.append(row.longest)
             row = fit_length(row, max_length, overlong)
             if lengths[-1] > max_length and isinstance(row, TokenizedPreference):
-                prepared.note(f"over-long, cut by data.overlong={overlong}", row.place)
+                result.note(f"over-long, cut by data.overlong={overlong}", row.place)
         if isinstance(row, RowError):
-            prepared.rejects.append(_as_reject(row))
+            result.rejects.append(_as_reject(row))
             continue
         row = _with_scores(row, *default_scores)
         accepted.append(row)
         scores = row.scores
         if any(scores[winner] < scores[loser] for winner, loser in row.pairs):
-            prepared.note("chosen scored below rejected", row.place)
-    prepared.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
-    prepared.digests = b"".join(map(digest_of, accepted))
-    prepared.batch = as_stream(accepted, prepared.digests, columns) if accepted else b""
-    return prepared
+            result.note("chosen scored below rejected", row.place)
+    result.longer_than.update({limit: sum(length > limit for length in lengths) for limit in LIMITS})
+    result.digests = b"".join(map(digest_of, accepted))
+    result.batch = as_stream(accepted, result.digests, columns) if accepted else b""
+    return result
 
 
 def write_store(
-    chunks: Iterable[Prepared], folder: Path, rejects_bytes: int = REJECTS_BYTES, columns: Iterable[str] = ()
+    results: Iterable[ChunkResult], folder: Path, rejects_bytes: int = REJECTS_BYTES, columns: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Write `tokens.arrow` and `rejects.jsonl`, the outcome of the rows, into a folder; return what a manifest should say
-    about them.
+    """Write `tokens.arrow` and `rejects.jsonl` to a folder, and return the counts and notes for its manifest.
 
-    rejects_bytes: that `rejects.jsonl` may take. All rejects are counted, listed or not.
+    `rejects_bytes`: the maximum size of `rejects.jsonl`. Rejected rows that do not fit are counted but not listed.
     """
     bad: Counter[str] = Counter()
     filtered: Counter[str] = Counter()
@@ -180,22 +200,22 @@ def write_store(
         pa.OSFile(str(folder / "tokens.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, schema_with(columns)) as writer,
     ):
-        for prepared in chunks:
-            for batch in pa.ipc.open_stream(prepared.batch) if prepared.batch else ():
+        for result in results:
+            for batch in pa.ipc.open_stream(result.batch) if result.batch else ():
                 writer.write_batch(batch)
-            for reject in prepared.rejects:
+            for reject in result.rejects:
                 counter = bad if reject["kind"] == "bad" else filtered
                 counter[reject["reason"]] += 1
                 rejects.write(reject)
                 if counter[reject["reason"]] <= SHOWN_PER_REASON:
                     examples.append(reject)
-            notes.update(prepared.notes)
-            noted_at = prepared.noted_at | noted_at
-            longer_than.update(prepared.longer_than)
-            digests += prepared.digests
-    twice, first_at = repeated(np.frombuffer(digests, np.dtype("<u8")), folder / "tokens.arrow")
-    notes.update(twice)
-    noted_at |= first_at
+            notes.update(result.notes)
+            noted_at = result.noted_at | noted_at
+            longer_than.update(result.longer_than)
+            digests += result.digests
+    repeats, first_places = count_repeats(np.frombuffer(digests, np.dtype("<u8")), folder / "tokens.arrow")
+    notes.update(repeats)
+    noted_at |= first_places
     accepted = len(digests) // 8
     return {
         "counts": {
@@ -212,7 +232,10 @@ def write_store(
 
 
 class _RejectsFile:
-    """`rejects.jsonl`, a line for each reject, up to a size; then one line that counts those which are not listed."""
+    """Writes `rejects.jsonl`: one line per rejected row, up to a maximum size.
+
+    If some rows do not fit, the last line gives their number.
+    """
 
     def __init__(self, path: Path, max_bytes: int):
         self._file, self._max_bytes = path.open("w", encoding="utf-8"), max_bytes
@@ -239,23 +262,27 @@ class _RejectsFile:
         self._file.close()
 
 
-def repeated(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Count the rows of `tokens` that repeat another row, or repeat it with chosen and rejected swapped; also return the first
-    place of each."""
+def count_repeats(digests: NDArray[np.uint64], tokens: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Count preferences that repeat an earlier one, and preferences that another row has with chosen and rejected swapped.
+
+    Return two dicts: note -> count, and note -> place of the first such row. `tokens`: the tokens.arrow file with the
+    places.
+    """
     order = np.argsort(digests, kind="stable")
-    each = digests[order]
-    # Opposites, which differ in the last bit, are neighbours.
-    same, opposite = each[1:] == each[:-1], each[1:] ^ each[:-1] == 1
+    in_order = digests[order]
+    # Digests of swapped pairs differ only in the last bit, so they are next to each other.
+    same, swapped = in_order[1:] == in_order[:-1], in_order[1:] ^ in_order[:-1] == 1
     found: dict[str, int] = {}
     first: dict[str, int] = {}
     if same.any():
-        found[TWICE], first[TWICE] = int(same.sum()), int(order[1:][same].min())
-    if opposite.any():
-        ones = each[:-1][opposite]
-        starts, middles = np.searchsorted(each, ones), np.searchsorted(each, ones + 1)
-        ends = np.searchsorted(each, ones + 1, "right")
-        found[OPPOSED] = int((ends - starts).sum())
-        first[OPPOSED] = int(np.minimum(order[starts], order[middles]).min())
+        found[REPEATED], first[REPEATED] = int(same.sum()), int(order[1:][same].min())
+    if swapped.any():
+        # Rows with digest d and rows with d + 1 are swapped: starts | d d d | middles | d+1 d+1 | ends
+        evens = in_order[:-1][swapped]
+        starts, middles = np.searchsorted(in_order, evens), np.searchsorted(in_order, evens + 1)
+        ends = np.searchsorted(in_order, evens + 1, "right")
+        found[SWAPPED] = int((ends - starts).sum())
+        first[SWAPPED] = int(np.minimum(order[starts], order[middles]).min())
     return found, {note: _place_of(tokens, row) for note, row in first.items()}
 
 
@@ -271,12 +298,15 @@ def _place_of(tokens: Path, row: int) -> str:
 
 
 def format_of(files: list[SourceFile], keys: DatasetFields, max_expansion: float = MAX_EXPANSION) -> tuple[str, str]:
-    """The name of the files' format and why: as given, or detected from the first row whose keys fit one."""
+    """Return the name of the files' format and the reason for it.
+
+    The format is the configured one, or else that of the first row with a known format.
+    """
     if keys.dataset_name != "auto":
-        return keys.dataset_name, "as data.*.dataset_name says"
+        return keys.dataset_name, "set by data.*.dataset_name"
     chunks = (chunk for file in files for chunk in read_chunks(file.path, file.name, 1, max_expansion))
     rows = (row for chunk in chunks for row in rows_of(chunk) if isinstance(row, SourceRow))
-    for row in islice(rows, ROWS_TRIED):
+    for row in islice(rows, MAX_ROWS_TRIED):
         name, reason = found = detect_format(row, keys)
         if found != NOTHING_FITS:
             return name, f"{reason} of {row.place}" if len(files) > 1 or row.line > 1 else reason
@@ -288,9 +318,14 @@ def _numbered_rows(chunk: Chunk) -> Iterator[tuple[int, SourceRow | RowError]]:
         yield from zip(chunk.numbers, rows_of(chunk), strict=True)
     except MemoryError:
         raise DataError(
-            f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}: these rows take over {format_bytes(TEMPLATE_BYTES)} "
-            "of memory once they are parsed. Remove what is not a preference from them."
+            f"{row_range(chunk)}: these rows take over {format_bytes(TEMPLATE_BYTES)} of memory once they are parsed. "
+            "Remove large fields that are not part of the preferences."
         ) from None
+
+
+def row_range(chunk: Chunk) -> str:
+    """Return the file and the line numbers of a chunk's rows, such as pairs.jsonl:1-1000."""
+    return f"{chunk.file}:{chunk.numbers[0]}-{chunk.numbers[-1]}"
 
 
 def _as_reject(row: RowError) -> dict[str, str]:
@@ -301,7 +336,7 @@ def _as_reject(row: RowError) -> dict[str, str]:
 
 
 def _with_scores(row: TokenizedPreference, best: float | None, other: float | None) -> TokenizedPreference:
-    """Fill in the scores that the data does not give, if there are defaults."""
+    """Replace missing scores: by `best` for the best completions, by `other` for all others. None leaves a score missing."""
     if best is None and other is None:
         return row
     losers = {loser for _, loser in row.pairs}
@@ -316,16 +351,20 @@ def _with_scores(row: TokenizedPreference, best: float | None, other: float | No
 
 
 def digest_of(row: TokenizedPreference) -> bytes:
-    """Return a digest of a preference's tokens. The digests of a pair and of the same pair with chosen and rejected swapped
-    differ in one bit.
+    """Return a digest of a preference's tokens. It does not depend on the order of the completions.
 
-    The order of the completions does not matter.
+    If the chosen and rejected completion of a single pair are swapped, only the last bit of the digest changes.
     """
     digest = blake2b(row.prompt.tobytes(), digest_size=8)
-    completions = [completion.tobytes() for completion in row.completions]
-    pairs = sorted((completions[winner], completions[loser]) for winner, loser in row.pairs)
-    opposite = len(pairs) == 1 and pairs[0][0] > pairs[0][1]
+    pairs = pair_bytes(row)
+    last_bit = len(pairs) == 1 and pairs[0][0] > pairs[0][1]
     for completion in sorted(pairs[0]) if len(pairs) == 1 else chain.from_iterable(pairs):
         digest.update(b"|" + completion)
     number = int.from_bytes(digest.digest(), "little")
-    return (number & ~1 | opposite).to_bytes(8, "little")
+    return (number & ~1 | last_bit).to_bytes(8, "little")
+
+
+def pair_bytes(row: TokenizedPreference) -> list[tuple[bytes, bytes]]:
+    """Return (tokens of the winner, tokens of the loser) for each pair, as bytes, in sorted order."""
+    completions = [completion.tobytes() for completion in row.completions]
+    return sorted((completions[winner], completions[loser]) for winner, loser in row.pairs)

@@ -1,4 +1,4 @@
-"""Renders conversations with a chat template, with the same result as transformers and less overhead."""
+"""Renders conversations with a chat template. The result is the same as that of transformers, with less overhead."""
 
 import json
 import re
@@ -13,14 +13,14 @@ Arguments = Literal["object", "text"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStyle:
-    """How a template takes tool calls: the content of a turn with calls only, and the form of arguments (None: any)."""
+    """How tool calls must be written in a message so that a template renders them."""
 
-    empty_content: str | None = ""
-    arguments: Arguments | None = None
+    empty_content: str | None = ""  # the content of a turn that has only calls
+    arguments: Arguments | None = None  # None: both forms are rendered
 
 
 def convert_calls(message: dict[str, Any], style: ToolCallStyle) -> dict[str, Any]:
-    """Convert a message to the form that a template renders. OpenAI writes arguments as text, most templates need objects."""
+    """Convert the tool calls of a message to the template's style. OpenAI gives arguments as text; most templates need dicts."""
     calls = message["tool_calls"]
     if isinstance(calls, list):
         calls = [
@@ -30,7 +30,10 @@ def convert_calls(message: dict[str, Any], style: ToolCallStyle) -> dict[str, An
 
 
 def rename_calls(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The conversation with a unique name for every call, and the original names: {"mark0x": "add"}."""
+    """Give every tool call a unique name. Return the changed messages, and a dict such as {"mark0x": "add"}.
+
+    The dict maps each new name to the original name.
+    """
     names: dict[str, str] = {}
 
     def rename(function: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +52,10 @@ def rename_calls(messages: list[dict[str, Any]], mark: str) -> tuple[list[dict[s
 
 
 def _change_function(call: Any, change: Any) -> Any:
-    """Apply a change to the function of a call: {"function": {"name", "arguments"}}, or {"name", "arguments"}."""
+    """Apply `change` to the function of a tool call.
+
+    A call is written as {"function": {"name", "arguments"}} or as {"name", "arguments"}.
+    """
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
@@ -75,13 +81,16 @@ SHIELD = "\ufdd0"
 
 
 def split_shielded(rendered: str) -> list[tuple[str, bool]]:
-    """Split a rendered text into pieces, each with whether to parse special tokens: "a\ufdd0</s>\ufdd0b" -> a, </s> (no), b."""
+    """Split a text at the SHIELD characters into (piece, parse_special). Special tokens between two shields are plain text.
+
+    "a\ufdd0</s>\ufdd0b" is returned as ("a", True), ("</s>", False), ("b", True).
+    """
     return [(part, i % 2 == 0) for i, part in enumerate(rendered.split(SHIELD)) if part]
 
 
 PROBE_TEXT = "tandem6c1d"  # a text that no template contains
 Conversation = list[dict[str, Any]]  # each message has a role, a content, and optional keys
-# Turn markers of common templates, which prompts may contain already. For some tokenizers they are plain text.
+# Turn markers of common templates, which prompts may already contain. For some tokenizers they are plain text.
 TURN_MARKERS = frozenset(
     [
         "<|im_start|>",
@@ -100,7 +109,7 @@ TURN_MARKERS = frozenset(
         "<extra_id_1>",
     ]
 )
-HTML_TAGS = frozenset(["<s>", "</s>"])  # special tokens of Llama 2 and others, but also HTML_TAGS tags
+HTML_TAGS = frozenset(["<s>", "</s>"])  # special tokens of Llama 2 and others, but also HTML tags
 DICT_ATTRIBUTES = frozenset([*dir(dict), *dir(type)])
 
 
@@ -111,10 +120,10 @@ def special_tokens(tokenizer: Any) -> set[str]:
 
 
 class ChatTemplate:
-    """A chat template in transformers' sandbox.
+    """Renders conversations with a chat template, in the sandbox of transformers.
 
-    The setup of `apply_chat_template` takes longer than the template itself. So plain conversations are rendered by the
-    compiled template directly, after both gave the same text once. Tools and tool calls always use `apply_chat_template`.
+    `apply_chat_template` spends more time on setup than on rendering. So the compiled template is called directly for
+    conversations without tools and tool calls, if a first comparison shows that this gives the same text.
     """
 
     def __init__(self, tokenizer: Any, source: str, kwargs: dict[str, Any]):
@@ -126,7 +135,7 @@ class ChatTemplate:
         return ChatTemplate, (self._tokenizer, self._source, self._kwargs)
 
     def texts(self, several: Sequence[Conversation], tools: list[Any], *, add_generation_prompt: bool) -> list[str]:
-        """Render each conversation."""
+        """Render each conversation, and return the texts."""
         plain = not tools and all(len(message) == 2 for one in several for message in one)
         if plain and self._compiled is not None:
             return [self._compiled(one, add_generation_prompt) for one in several]
@@ -148,24 +157,27 @@ class ChatTemplate:
 
     @cached_property
     def turn_tokens(self) -> re.Pattern[str]:
-        """A pattern for turn markers: the special tokens that this template writes, and those of common templates."""
+        """A pattern that matches turn markers: special tokens that this template writes, and turn markers of common templates."""
         written = self._render_probe({"role": "assistant", "content": PROBE_TEXT})
         own = {token for token in special_tokens(self._tokenizer) if token in written} - HTML_TAGS
         return re.compile("|".join(map(re.escape, sorted(own | TURN_MARKERS, key=len, reverse=True))))
 
     @cached_property
     def tail(self) -> str | None:
-        """The text after the last answer: the end of turn, and maybe more. None if it cannot be determined."""
+        """The text that the template writes after the last answer: the end-of-turn token, and maybe more.
+
+        None if it is unknown.
+        """
         text = self._render_probe({"role": "assistant", "content": PROBE_TEXT})
         before, found, after = text.rpartition(PROBE_TEXT)
         return after if found and PROBE_TEXT not in before else None
 
     @cached_property
     def tool_call_style(self) -> ToolCallStyle:
-        """The form of tool calls that the template renders.
+        """How tool calls must be written in a message so that the template renders them.
 
-        Given arguments as text, most templates write a JSON string, {"a": 1} -> "{\\"a\\": 1}"; others only accept text.
-        Some render calls only if the content of the turn is null.
+        If arguments are given as text, most templates quote them as a JSON string: {"a": 1} becomes "{\\"a\\": 1}". Other
+        templates accept only text. Some templates render calls only if the content of the turn is null.
         """
         forms: dict[Arguments, Any] = {"object": {PROBE_TEXT: 1}, "text": json.dumps({PROBE_TEXT: 1})}
         for empty_content in ("", None):
@@ -180,7 +192,10 @@ class ChatTemplate:
         return ToolCallStyle()
 
     def _render_probe(self, answer: dict[str, Any]) -> str:
-        """Render a short conversation, with a system turn if one is required; "" if the template rejects both."""
+        """Render a short conversation that ends with `answer`. Return "" if the template rejects it.
+
+        The conversation is tried first without a system turn, then with one.
+        """
         turns = [{"role": "system", "content": "Well."}, {"role": "user", "content": "Well?"}, answer]
         for conversation in (turns[1:], turns):
             with suppress(Exception):
@@ -208,8 +223,8 @@ class ChatTemplate:
 
 
 def _fast_renderer(template: Any, given: dict[str, Any]) -> Callable[[Conversation, bool], str]:
-    """A function that renders like `template.render`, with the setup that all texts share done once."""
-    template.globals = dict(template.globals)  # a chain of dictionaries, which is slow for every text
+    """Return a function that renders like `template.render`, but does the setup only once."""
+    template.globals = dict(template.globals)  # faster than the original chain of dictionaries
     template.environment.getattr = _fast_getattr(template.environment)
     same, concat = {**template.globals, **given}, template.environment.concat
 
@@ -221,7 +236,7 @@ def _fast_renderer(template: Any, given: dict[str, Any]) -> Callable[[Conversati
 
 
 def _fast_getattr(environment: Any) -> Callable[[Any, str], Any]:
-    """A faster lookup of `message.role`: the sandbox tries attributes first, but here keys of plain dicts are used directly."""
+    """Return a faster attribute lookup for templates. In a plain dict, `message.role` is looked up as a key first."""
     own = type(environment).getattr.__get__(environment)
 
     def look_up(holder: Any, name: str) -> Any:

@@ -10,25 +10,28 @@ from tandem.data.text.chat import split_shielded
 
 SPACE = "▁"  # how SentencePiece writes a space
 # User-defined symbols that frame a conversation (NeMo's template; T5's sentinels, special in transformers too). A model
-# file does not distinguish them from other user-defined symbols, such as runs of spaces or HTML_TAGS tags.
+# file does not distinguish them from other user-defined symbols, such as runs of spaces or HTML tags.
 FRAMING_SYMBOL = re.compile(r"<extra_id_\d+>")
-EXPORT_MARKER = "sentencepiece_model"  # marks an exported folder; others may contain a tokenizer.model too
+EXPORT_MARKER = "sentencepiece_model"  # key in tokenizer_config.json of folders that tandem exported
 # Types of pieces and models, as numbered in the file.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 BPE = 2
 
 
 class SentencePiece:
-    """A SentencePiece model with the part of the Hugging Face tokenizer interface that is used here.
+    """A SentencePiece model with the part of the Hugging Face tokenizer interface that tandem uses.
 
-    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. That function encodes control symbols
-    (such as EOS) as plain text; here they become their ids, and the text between two of them is encoded separately. No
-    BOS is added: neither the library nor NeMo Aligner does.
+    A text without control symbols gets the ids of `SentencePieceProcessor.encode`. A control symbol, such as EOS, gets
+    its own id; the sentencepiece library would encode it as plain text. The text between two control symbols is encoded
+    separately. No BOS is added, as in the library and in NeMo Aligner.
 
-    A completion is not encoded alone: SentencePiece would add a space before it, and may have dropped a line break at the
-    end of the prompt. It gets the ids of prompt and completion together, without the prompt's, as in NeMo Aligner, except
-    that no token crosses the boundary. "Q:" then "Yes" gives Yes, not ▁Yes. "Q: " then "Yes" gives ▁Yes if the model
-    strips spaces from the end of texts (then the prompt's ids do not include the space), else Yes.
+    A completion is encoded as a continuation of its prompt: both are encoded together, and the ids of the prompt are
+    removed. NeMo Aligner does the same, but here no token crosses the boundary. If a completion were encoded separately,
+    a space would be added before it, and a line break at the end of the prompt might be dropped.
+
+    Examples: after the prompt "Q:", the completion "Yes" gives the piece Yes, not ▁Yes. After the prompt "Q: ", it gives
+    ▁Yes if the model strips spaces at the end of texts, so that the ids of the prompt do not include the space; otherwise
+    Yes.
     """
 
     added_tokens_decoder: dict[int, Any] = {}  # all symbols are in the model
@@ -75,14 +78,21 @@ class SentencePiece:
         return {"input_ids": self.encode(text)[0]}
 
     def encode(self, prompt: str, completions: Sequence[str] = ()) -> list[list[int]]:
-        """The ids of a rendered prompt, then of each completion as a continuation of the prompt."""
+        """Return the ids of a rendered prompt, followed by the ids of each completion.
+
+        Each completion is encoded as a continuation of the prompt.
+        """
         ids, followed = self.encode_turns(prompt, [[completion] for completion in completions])
         return [ids, *(parts[0] for parts in followed)]
 
     def encode_turns(
         self, prompt: str, completions: Sequence[Sequence[str]]
     ) -> tuple[list[int], list[list[list[int]]]]:
-        """The same for completions in parts, each a continuation of the previous one."""
+        """Return the ids of a prompt, and the ids of every part of each completion.
+
+        Each part is encoded as a continuation of the text before it: the prompt, or the previous part of the same
+        completion.
+        """
         ids, before_all = self._encode(prompt, "")
         encoded = []
         for parts in completions:
@@ -94,7 +104,7 @@ class SentencePiece:
         return ids, encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the pieces, including leading spaces."""
+        """Return the text of the pieces, including leading spaces."""
         spelled = b""
         for id in ids:
             piece = self._raw.id_to_piece(id)
@@ -109,7 +119,10 @@ class SentencePiece:
         (Path(folder) / "tokenizer.model").write_bytes(self.model)
 
     def _encode(self, text: str, before: str) -> tuple[list[int], str]:
-        """The ids of a text that continues `before`, and the plain text that the next text continues."""
+        """Encode a text that continues the plain text `before`.
+
+        Return the ids, and the plain text that the next part will continue: everything since the last control symbol.
+        """
         ids: list[int] = []
         for run in self._runs(text):
             if isinstance(run, int):
@@ -121,7 +134,7 @@ class SentencePiece:
         return ids, before
 
     def _runs(self, text: str) -> Iterator[str | int]:
-        """Split a text into plain text and ids of control symbols: "Yes</s>" -> "Yes", 2."""
+        """Split a text into plain text and ids of control symbols: "Yes</s>" gives "Yes" and 2."""
         plain = ""
         for part, parse_special in split_shielded(text):
             if not parse_special and part in self._framing:
@@ -144,20 +157,22 @@ class SentencePiece:
             yield plain
 
     def _encode_continuation(self, before: str, text: str) -> list[int]:
-        """The ids of a text that continues another: both are normalised together, and the first part is removed."""
-        whole, first = self._raw.normalize(before + text), self._raw.normalize(before)
-        if whole.startswith(first):
-            return self._normalized.encode(whole[len(first) :])
-        # The normaliser merges characters across the boundary ("e" and a combining accent), so the text is encoded alone,
-        # without its space.
-        alone = self._raw.normalize(text)
+        """Encode `text` as a continuation of `before`: normalise both together, then remove the normalised `before`."""
+        both, first = self._raw.normalize(before + text), self._raw.normalize(before)
+        if both.startswith(first):
+            return self._normalized.encode(both[len(first) :])
+        # The normaliser merged characters across the boundary ("e" and a combining accent), so the text is encoded
+        # separately, without the space that this adds.
+        normalized = self._raw.normalize(text)
         prefix = SPACE if self._proto.normalizer_spec.add_dummy_prefix else ""
-        return self._normalized.encode(alone.removeprefix(prefix))
+        return self._normalized.encode(normalized.removeprefix(prefix))
 
     def _make_hub(self, file: Path) -> Any:
-        """The tokenizer as a transformers class: converted if that is exact, else a wrapper of the same library.
+        """Make a transformers tokenizer that gives the same ids.
 
-        The wrapper decodes byte pieces as <0x0A>, and some model types do not support it (`check_export`).
+        The model is converted if that keeps all ids. Otherwise the tokenizer is a wrapper of the sentencepiece library.
+        The wrapper decodes byte pieces as text such as <0x0A>, and some model types do not support it (see
+        `check_export`).
         """
         from transformers import PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -168,7 +183,7 @@ class SentencePiece:
             "pad_token": self.pad_token,
         }
         others = [token for token in self._pieces(CONTROL) if token not in named.values()]
-        # EXPORT_MARKER is kept in tokenizer_config.json of the folder.
+        # transformers writes EXPORT_MARKER to tokenizer_config.json.
         options = {**named, "extra_special_tokens": others, EXPORT_MARKER: "tokenizer.model"}
         if _converts_exactly(self._proto):
             return PreTrainedTokenizerFast(tokenizer_object=convert(self._proto), **options)
@@ -182,9 +197,9 @@ class SentencePiece:
 
 
 def _without_normalizer(proto: Any) -> bytes:
-    """The same model for texts that are already normalised."""
-    # Only the fields that encoding needs: the self-test samples in the file, which some releases of the library check
-    # when loading, only hold with the original normaliser.
+    """Return a copy of the model without a normaliser, for texts that are already normalised."""
+    # Copies only the fields that encoding needs. Some releases of the library check the self-test samples of a file when
+    # they load it, and those samples need the original normaliser.
     bare = type(proto)(pieces=proto.pieces, trainer_spec=proto.trainer_spec, normalizer_spec=proto.normalizer_spec)
     spec = bare.normalizer_spec
     spec.precompiled_charsmap = b""
@@ -193,10 +208,11 @@ def _without_normalizer(proto: Any) -> bytes:
 
 
 def _converts_exactly(proto: Any) -> bool:
-    """Whether `convert` gives exactly the same ids: true for byte-pair models that do not change characters.
+    """Whether the tokenizer made by `convert` gives the same ids as the model for every text.
 
-    The tokenizers library sums the scores of a unigram model in another precision, and applies character rules only to
-    complete graphemes ("ｶﾞ" stays two characters), so some texts get other ids.
+    This is true for BPE models whose normaliser does not change characters. For other models, some texts would get other
+    ids: the tokenizers library sums the scores of a unigram model in another precision, and applies character rules only
+    to complete graphemes ("ｶﾞ" stays two characters).
     """
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
     plain = not spec.precompiled_charsmap and spec.escape_whitespaces and not trainer.treat_whitespace_as_suffix
@@ -204,7 +220,7 @@ def _converts_exactly(proto: Any) -> bool:
 
 
 def convert(proto: Any) -> Any:
-    """Convert a byte-pair model to a `tokenizers.Tokenizer`, which `AutoTokenizer` loads for nearly every model type."""
+    """Convert a BPE model to a `tokenizers.Tokenizer`, which `AutoTokenizer` loads for nearly every model type."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     spec, trainer = proto.normalizer_spec, proto.trainer_spec
@@ -240,7 +256,7 @@ def convert(proto: Any) -> Any:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs that merge into a piece, best score first: SentencePiece stores scores of pieces, not merges."""
+    """Return the merges of a BPE model, best score first. SentencePiece stores only pieces, so merges are computed from them."""
     score = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     halves = ((whole[:at], whole[at:]) for whole in score for at in range(1, len(whole)))
     merges = [pair for pair in halves if pair[0] in score and pair[1] in score]

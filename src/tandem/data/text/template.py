@@ -32,13 +32,13 @@ QUESTION = "How far is the moon?"
 PROBE = [{"role": "user", "content": QUESTION}]
 MALFORMED = "template malformed"
 ANOTHER_TEMPLATE = "Set another with policy.tokenizer.chat_template=FILE.jinja"
-# No line of a data file is longer, so a longer text was made by the template.
+# Lines of data files are shorter, so only the template can have made a longer text.
 MAX_RENDERED = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a completion's text. Assistant turns are scored; tool turns and headers between them are not."""
+    """A part of the text of a completion. Assistant turns are scored; tool turns and the turn headers after them are not."""
 
     text: str
     scored: bool = True
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The texts of one preference. Each completion ends with one end-of-turn token of the template, or EOS."""
+    """The rendered texts of one preference. Each completion ends with the template's end-of-turn token, or with EOS."""
 
     prompt: str
     completions: tuple[tuple[Part, ...], ...]
@@ -59,14 +59,14 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The tokenizer's chat template, one from a file, or none (raw text)."""
+    """A tokenizer and its chat template. `source`: the text of the chat template, or None if prompts are used as raw text."""
 
     tokenizer: Any
     source: str | None
     kwargs: dict[str, Any]
     _special: re.Pattern[str] = field(init=False, repr=False)  # any special token
-    _ends: re.Pattern[str] = field(init=False, repr=False)  # one that may end a text
-    _turn_ends: re.Pattern[str] = field(init=False, repr=False)  # one that a template may end a turn with
+    _ends: re.Pattern[str] = field(init=False, repr=False)  # a special token that may end raw text
+    _turn_ends: re.Pattern[str] = field(init=False, repr=False)  # a special token that may end a turn of a template
     _chat: ChatTemplate = field(init=False, repr=False)
     _start_encoder: WordEncoder | None = field(init=False, repr=False)  # None if the tokenizer has no fast backend
     _continuation_encoder: WordEncoder | None = field(init=False, repr=False)  # for texts that continue others
@@ -86,9 +86,9 @@ class Template:
         object.__setattr__(self, "_continuation_encoder", begins if other is backend else WordEncoder(other))
 
     def encode(self, texts: list[str], *, begins: bool, parse_special: bool = True) -> list[IntArray]:
-        """The token ids of each text, with nothing added.
+        """Return the token ids of each text, without BOS or EOS.
 
-        begins: whether the texts begin a sequence. Some tokenizers add a space before a text, but not before a continuation.
+        `begins`: whether the texts begin a sequence. If they continue one, no space is added before them.
         """
         encoder = self._start_encoder if begins else self._continuation_encoder
         if encoder is None:
@@ -98,23 +98,23 @@ class Template:
 
     @property
     def turn_tokens(self) -> re.Pattern[str]:
-        """A pattern for turn markers, which a prompt should not contain before it is rendered."""
+        """A pattern that matches turn markers. The template adds turn markers, so a prompt in the data should not contain any."""
         return self._chat.turn_tokens
 
     @property
     def pads_with_end(self) -> bool:
-        """Whether the template may end turns with the padding token, which is not EOS."""
+        """Whether the template contains the padding token, and that token is not EOS. Such a template may end turns with it."""
         pad = self.tokenizer.pad_token
         return bool(pad) and pad != self.tokenizer.eos_token and pad in (self.source or "")
 
     def render(self, preference: Preference) -> Rendered:
         if self.source is None:
             return self._render_raw(preference)
-        messages, tools = self._shielded_turns(_as_messages(preference.prompt)), self._shielded_in(preference.tools)
+        messages, tools = self._shielded_turns(as_messages(preference.prompt)), self._shielded_in(preference.tools)
         before = _Context(messages, list(tools), preference.place)
-        answers = [self._shielded_turns(_as_answer(completion.answer)) for completion in preference.completions]
+        answers = [self._shielded_turns(as_answer(completion.answer)) for completion in preference.completions]
         [prompt] = self._apply(before, [[]], add_generation_prompt=True)
-        # The first turns of all answers in one call, whose time hardly depends on their number.
+        # The first turns of all answers are rendered in one call, because a call takes about as long for several.
         firsts = self._apply(before, [answer[:1] for answer in answers], add_generation_prompt=False)
         completions = tuple(
             self._completion(before, prompt, answer, first) for answer, first in zip(answers, firsts, strict=True)
@@ -135,7 +135,7 @@ class Template:
         return self._shielded_in(turn)
 
     def _shielded_in(self, value: Any) -> Any:
-        """Apply `_shielded` to every text inside a value."""
+        """Apply `_shielded` to every text inside a nested value."""
         if isinstance(value, str):
             return self._shielded(value)
         if isinstance(value, Mapping):
@@ -143,19 +143,26 @@ class Template:
         return [self._shielded_in(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _shielded(self, content: str) -> str:
-        """Mark special tokens in the text of a message, so that they are encoded as plain text (see data/text/chat.py)."""
+        """Put SHIELD around special tokens in the text of a message, so that they are encoded as plain text."""
         return self._special.sub(lambda found: f"{SHIELD}{found[0]}{SHIELD}", content)
 
     def probe(self) -> str:
-        """A fixed conversation, rendered. It is part of the fingerprint, because templates may read the date."""
+        """Render a fixed conversation.
+
+        Its text is part of the fingerprint of a store, because a template may depend on the date.
+        """
         return self._render_probe_conversation()[1]
 
     def example(self) -> Conversation | None:
-        """A short conversation that the template accepts; None without a template."""
+        """Return a short conversation that the template accepts, or None if there is no template or it accepts none."""
         return self._render_probe_conversation()[0]
 
     def _render_probe_conversation(self) -> tuple[Conversation | None, str]:
-        """A conversation that the template accepts, and its text. Some templates need a system turn, some reject both."""
+        """Return a conversation that the template accepts, and its rendered text.
+
+        The conversation is tried first without a system turn, then with one. If the template rejects both, return (None,
+        "").
+        """
         for messages in (PROBE, [SYSTEM, *PROBE]) if self.source else ():
             try:
                 [text] = self._apply(_Context(messages, [], "the chat template"), [[]], add_generation_prompt=True)
@@ -181,12 +188,12 @@ class Template:
                 "tools, tool calls and completions of several messages need a chat template. "
                 "Set policy.tokenizer.chat_template=FILE.jinja.",
             )
-        # Raw text is already rendered: special tokens in it are parsed, and one at the end is its end of turn.
+        # Raw text counts as rendered: special tokens in it are parsed, and one at its end is the end of turn.
         completions = tuple((Part(self._ended(str(answer), 0, self._ends)),) for answer in answers)
         return Rendered(preference.prompt, completions, adds_bos=True)
 
     def _completion(self, before: "_Context", prompt: str, answer: Conversation, first: str) -> tuple[Part, ...]:
-        """The parts of an answer: assistant turns, and the text between them.
+        """Split the rendered text of an answer into parts: assistant turns, and the text between them.
 
         user: 2+2? | assistant: calls add | tool: 4 | assistant: Four.
                      scored       not scored, with     scored
@@ -211,10 +218,11 @@ class Template:
         return tuple(parts)
 
     def _assistant_text(self, rest: str, message: dict[str, Any], *, is_last: bool) -> str:
-        """The text of an assistant turn up to its end of turn, from `rest`, the text that the template adds for it.
+        """Return the text of an assistant turn, cut off after its end-of-turn token. `rest`: the text that the template renders.
 
-        Some templates open the next turn after the answer, so the first end of turn after the content is used. A tool
-        call may begin with a special token, so a turn with calls ends where only white space follows.
+        Some templates open the next turn after the answer, so the first end-of-turn token after the content is used. In a
+        turn with tool calls, special tokens may be part of a call, so only a token that is followed by nothing but white
+        space is used.
         """
         content, tail = (message["content"] or "").strip(), self._chat.tail
         if message.get("tool_calls") or not content:
@@ -228,7 +236,11 @@ class Template:
         return text if is_last or rest.startswith(text) else rest
 
     def _ended(self, text: str, after: int, ends: re.Pattern[str]) -> str:
-        """Cut after the end-of-turn token, or add EOS. "Yes<|im_end|>\\n" -> "Yes<|im_end|>"; "Yes" -> "Yes</s>"."""
+        """Cut off a text after its end-of-turn token. If it has none, add EOS.
+
+        "Yes<|im_end|>\\n" is returned as "Yes<|im_end|>", and "Yes" as "Yes</s>". `after`: the position from which to
+        search. If `after` is 0, the token must be followed by nothing but white space.
+        """
         if after:
             end = ends.search(text, after)
         else:
@@ -236,9 +248,9 @@ class Template:
         return text[: end.end()] if end else text + self.tokenizer.eos_token
 
     def _check_calls(self, before: "_Context", answer: Conversation) -> None:
-        """Refuse a template that silently leaves out tool calls, which would make an answer an empty turn.
+        """Raise a RowError if the template silently leaves out tool calls. The answer would become an empty turn.
 
-        The name of a tool may also appear elsewhere in the text, so unique names are rendered and searched for.
+        The calls are rendered with unique names, because the name of a tool may also appear elsewhere in the text.
         """
         if not any(message.get("tool_calls") for message in before.messages + answer):
             return
@@ -257,7 +269,7 @@ class Template:
             )
 
     def _apply(self, before: "_Context", several: list[Conversation], *, add_generation_prompt: bool) -> list[str]:
-        """Render the conversation once with each of `several` continuations."""
+        """Render the messages of `before`, followed by each continuation in `several`. Return one text per continuation."""
         try:
             conversations = [before.messages + more for more in several]
             texts = self._chat.texts(conversations, before.tools, add_generation_prompt=add_generation_prompt)
@@ -281,7 +293,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The conversation so far, the tools that are available, and its place in the data."""
+    """The messages before an answer, the available tools, and the place of the row in the data."""
 
     messages: Conversation
     tools: list[Any]
@@ -289,7 +301,7 @@ class _Context:
 
 
 def _text_after(rendered: str, rendered_so_far: str, place: str) -> str:
-    """The text after `rendered_so_far`; a RowError if the template rendered `rendered_so_far` differently this time."""
+    """Return the part of `rendered` after `rendered_so_far`. Raise a RowError if `rendered` does not begin with that text."""
     if rendered.startswith(rendered_so_far):
         return rendered[len(rendered_so_far) :]
     at = next((i for i, (a, b) in enumerate(zip(rendered_so_far, rendered, strict=False)) if a != b), len(rendered))
@@ -298,12 +310,12 @@ def _text_after(rendered: str, rendered_so_far: str, place: str) -> str:
         "prompt is not a prefix",
         "the chat template renders the prompt differently when the answer follows: "
         f"...{rendered_so_far[max(0, at - 20) : at + 20]!r} becomes ...{rendered[max(0, at - 20) : at + 20]!r}. "
-        "Set a template that keeps it with policy.tokenizer.chat_template=FILE.jinja.",
+        "Set a template that does not change the prompt with policy.tokenizer.chat_template=FILE.jinja.",
     )
 
 
 def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
-    """The template that the configuration selects."""
+    """Return the template that the settings in `policy.tokenizer` select."""
     given = config.chat_template
     if given is None:
         source = None
@@ -320,14 +332,15 @@ def make_template(tokenizer: Any, config: TokenizerConfig) -> Template:
             ) from None
     else:
         raise ConfigError(
-            f"policy.tokenizer.chat_template = {given!r}: give default, null (raw text), or a file ending in .jinja."
+            f"policy.tokenizer.chat_template = {given!r}: not a known value. Set default, null (raw text), or a file ending in "
+            ".jinja."
         )
     _check_kwargs(source, config.chat_template_kwargs)
     return Template(tokenizer, source, config.chat_template_kwargs)
 
 
 def _check_kwargs(source: str | None, given: dict[str, Any]) -> None:
-    """Refuse chat_template_kwargs that the template does not read: they would be silently ignored."""
+    """Raise a ConfigError if chat_template_kwargs has a value that the template does not use. It would be silently ignored."""
     if not given:
         return
     if source is None:
@@ -340,16 +353,18 @@ def _check_kwargs(source: str | None, given: dict[str, Any]) -> None:
         return
     if unread := sorted(given.keys() - read):
         raise ConfigError(
-            f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template does not read this value. It reads "
+            f"policy.tokenizer.chat_template_kwargs.{unread[0]}: the chat template does not use this value. The template uses "
             f"{listed(sorted(read))}."
         )
 
 
-def _as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
+def as_messages(prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the messages of a prompt. A text becomes a single user turn."""
     return (Message("user", prompt),) if isinstance(prompt, str) else prompt
 
 
-def _as_answer(answer: str | tuple[Message, ...]) -> tuple[Message, ...]:
+def as_answer(answer: str | tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the messages of a completion. A text becomes a single assistant turn."""
     return (Message("assistant", answer),) if isinstance(answer, str) else answer
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tandem.data.store.pool import Died, Stalled, in_a_process
+from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.data.text.sentencepiece_model import EXPORT_MARKER, SentencePiece
 from tandem.errors import ConfigError, one_line
 from tandem.storage.cache import cache_dir, content_of, fingerprint, refuse_outside
@@ -22,9 +22,9 @@ MORE_TEMPLATES = "additional_chat_templates"  # transformers reads the templates
 # Limits on loading and testing a tokenizer: a constant, plus a rate for the size of its files (18 MB of merges took 7 seconds).
 LOAD_SECONDS, BYTES_PER_SECOND = 60.0, 100_000
 LOAD_BYTES, BYTES_PER_BYTE = 4 * 1024**3, 200
-# Plain text, on which any conversion of a SentencePiece model must agree with it.
+# A conversion of a SentencePiece model must give the same ids for this text.
 PLAIN_TEXT = "How far is the moon?"
-# Settings of a tokenizer that do not change how it encodes a text, or that are fingerprinted elsewhere.
+# Settings of a tokenizer that do not change how it encodes a text, or that have a separate fingerprint.
 IGNORED_SETTINGS = (
     "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
     "name_or_path", "padding_side", "processor_class", "tokenizer_class", "transformers_version", "truncation_side",
@@ -34,15 +34,15 @@ PROBES = (PLAIN_TEXT, "  two  spaces,\n\ta tab\n", "é 東京 😀 ｶﾞ", "<ex
 
 
 def load_tokenizer(name: Path) -> Any:
-    """Load the tokenizer of a folder, or of a SentencePiece model (a file ending in .model); one without EOS is refused.
+    """Load a tokenizer from a folder or from a SentencePiece model (a file ending in .model). It must have an EOS token.
 
-    Malicious files can make the libraries run forever or take all memory, and cannot be interrupted. So a tokenizer with
-    new content is first loaded in a separate process.
+    Malicious files can make the libraries hang or take all memory. So a tokenizer that has not been loaded before is
+    first loaded in a separate process, which can be killed.
     """
     files = [name] if name.is_file() else _files_of(name)
     for file in files:
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise ConfigError(f"{file}: a pipe or a device, not a file of a tokenizer. Download the tokenizer again.")
+            raise ConfigError(f"{file}: a pipe or a device, not a plain file. Download the tokenizer again.")
     folder = name.parent if name.is_file() else name
     contents = {str(file.relative_to(folder)): content_of(file) for file in files if file.is_file()}
     passed_marker = cache_dir() / "tokenizers" / fingerprint(contents, version("tokenizers"), version("transformers"))
@@ -55,7 +55,10 @@ def load_tokenizer(name: Path) -> Any:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a folder that a tokenizer may be read from; a link out of the folder is refused."""
+    """Return the files in a folder that transformers may read for a tokenizer.
+
+    Raise a ConfigError if a file is a link to outside the folder.
+    """
     inside = (*folder.glob("*"), *folder.glob(f"{MORE_TEMPLATES}/*"))
     files = sorted(file for file in inside if file.suffix in READ_SUFFIXES)
     for file in files:
@@ -64,7 +67,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _try_out(name: Path, num_bytes: int) -> None:
-    """Load and use a tokenizer in a separate process, which can be killed."""
+    """Load and test a tokenizer in a separate process, which is killed if it takes too much time or memory."""
 
     def work() -> None:
         from tandem.data.text.word_cache import WordEncoder  # here, because it imports this module
@@ -77,22 +80,21 @@ def _try_out(name: Path, num_bytes: int) -> None:
 
     seconds, memory = LOAD_SECONDS + num_bytes / BYTES_PER_SECOND, LOAD_BYTES + num_bytes * BYTES_PER_BYTE
     try:
-        in_a_process(work, seconds, memory)
-    except Stalled:
+        run_in_process(work, seconds, memory)
+    except WorkerStalled:
         raise ConfigError(
             f"{name}: loading and testing the tokenizer took over {seconds:.0f} seconds. Use another tokenizer with "
             "policy.tokenizer.name."
         ) from None
-    except (Died, MemoryError):
+    except (WorkerDied, MemoryError):
         raise ConfigError(
-            f"{name}: loading and testing the tokenizer crashed, or took over {memory / 2**30:.1f} GiB of memory. Use "
-            "another "
+            f"{name}: loading and testing the tokenizer crashed, or took over {memory / 2**30:.1f} GiB of memory. Use another "
             "tokenizer with policy.tokenizer.name."
         ) from None
 
 
 def _check_usable(tokenizer: Any, name: Path) -> None:
-    """Refuse a tokenizer that fails on a text: not all settings in its files are checked when it is loaded."""
+    """Raise a ConfigError if a tokenizer cannot encode and decode texts. Loading a tokenizer does not check all its settings."""
     try:
         if not isinstance(tokenizer, SentencePiece):
             tokenizer.get_vocab()
@@ -104,8 +106,7 @@ def _check_usable(tokenizer: Any, name: Path) -> None:
     except Exception as error:
         reason = one_line(error)
         raise ConfigError(
-            f"{name}: the tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it "
-            "again, or "
+            f"{name}: the tokenizer cannot encode and decode a text ({type(error).__name__}: {reason}). Download it again, or "
             "use another with policy.tokenizer.name."
         ) from None
 
@@ -119,14 +120,16 @@ def _load(name: Path) -> Any:
         return tokenizer
     tokenizer = _from_folder(name)
     if tokenizer.eos_token is None:
-        raise ConfigError(f"{name}: the tokenizer has no EOS token, so no completion could end. Set eos_token in it.")
+        raise ConfigError(
+            f"{name}: the tokenizer has no EOS token, so no completion could end. Set eos_token in tokenizer_config.json."
+        )
     return tokenizer
 
 
 def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
-    """Refuse a SentencePiece model if `AutoTokenizer` would give other ids from the exported model's folder.
+    """Raise a ConfigError if `AutoTokenizer` would give other ids than the SentencePiece model after an export.
 
-    For some model types transformers chooses the tokenizer class and ignores the folder's setting.
+    For some model types, transformers ignores the tokenizer class that is set in the exported folder.
     """
     from transformers import AutoTokenizer
 
@@ -147,7 +150,7 @@ def check_export(tokenizer: Any, name: Path, model_config: Any) -> None:
 
 
 def state_of(tokenizer: Any) -> str:
-    """A hash of everything that determines how a tokenizer encodes texts."""
+    """Return a hash of everything that determines how a tokenizer encodes texts."""
     if isinstance(tokenizer, SentencePiece):
         return hashlib.sha256(tokenizer.model).hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -156,9 +159,9 @@ def state_of(tokenizer: Any) -> str:
 
 
 def _state_in_python(tokenizer: Any) -> str:
-    """The state of a tokenizer implemented in Python: its class, vocabulary, files, settings and added tokens.
+    """Return the state of a tokenizer that is implemented in Python: its class, vocabulary, files, settings and added tokens.
 
-    The files matter: the vocabulary of CTRL is a set of tokens, and merges.txt determines how text is split into them.
+    The vocabulary alone may not be enough. In CTRL, for example, the file merges.txt determines how a text is split.
     """
     with tempfile.TemporaryDirectory() as folder:
         with suppress(NotImplementedError):  # it has no files
@@ -176,9 +179,9 @@ def _state_in_python(tokenizer: Any) -> str:
 
 
 def fast_backend(tokenizer: Any) -> Any | None:
-    """The Rust backend of a tokenizer, if it has one that gives the same ids; else None.
+    """Return the Rust backend of a tokenizer if it gives the same ids as the tokenizer, else None.
 
-    Calling it directly, without offsets and unused Python objects, takes two thirds of the time.
+    Calling the backend directly takes two thirds of the time, because offsets and other unused objects are not created.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -193,11 +196,13 @@ def fast_backend(tokenizer: Any) -> Any | None:
 
 
 def without_dummy_prefix(backend: Any) -> Any:
-    """The backend without the space that it adds before every text (Llama 2, Mistral); others are returned unchanged.
+    """Return a backend that does not add a space before every text.
 
-    A completion is encoded separately from its prompt: "Yes" after "[/INST] " is Yes, without a second space.
+    The backends of Llama 2 and Mistral add such a space; for them, return a changed copy. Return any other backend
+    itself. The result encodes completions, which continue a prompt: "Yes" after "[/INST] " gives Yes, without a second
+    space.
     """
-    # The components only: JSON of the full backend, with its vocabulary, takes half a second to write and parse.
+    # Only the components are compared: JSON of the full backend, with its vocabulary, takes half a second.
     steps = {name: component_state(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer")}
     plain = {name: _without_prefix(step) for name, step in steps.items()}
     if plain == steps:
@@ -209,12 +214,12 @@ def without_dummy_prefix(backend: Any) -> Any:
 
 
 def component_state(component: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON; None if there is none."""
+    """Return a normalizer or pre-tokenizer as JSON, or None if `component` is None."""
     return None if component is None else json.loads(component.__getstate__())
 
 
 def _without_prefix(step: Any) -> Any:
-    """A normalizer or pre-tokenizer, as JSON, without the part that adds a space before the text."""
+    """Return a normalizer or pre-tokenizer (as JSON) without the step that adds a space before the text."""
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Metaspace":
@@ -240,7 +245,8 @@ def _from_folder(folder: Path) -> Any:
     except Exception as error:
         if not any((folder / name).is_file() for name in KNOWN_FILES):
             raise ConfigError(
-                f"{folder}: there is no tokenizer (no {', no '.join(KNOWN_FILES)}). Set policy.tokenizer.name to its folder."
+                f"{folder}: there is no tokenizer (no {', no '.join(KNOWN_FILES)}). Set policy.tokenizer.name to the folder of "
+                "a tokenizer."
             ) from None
         reason = "its files are nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise ConfigError(f"{folder}: the tokenizer cannot be loaded: {reason}.") from None

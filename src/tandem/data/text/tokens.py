@@ -21,7 +21,7 @@ BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPreference:
-    """Token ids of a prompt and of each completion; pairs are (winner, loser), indices into the completions.
+    """Token ids of a prompt and of each completion. Each pair is (winner, loser), given as indices of completions.
 
     All tokens of a completion are scored, except those at the positions in `unscored` (tool turns).
     """
@@ -31,42 +31,46 @@ class TokenizedPreference:
     pairs: tuple[tuple[int, int], ...]
     place: str
     unscored: tuple[IntArray, ...] = ()  # per completion; empty if all tokens are scored
-    columns: Mapping[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # the columns of `tandem.columns` that the data has
+    # The values of the columns of `tandem.columns` that the data has, by name.
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def values(self, column: str) -> tuple[float, ...]:
-        """The values of a column: one per completion, or a single one; defaults if the data has none."""
+        """Return the values of a column: one per completion, or one for the preference.
+
+        If the data has no values, return the column's default for each.
+        """
         declared, given = COLUMNS[column], self.columns.get(column)
         return (declared.default,) * declared.count(len(self.completions)) if given is None else given
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """Per completion; NaN if the data has none."""
+        """The score of each completion, or NaN where the data has none."""
         return self.values("score")
 
     def scored(self, completion: int) -> IntArray:
-        """The positions of the scored tokens of a completion."""
+        """Return the positions of the scored tokens of a completion."""
         positions = np.arange(len(self.completions[completion]), dtype=np.int32)
         return np.delete(positions, self.unscored[completion]) if self.unscored else positions
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the prompt and the longest completion."""
+        """The number of tokens of the prompt plus the longest completion."""
         return len(self.prompt) + max(map(len, self.completions))
 
 
 def make_pairs(ranks: Sequence[int], pairing: str) -> tuple[tuple[int, int], ...]:
-    """The pairs (better, worse); equal ranks form no pair.
+    """Return pairs of completions as (index of the better one, index of the worse one). Equal ranks form no pair.
 
-    ranks (0, 2, 1): best_worst -> (0,1); adjacent -> (0,2), (2,1); all -> (0,2), (0,1), (2,1)
-    ranks (0, 0, 1): best_worst -> (0,2); adjacent -> (0,2), (1,2); all -> (0,2), (1,2)
+    Examples, with the pairs for each value of `pairing`:
+
+    ranks (0, 2, 1): best_worst (0,1); adjacent (0,2), (2,1); all (0,2), (0,1), (2,1)
+    ranks (0, 0, 1): best_worst (0,2); adjacent (0,2), (1,2); all (0,2), (1,2)
     """
     order = sorted(range(len(ranks)), key=lambda i: ranks[i])
     if pairing == "best_worst":
         candidates = [(order[0], order[-1])]
     elif pairing == "adjacent":
-        # Every completion of a rank with every completion of the next rank that occurs.
+        # Every completion of one rank with every completion of the next worse rank.
         levels = [list(level) for _, level in groupby(order, key=lambda i: ranks[i])]
         candidates = [pair for better, worse in pairwise(levels) for pair in product(better, worse)]
     else:
@@ -85,7 +89,7 @@ def tokenize(
     max_length: int,
     overlong: str = "drop",
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Tokenise every preference, in order; rows that cannot be used become or stay errors."""
+    """Tokenise every preference, in order. For a row that cannot be used, yield a RowError."""
     stream = iter(preferences)
     while batch := list(islice(stream, BATCH)):
         for row in encode([render(item, template, pairing) for item in batch], template, pairing):
@@ -93,7 +97,7 @@ def tokenize(
 
 
 def render(item: Preference | RowError, template: Template, pairing: str) -> tuple[Preference, Rendered] | RowError:
-    """A preference with its rendered texts; an error is returned unchanged."""
+    """Return a preference, without completions that are in no pair, and its rendered texts. Return a RowError if this fails."""
     if isinstance(item, RowError):
         return item
     try:
@@ -108,7 +112,7 @@ def pairs_of(preference: Preference, pairing: str) -> tuple[tuple[int, int], ...
 
 
 def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
-    """The preference without completions that are in no pair, such as those between best and worst."""
+    """Remove the completions that are in no pair. With pairing=best_worst, these are all except the best and the worst."""
     if len(preference.completions) == 2:
         return preference
     needed = sorted({number for pair in pairs_of(preference, pairing) for number in pair})
@@ -120,7 +124,7 @@ def _drop_unpaired(preference: Preference, pairing: str) -> Preference:
 def encode(
     batch: Sequence[tuple[Preference, Rendered] | RowError], template: Template, pairing: str
 ) -> Iterator[TokenizedPreference | RowError]:
-    """Encode the texts of a batch together."""
+    """Encode the texts of a batch together. Yield a TokenizedPreference or a RowError for each item."""
     bos = _bos(template.tokenizer) if template.source is None else []
     encoded = iter(_encode([item[1] for item in batch if not isinstance(item, RowError)], template))
     for item in batch:
@@ -135,7 +139,7 @@ def encode(
 
 
 def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, list[list[IntArray]]]]:
-    """The ids of each row's prompt, and of every part of its completions; no token crosses a boundary between them."""
+    """Return the ids of each row's prompt, and of every part of its completions. No token spans two parts."""
     if isinstance(template.tokenizer, SentencePiece):
         turns = [[[part.text for part in parts] for parts in row.completions] for row in rows]
         encoded = [template.tokenizer.encode_turns(row.prompt, texts) for row, texts in zip(rows, turns, strict=True)]
@@ -148,7 +152,10 @@ def _encode(rows: list[Rendered], template: Template) -> list[tuple[IntArray, li
 
 
 def _encode_texts(texts: list[str], template: Template, *, begins: bool) -> list[IntArray]:
-    """Token ids of texts, which begin a sequence or continue one; shielded special tokens are encoded as plain text."""
+    """Return the token ids of each text. Special tokens between SHIELD characters are encoded as plain text.
+
+    `begins`: True if the texts begin a sequence, False if they continue one.
+    """
     if not texts:
         return []
     encoded = template.encode(texts, begins=begins)
@@ -172,6 +179,7 @@ def _checked(
     parts: tuple[tuple[Part, ...], ...],
     pairing: str,
 ) -> TokenizedPreference | RowError:
+    """Return the tokenised preference, or a RowError if the prompt is empty or the completions of every pair are equal."""
     place = preference.place
     completions = tuple(ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in encoded)
     pairs = _differing_pairs(pairs_of(preference, pairing), completions)
@@ -196,7 +204,7 @@ def _checked(
 def _differing_pairs(
     pairs: tuple[tuple[int, int], ...], completions: tuple[IntArray, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """The pairs whose completions differ."""
+    """Return the pairs whose two completions differ."""
     return tuple(
         (winner, loser)
         for winner, loser in pairs
@@ -206,7 +214,11 @@ def _differing_pairs(
 
 
 def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]) -> tuple[IntArray, ...]:
-    """The positions of tokens that are not scored. Parts of 2, 3 (not scored) and 1 tokens -> 2, 3, 4."""
+    """Return the positions of the tokens that are not scored, for each completion.
+
+    A completion with parts of 2, 3 (not scored) and 1 tokens gives the positions 2, 3, 4. If all tokens are scored,
+    return ().
+    """
     if all(part.scored for several in parts for part in several):
         return ()
     flags = [
@@ -217,7 +229,11 @@ def _unscored(encoded: list[list[IntArray]], parts: tuple[tuple[Part, ...], ...]
 
 
 def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> TokenizedPreference | RowError:
-    """The preference if it is within the limit; else truncated as `data.overlong` says, or an error."""
+    """Return a preference of at most `max_length` tokens. A preference that is short enough is returned unchanged.
+
+    An over-long preference is truncated if `overlong` is truncate_prompt or truncate_completion. For other values of
+    `overlong`, or if truncation is not possible, return a RowError.
+    """
     if row.longest <= max_length:
         return row
     limit = f"policy.max_total_sequence_length={max_length}"
@@ -240,6 +256,6 @@ def fit_length(row: TokenizedPreference, max_length: int, overlong: str) -> Toke
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """The BOS id if the tokenizer adds one before plain text, as a list; else an empty list."""
+    """Return a list with the BOS id if the tokenizer adds BOS before plain text, else an empty list."""
     ids = tokenizer("a")["input_ids"]
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []

@@ -1,8 +1,8 @@
-"""Encodes texts with a tokenizer's Rust backend and caches the ids of words; the ids are those of the backend.
+"""Encodes texts with a tokenizer's Rust backend, and caches the ids of words. The ids are exactly those of the backend.
 
-The backend splits a text with a regular expression over all of Unicode, which takes most of its time. In the patterns
-listed here a space after a letter, a digit or a sign always begins a match, and no match extends past it. So a text can
-be cut before such spaces, and its pieces have the same ids as in the text. Most pieces are words that were seen before.
+The backend spends most of its time on splitting a text with a Unicode regular expression. With the patterns listed here,
+a space after a letter, a digit or an ASCII sign always begins a new match. So a text can be cut before such spaces, and
+encoding the pieces separately gives the same ids. Most pieces are words that are already in the cache.
 """
 
 import re
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tandem.data.text.tokenizer import component_state
 
 IntArray = NDArray[np.int32]
-MAX_CHARACTERS = 200_000  # of cached words in each process; then the cache is cleared
+MAX_CHARACTERS = 200_000  # characters of cached words per process; beyond that, the cache is cleared
 
 # A space after a letter, a digit or an ASCII sign, which no tokenizer treats as white space.
 CUT = re.compile(r" (?<=[!-~\w] )")
@@ -48,12 +48,10 @@ SPLITTING_AT_SPACES = {
 }
 # These never match a space.
 WITHOUT_SPACES = {r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"}
-KEEPS_MATCHES = {
-    ("Isolated", False),
-    ("Removed", True),
-}  # (behavior, invert) of a Split that keeps each match as a word
+# (behavior, invert) of a Split that keeps each match as a word
+KEEPS_MATCHES = {("Isolated", False), ("Removed", True)}
 
-# Encoded both ways when a tokenizer is loaded, like every added token, to check that the ids agree.
+# When a tokenizer is loaded, these texts and all added tokens are encoded with and without cuts, to check that the ids agree.
 PROBES = (
     "".join(map(chr, range(128))),
     "I'll say: WE'VE  got   12345 words'd\r\n\r\n\tx2 (a)--b... \n  http://x.org/y_z?q=1\n \n'S 't HTTPServer's end  ",
@@ -62,7 +60,7 @@ PROBES = (
 
 
 class WordEncoder:
-    """A backend with a cache of the ids of words, as bytes, which are joined without decoding."""
+    """Encodes texts with a backend and a cache of words. The cache holds ids as bytes, which are fast to join."""
 
     def __init__(self, backend: Any):
         self._backend = backend
@@ -76,7 +74,10 @@ class WordEncoder:
         return WordEncoder, (self._backend,)
 
     def encode(self, texts: Sequence[str], *, parse_special: bool = True) -> list[IntArray]:
-        """The token ids of each text, with nothing added; special tokens are parsed, or encoded as plain text."""
+        """Return the token ids of each text, without BOS or EOS.
+
+        `parse_special`: whether special tokens in a text get their own ids. Otherwise they are encoded as plain text.
+        """
         if not self.cuts or not parse_special:
             encoded = self._backend_ids(texts, parse_special=parse_special)
         else:
@@ -105,10 +106,10 @@ class WordEncoder:
         return encoded
 
     def _add_new(self, words: set[str], known: dict[str, bytes], *, prefix: str) -> Iterable[str]:
-        """Cache the new words, and return those that are not worth keeping.
+        """Add new words to the cache. Return the words that contain an added token; the caller removes them after use.
 
-        The last word of a turn and the token that the template writes after it rarely occur together again, so they are
-        cached separately: "moon?<|im_end|>" -> " moon?" and <|im_end|>, which is always one token, whatever surrounds it.
+        The last word of a turn is followed by the template's end-of-turn token. The combination rarely occurs again, so
+        its parts are cached separately: "moon?<|im_end|>" is cached as " moon?" and "<|im_end|>".
         """
         new = words.difference(known)
         split_words = {word: self._token.split(prefix + word) for word in new if self._token.search(word)}
@@ -137,14 +138,14 @@ class WordEncoder:
 
 
 def _any_token(backend: Any) -> re.Pattern[str]:
-    """A pattern that finds added tokens as the backend does: the first, and the longest of those that begin there."""
+    """Return a pattern that finds added tokens as the backend does. If several begin at a position, the longest one is found."""
     added = backend.get_added_tokens_decoder().values()
     tokens = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def _can_be_cut(backend: Any) -> bool:
-    """Whether every component of the backend is known to give the same ids if a text is split and its pieces are encoded."""
+    """Whether the backend is known to give the same ids if a text is cut at spaces and the pieces are encoded separately."""
     from tokenizers.models import BPE
 
     steps = _steps(backend.pre_tokenizer)
@@ -182,7 +183,7 @@ def _covers(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as JSON."""
+    """Return the steps of a normalizer or pre-tokenizer, each as JSON."""
     state = component_state(component)
     if state is None:
         return []

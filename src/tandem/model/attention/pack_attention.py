@@ -68,6 +68,7 @@ class PackMask:
 def make_mask(
     pack: Pack, windows: set[int | None], device: torch.device, kind: AttentionKind, block: int = BLOCK
 ) -> PackMask:
+    """Make the masks of a pack: one for every sliding window of the model's layers."""
     makers: dict[AttentionKind, Callable[[Pack, int | None, torch.device], Any]]
     makers = {"flex": partial(block_mask, block=block), "varlen": runs_of, "sdpa": _dense_mask, "trees": _tree_masks}
     make = makers[kind]
@@ -77,13 +78,6 @@ def make_mask(
         # A window longer than the longest sequence has no effect: layers with it share the mask without a window.
         masks[window] = masks[None] if window and window >= longest else make(pack, window, device)
     return PackMask(masks, kind, block)
-
-
-def windows_of(model: Any) -> set[int | None]:
-    """Return the sliding windows of a model's layers, and None."""
-    config = model.config.get_text_config()
-    found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
-    return {None, *(window for window in found if isinstance(window, int) and window > 0)}
 
 
 def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int:
@@ -98,10 +92,10 @@ def block_size(model: nn.Module, device: torch.device, *, bfloat16: bool) -> int
     return SMALL_BLOCK if measured else BLOCK
 
 
-def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, window: int | None) -> Tensor:
-    """The attention rule: column q sees column k if k <= q and q is before the end of k's visibility (packing/blocks.py).
+def may_attend(until: Tensor, position: Tensor, q: Any, k: Any, *, window: int | None) -> Tensor:
+    """The attention rule: the query in column q attends to the key in column k if k <= q < until[k] (packing/blocks.py).
 
-    A window counts position ids, not columns: in a row, a completion may be far from its prompt.
+    A window is a difference of position ids, not of columns: in a row, a completion may be far from its prompt.
     """
     seen = (k <= q) & (q < until[k])
     return seen if window is None else seen & (position[q] - position[k] < window)
@@ -113,7 +107,7 @@ def _dense_mask(pack: Pack, window: int | None, device: torch.device) -> Tensor:
     q, k = columns[:, None], columns[None, :]
     arrays = seen_until(pack.tree, pack.branch), pack.position_ids
     rows = zip(*(to_device(array, device) for array in arrays), strict=True)
-    return torch.stack([may_attend(until, position, q, k, window) for until, position in rows])[:, None]
+    return torch.stack([may_attend(until, position, q, k, window=window) for until, position in rows])[:, None]
 
 
 def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Tensor]:
@@ -122,12 +116,12 @@ def _tree_masks(pack: Pack, window: int | None, device: torch.device) -> list[Te
     until = to_device((seen_until(pack.tree, pack.branch) + rows).ravel(), device)
     position = to_device(pack.position_ids.ravel(), device)
     trees = (torch.arange(start, end, device=device) for start, end in pairwise(bounds_of(pack.tree)))
-    return [may_attend(until, position, tree[:, None], tree[None], window) for tree in trees]
+    return [may_attend(until, position, tree[:, None], tree[None], window=window) for tree in trees]
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device, block: int = BLOCK) -> BlockMask:
     """Return the mask for FlexAttention."""
-    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block, window)
+    lists = block_lists(pack.tree, pack.branch, pack.position_ids, block=block, window=window)
 
     def on_device(array: Any) -> Tensor:
         return to_device(array, device)[:, None]
@@ -136,7 +130,7 @@ def block_mask(pack: Pack, window: int | None, device: torch.device, block: int 
     position = to_device(pack.position_ids.astype("int32"), device)
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return may_attend(until[b], position[b], q, k, window)
+        return may_attend(until[b], position[b], q, k, window=window)
 
     length, declared = pack.token_ids.shape[1], max(block, BLOCK)
     return BlockMask(
@@ -169,20 +163,20 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in a pack: [rows, heads, length, dim] in; [rows, length, heads, dim] out."""
+    """Compute attention in a pack. Takes tensors of [rows, heads, length, dim] and returns [rows, length, heads, dim]."""
     if pack is None:
         raise TandemError(
             "this model's layers do not pass the pack's mask on to attention. Train it with policy.packing.mode=none."
         )
     if attention_mask is not None:
         raise TandemError(
-            "this model's attention uses its own mask, which packing does not support and must not ignore. Train it with "
+            "this model's attention uses its own mask, which packing does not support. Train it with "
             "policy.packing.mode=none."
         )
     for name, given in others.items():
         if given is not None and name not in IGNORED_ARGUMENTS:
             raise TandemError(
-                f"this model's attention takes {name}, which packing does not support and must not ignore. "
+                f"this model's attention takes {name}, which packing does not support. "
                 "Train it with policy.packing.mode=none."
             )
     if sliding_window not in pack.masks:
@@ -197,24 +191,28 @@ def attend(
     mask = pack.masks[sliding_window]
     if pack.kind == "flex":
         options = SMALL_BLOCK_OPTIONS if pack.block == SMALL_BLOCK else None
-        out = _flex(query, key, value, mask, scaling, softcap, s_aux, options)
+        out = _flex(query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux, options=options)
     elif pack.kind == "varlen":
         if softcap is not None or s_aux is not None:
             raise TandemError(
                 "this model's attention caps its scores or has sinks, which policy.attention=varlen does not support. Use "
                 "policy.attention=auto."
             )
-        out = attend_runs(query, key, value, mask, scaling)
+        out = attend_runs(query, key, value, mask, scaling=scaling)
     else:
         dense = partial(_dense, scaling=scaling, softcap=softcap, s_aux=s_aux)
-        out = _tree_by_tree(query, key, value, mask, dense) if pack.kind == "trees" else dense(query, key, value, mask)
+        out = (
+            _tree_by_tree(query, key, value, mask, dense=dense)
+            if pack.kind == "trees"
+            else dense(query, key, value, mask)
+        )
     return out.transpose(1, 2).contiguous(), None
 
 
 def _tree_by_tree(
-    query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor], dense: Callable[..., Tensor]
+    query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor], *, dense: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute attention for each tree separately: trees do not see each other, so nothing between them is computed."""
+    """Compute attention for each tree separately, because positions of different trees do not attend to each other."""
     rows, _, length, _ = query.shape
     sizes = [len(mask) for mask in masks]
     trees = (tensor.transpose(1, 2).flatten(0, 1).split(sizes) for tensor in (query, key, value))  # [size, heads, dim]
@@ -235,22 +233,10 @@ def _dense(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
+    """Compute attention with SDPA, or step by step if scores are soft-capped or have sinks, which SDPA does not support."""
     if softcap is None and s_aux is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
-    return _eager(query, key, value, mask, scaling, softcap, s_aux)
-
-
-def _eager(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Compute attention step by step, for features that SDPA does not support: soft-capped scores, sinks in the softmax."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
@@ -284,6 +270,7 @@ def _flex(
     key: Tensor,
     value: Tensor,
     mask: BlockMask,
+    *,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,

@@ -1,4 +1,4 @@
-"""Attention within runs of consecutive tokens, for packs whose prompts are repeated, not shared. Runs do not see each other."""
+"""Attention within runs of consecutive tokens, for packs that repeat prompts instead of sharing them."""
 
 import inspect
 from functools import cache
@@ -20,7 +20,7 @@ BOUNDS_MULTIPLE = 64
 
 
 class Runs:
-    """Where the runs of a micro-batch begin and end, in its concatenated rows: for runs of 3 and 2 tokens 0, 3, 5."""
+    """Where the runs of a micro-batch begin and end in its concatenated rows. Runs of 3 and 2 tokens have bounds 0, 3, 5."""
 
     def __init__(self, bounds: Tensor, longest: int, window: int | None):
         self.bounds = bounds  # [runs + 1, padded] int32
@@ -29,6 +29,7 @@ class Runs:
 
 
 def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
+    """Find the runs of a pack, and copy their bounds to the device."""
     bounds = bounds_of(pack.tree)
     longest = max(FILLER_RUN, 1 << int(np.diff(bounds).max() - 1).bit_length())
     padding = -len(bounds) % BOUNDS_MULTIPLE
@@ -37,7 +38,10 @@ def runs_of(pack: Pack, window: int | None, device: torch.device) -> Runs:
 
 
 def bounds_of(tree: IntArray) -> IntArray:
-    """Return the bounds of the runs. Each tree is a run, and a run ends with its row: [[0, 0, 1], [1, 1, -1]]: 0, 2, 3, 5, 6."""
+    """Return the bounds of the runs. Each tree is a run, and the end of a row ends a run.
+
+    [[0, 0, 1], [1, 1, -1]] -> 0, 2, 3, 5, 6
+    """
     flat, length = tree.ravel(), tree.shape[1]
     starts = np.flatnonzero((flat[1:] != flat[:-1]) | (np.arange(1, flat.size) % length == 0)) + 1
     bounds = np.concatenate([[0], starts, [flat.size]])
@@ -45,8 +49,11 @@ def bounds_of(tree: IntArray) -> IntArray:
     return np.unique(np.concatenate([bounds, *filler]))
 
 
-def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
-    """Compute attention, [rows, heads, length, dim] in and out. A token sees earlier ones in its run, within the window."""
+def attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, *, scaling: float | None) -> Tensor:
+    """Compute attention within runs. Takes and returns [rows, heads, length, dim].
+
+    A token attends to the earlier tokens of its run that are within the window, and to itself.
+    """
     rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, dim]
     out = (_flash if query.is_cuda else _run_by_run)(q, k, v, runs, scaling)
@@ -82,7 +89,7 @@ def _supports_gqa() -> bool:
 
 
 def _run_by_run(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None) -> Tensor:
-    """The same without flash kernels, one run at a time."""
+    """Compute the same as `_flash` without its kernels, one run at a time."""
     sizes = runs.bounds.diff()
     sizes = sizes[sizes > 0].tolist()
     grouped = query.shape[1] != key.shape[1]

@@ -1,7 +1,7 @@
 """The audit: checks that a model computes the same log-probabilities in packs as in its plain forward pass.
 
-It compares a few preferences. The policy is audited before its reference is computed, and so is a reference that is a different
-model: a model that fails the audit leaves nothing in the cache.
+It compares a few preferences. The policy is audited before its reference is computed. A reference that is a different model is
+audited too. A model that fails the audit leaves nothing in the cache.
 """
 
 import math
@@ -89,7 +89,7 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
 
     `model` is the model's key and name in the configuration.
     """
-    packer = packer.alone()  # every rank audits the same preferences, so all reach the same result
+    packer = packer.for_single_rank()  # every rank audits the same preferences, so all reach the same result
     longest = -ranks.highest(-_longest_that_fits(policy, ranks.device))
     sample = _sample(packer.store, longest)
     packs = list(packer.micro_batches(sample))
@@ -107,7 +107,7 @@ def audit(policy: Policy, packer: Packer, ranks: Ranks, *, precision: str, model
     for one in completions:
         _check_plain(one, tolerance, model, packed=policy.packed)
     if policy.packed:
-        _check_last_columns(policy, packer, found, ranks, model)
+        _check_last_columns(policy, packer, found, ranks, model=model)
     return found
 
 
@@ -116,8 +116,7 @@ def audit_reference(policy: Policy, found: Audit, reference: Reference, ranks: R
     reference_logps: list[Tensor] = []
     for pack in found.packs:
         inputs = policy.inputs(pack, ranks.device)
-        values = reference.token_logps(pack, inputs)[: inputs.num_scored]
-        reference_logps += values.split(pack.completion_lengths.tolist())
+        reference_logps += _split(policy, reference.token_logps(pack, inputs), pack)
     pairs = list(zip(found.completions, reference_logps, strict=True))
     differences = [_mean_difference(one.packed, other.to(one.packed)) for one, other in pairs]
     tolerance = found.tolerance(differences, ranks)
@@ -135,15 +134,15 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
     """Yield every completion of a pack, compared with the plain forward."""
     inputs = policy.inputs(pack, device)
     with torch.no_grad():
-        packed = policy(inputs)[: inputs.num_scored]
-    lengths, best = pack.completion_lengths.tolist(), set(pack.best.tolist())
+        packed = _split(policy, policy(inputs), pack)
+    best = set(pack.best.tolist())
     sequences = [
         (index, number) for index in pack.preferences.tolist() for number in range(len(store[index].completions))
     ]
-    for at, ((index, number), own) in enumerate(zip(sequences, packed.split(lengths), strict=True)):
+    for at, ((index, number), own) in enumerate(zip(sequences, packed, strict=True)):
         preference = store[index]
         ids = _ids(preference.prompt, device), _ids(preference.completions[number], device)
-        scored = _ids(preference.scored(number), device)
+        scored = _ids(policy.head.values_in_pack(preference, number), device)
         plain = policy.plain_logps(*ids)[scored]
         yield AuditedCompletion(
             place=f"{store.place(index)} (completion {number})",
@@ -154,8 +153,14 @@ def _compare(policy: Policy, store: Preferences, pack: Pack, device: torch.devic
         )
 
 
-def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, model: str) -> None:
-    """Raise AuditError if a preference gets other log-probabilities at the end of the longest row than near its beginning.
+def _split(policy: Policy, values: Tensor, pack: Pack) -> tuple[Tensor, ...]:
+    """Split the numbers of a pack by completion, without padding."""
+    counts = policy.head.num_values(pack).tolist()
+    return values[: sum(counts)].split(counts)
+
+
+def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ranks, *, model: str) -> None:
+    """Raise AuditError if a preference gets different log-probabilities at the end of the longest row than near its beginning.
 
     The sample fills only the first columns of a row. A model may compute something from columns instead of position ids, and only
     beyond a certain column: the attention temperature of Llama 4 changes every 8,192 columns.
@@ -167,7 +172,7 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
     pack = _move_to_end(packer.row([index], packer.length))
     inputs = policy.inputs(pack, ranks.device)
     with torch.no_grad():
-        last = policy(inputs)[: inputs.num_scored].split(pack.completion_lengths.tolist())
+        last = _split(policy, policy(inputs), pack)
     owners = np.concatenate([pack.preferences[pack.owner] for pack in found.packs])
     first = [one for one, owner in zip(found.completions, owners, strict=True) if owner == index]
     differences = [_mean_difference(one.packed, other) for one, other in zip(first, last, strict=True)]
@@ -183,20 +188,20 @@ def _check_last_columns(policy: Policy, packer: Packer, found: Audit, ranks: Ran
 
 
 def _move_to_end(pack: Pack) -> Pack:
-    """Move the tokens of a one-row pack to its end, behind the filler: tokens 5 6 7 F F become F F 5 6 7."""
+    """Move the tokens of a one-row pack to its end, after the filler: tokens 5 6 7 F F become F F 5 6 7."""
     by = pack.token_ids.shape[1] - pack.num_tokens
     rows = {name: np.roll(getattr(pack, name), by, axis=1) for name in ("token_ids", "position_ids", "tree", "branch")}
     return replace(pack, **rows, predicting=pack.predicting + by)
 
 
 def _measure_rounding(policy: Policy, ids: tuple[Tensor, Tensor], scored: Tensor, plain: Tensor) -> float:
-    """How much the plain forward of a prompt and a completion changes when it is rounded differently."""
+    """Measure how much the plain forward of a prompt and a completion changes when it is rounded differently."""
     others = policy.plain_logps(*ids, filler=NUM_FILLER_TOKENS), policy.plain_logps(*ids, perturbed=True)
     return max(_mean_difference(plain, one[scored]) for one in others)
 
 
 def _sample(store: Preferences, longest: int) -> np.ndarray:
-    """Choose the first few preferences, and the longest of at most `longest` tokens, which may exceed a sliding window."""
+    """Choose the first few preferences, and the longest one of at most `longest` tokens, to exceed sliding windows."""
     fitting = np.flatnonzero(store.longest <= longest)
     fitting = fitting if len(fitting) else np.array([int(np.argmin(store.longest))])
     last = fitting[np.argmax(store.longest[fitting])]
@@ -204,13 +209,12 @@ def _sample(store: Preferences, longest: int) -> np.ndarray:
 
 
 def _longest_that_fits(policy: Policy, device: torch.device) -> int:
-    """Length of a sequence whose eager forward is certain to fit in free memory, up to MAX_AUDIT_TOKENS."""
+    """Return the length up to which an eager forward certainly fits in free memory, at most MAX_AUDIT_TOKENS."""
     config = policy.model.config.get_text_config()
     heads, size = getattr(config, "num_attention_heads", None) or 1, next(policy.parameters()).element_size()
     heads = max(heads) if isinstance(heads, list) else heads
     # Per head and pair of positions: scores and masked scores in the model's dtype, their softmax in float32.
-    # Per token: logits in the model's dtype, in float32, and their softmax.
-    per_square, per_token = heads * (2 * size + 4), config.vocab_size * (size + 8)
+    per_square, per_token = heads * (2 * size + 4), policy.head.plain_bytes_per_token(config.vocab_size, size)
     available = FREE_MEMORY_FRACTION * _free_memory(device)
     # per_square * n^2 + per_token * n = available
     root = math.sqrt(per_token**2 + 4 * per_square * available)
@@ -247,7 +251,7 @@ def _check_plain(one: AuditedCompletion, tolerance: float, model: str, *, packed
 
 
 def _mean_difference(a: Tensor, b: Tensor) -> float:
-    """Mean absolute difference. NaN, for which `<=` is false, if any number is not finite."""
+    """Return the mean absolute difference. It is NaN if any number is not finite, and then `<= tolerance` is false."""
     return float((a.double() - b.double()).abs().mean())
 
 
@@ -257,9 +261,7 @@ def _check_calls(policy: Policy, pack: Pack, device: torch.device, model: str) -
         return
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), record_calls() as calls:
         policy(policy.inputs(pack, device))
-    config = policy.model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    expected = sum("attention" in kind for kind in kinds) if kinds else config.num_hidden_layers
+    expected = policy.architecture.num_attention_layers
     if len(calls) < expected:  # in some models a layer calls twice
         raise AuditError(
             f"audit: {model}: only {len(calls)} of {expected} attention layers use the pack's mask, so sequences would see each "

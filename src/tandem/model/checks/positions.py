@@ -7,11 +7,9 @@ from torch import nn
 
 from tandem.data.store.sets import Sets
 from tandem.errors import ConfigError
+from tandem.model.architecture import architecture_of
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
-
-# Model types with a table of positions that is neither an embedding nor a buffer.
-TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
 
 
 def position_limit(config: Any) -> int | None:
@@ -69,7 +67,7 @@ def _longer(sets: Sets, models: Iterable[ModelSource | None]) -> Iterator[tuple[
 
 def _has_table(source: ModelSource) -> bool:
     """Whether positions are looked up in a table rather than computed."""
-    if source.config.get_text_config().model_type in TYPES_WITH_HIDDEN_TABLE:
+    if architecture_of(source.config).hides_positions:
         return True
     model = empty_model(source)
     embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]

@@ -84,12 +84,10 @@ def _check_windows(policy: Policy, source: ModelSource, windows: list[int | None
 
     Comparing short sequences does not reveal this.
     """
-    config = policy.model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window >= longest:
+    window, layers = policy.architecture.window, policy.architecture.layers
+    if window is None or window >= longest:
         return
-    kinds = getattr(config, "layer_types", None)
-    expected = sum("sliding" in kind for kind in kinds) if kinds else len(windows)
+    expected = len(windows) if layers is None else layers.count("window")
     found = sum(window is not None for window in windows)
     if found < expected:
         raise ConfigError(
@@ -107,15 +105,11 @@ def _check_causal(policy: Policy, source: ModelSource, device: torch.device) -> 
     before = [policy.plain_logps(prompt, one)[:-1] for one in (completion, other)]
     difference = float((before[0] - before[1]).abs().mean())
     if difference > TOLERANCE.get(policy.model.dtype, TOLERANCE_16_BIT):
-        hint = " Its configuration has is_decoder=false." if _is_encoder(policy) else ""
+        hint = " Its configuration has is_decoder=false." if policy.architecture.is_encoder else ""
         raise ConfigError(
             f"{source.key} = {source.name}: not a causal language model: a later token changes the log-probabilities of earlier "
             f"ones by {difference:.2g} nats.{hint} Choose a model that generates text."
         )
-
-
-def _is_encoder(policy: Policy) -> bool:
-    return getattr(policy.model.config.get_text_config(), "is_decoder", None) is False
 
 
 def _tiny_pack(policy: Policy) -> Pack:

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tandem.config.sections.policy import Policy as PolicyConfig
 from tandem.errors import ConfigError
+from tandem.model.architecture import decoder_layers, has_layer_list
 from tandem.model.attention.pack_attention import allow_many_graphs, block_size
 from tandem.model.distributed.process_group import Ranks
 from tandem.model.files.source import ModelSource
 from tandem.model.load import empty_model
-from tandem.model.policy import Policy, trunk_of
+from tandem.model.policy import Policy
 from tandem.model.precision.rounding import cast_stochastically, salt_in_policy
 from tandem.model.precision.working_copy import GradientSums, WorkingCopy
 
@@ -40,11 +41,13 @@ def shard(policy: Policy, ranks: Ranks, *, bfloat16: bool) -> Policy:
     )
     # Quantised weights are integers and frozen: every rank holds all of them.
     unsharded = {parameter for parameter in policy.parameters() if not parameter.is_floating_point()}
-    for layer in decoder_layers(policy):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, ignored_params=unsharded)
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=ranks.shard_mesh, mp_policy=precision, ignored_params=unsharded)
     # The root must also free its gathered weights after a forward. By default it keeps them until the backward, and after a
     # forward without one (validation, reference) `parameters()` would not return what the optimizer updates.
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded)
+    fully_shard(
+        policy, mesh=ranks.shard_mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=unsharded
+    )
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the number of pairs in the global batch, so gradients are summed, not averaged.
@@ -72,17 +75,12 @@ def freeze(policy: Policy) -> Policy:
     return policy.requires_grad_(False)
 
 
-def decoder_layers(policy: Policy) -> list[torch.nn.Module]:
-    """The repeated layers of the trunk."""
-    return list(trunk_of(policy.model).layers)
-
-
 def check_layers(source: ModelSource, policy: PolicyConfig, num_ranks: int) -> bool:
     """Whether `decoder_layers` finds the layers of a model. If it does not, refuse settings that need them.
 
     Called before any weights load.
     """
-    if isinstance(getattr(trunk_of(empty_model(source)), "layers", None), torch.nn.ModuleList):
+    if has_layer_list(empty_model(source)):
         return True
     checkpointing = policy.activation_checkpointing
     needed = {
@@ -105,7 +103,7 @@ def compile_layers(policy: Policy) -> None:
     There is one graph for each pack length and each kind of attention, with and without gradients.
     """
     allow_many_graphs()
-    for layer in decoder_layers(policy):
+    for layer in decoder_layers(policy.model):
         layer.compile(fullgraph=True, dynamic=False)
 
 
@@ -133,7 +131,7 @@ def recompute(policy: Policy, how: Literal["selective", "full"]) -> None:
     """
     ranks = [len(parameter) for name, parameter in policy.named_parameters() if "lora_A" in name]
     contexts = partial(_selective, max(ranks, default=0)) if how == "selective" else _keep_nothing
-    for layer in decoder_layers(policy):
+    for layer in decoder_layers(policy.model):
         layer.forward = _recomputed(layer.forward, contexts, by_policy=how == "selective")
 
 

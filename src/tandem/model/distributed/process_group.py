@@ -23,21 +23,68 @@ LOOPBACK_INTERFACES = ("lo", "lo0")  # on Linux; on macOS
 
 
 @dataclass(frozen=True, slots=True)
+class MeshShape:
+    """The sizes of the mesh of ranks. Today every run has replicate=1 and context=1.
+
+    Ranks are numbered with `context` changing fastest: of (replicate, shard, context) = (1, 2, 2), ranks 0 and 1 compute the
+    same packs, and ranks 2 and 3 compute others.
+    """
+
+    replicate: int = 1  # groups of ranks that each hold all weights
+    shard: int = 1  # ranks that divide weights, gradients and optimizer states among them
+    context: int = 1  # ranks that divide every row among them
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_parallel * self.context
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of parts that a global batch is divided into."""
+        return self.replicate * self.shard
+
+    def dimensions(self) -> dict[str, int]:
+        """The names and sizes that the device mesh needs: `shard`, and others that are not 1. Each costs a process group."""
+        sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+
+
+SINGLE_RANK_MESH = MeshShape()
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """The processes that train together, with this one's device and number.
 
     Values on the host are exchanged over a CPU channel (gloo), which never waits for a GPU.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # its dimensions are those of `shape.dimensions()`
     device: torch.device
+    shape: MeshShape = SINGLE_RANK_MESH
     number: int = 0
     is_first_here: bool = True  # the first rank on its machine
     host_group: dist.ProcessGroup | None = None  # None: the default group
 
     @property
     def count(self) -> int:
-        return self.mesh.size()
+        """The number of processes. Batches are divided by `data_parallel`, weights by `shape.shard`."""
+        return self.shape.num_ranks
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of parts that a global batch is divided into."""
+        return self.shape.data_parallel
+
+    @property
+    def data_index(self) -> int:
+        """Which part of every global batch this rank computes."""
+        return self.number // self.shape.context
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh that FSDP shards weights over."""
+        return self.mesh["shard"]
 
     @property
     def is_first(self) -> bool:
@@ -50,6 +97,10 @@ class Ranks:
         values: list[T] = [value] * self.count
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+    def gather_parts(self, value: T) -> list[T]:
+        """Return one value for each part of a global batch, in order. Ranks that compute the same packs count once."""
+        return self.gather(value)[:: self.shape.context]
 
     def highest(self, number: int) -> int:
         """Return the highest number of any rank. Waits for the others."""
@@ -68,29 +119,36 @@ class Ranks:
         if self.count == 1:
             return flag
         true = flag.to(torch.int32)
-        dist.all_reduce(true, dist.ReduceOp.MIN, group=self.mesh.get_group())
+        dist.all_reduce(true, dist.ReduceOp.MIN)
         return true.to(torch.bool)
 
-    def concatenate(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """Return the rows of all ranks in order, and the slice of this rank's own. The hosts wait, the devices do not."""
-        counts = self.gather(len(rows))
-        start = sum(counts[: self.number])
+    def concatenate_parts(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of every part of a global batch in order, and the slice of this rank's own.
+
+        The hosts wait, the devices do not. Ranks that compute the same packs have the same rows, which count once.
+        """
+        counts = self.gather_parts(len(rows))
+        start = sum(counts[: self.data_index])
         own = slice(start, start + len(rows))
         if self.count == 1:
             return rows, own
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self.mesh.get_group())
+        of_ranks = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(of_ranks, padded)
+        parts = of_ranks[:: self.shape.context]
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]), own
 
-    def agreed(self, do: Callable[[], T], *, by: bool) -> T | None:
-        """Call `do` on the ranks for which `by` is true. If it fails on one, all ranks stop and the error is reported once."""
+    def run_or_stop_all(self, do: Callable[[], T], *, on: bool) -> T | None:
+        """Call `do` on the ranks for which `on` is true, and wait for all ranks.
+
+        If it fails on one rank, all ranks stop and the error is reported once. Returns None where `do` was not called.
+        """
         if self.count == 1:
-            return do() if by else None
+            return do() if on else None
         done, failure = None, None
         try:
-            done = do() if by else None
+            done = do() if on else None
         except Exception as error:
             failure = error
         code = failure.exit_code if isinstance(failure, TandemError) else 1
@@ -105,13 +163,13 @@ class Ranks:
 
     def from_first(self, do: Callable[[], T]) -> T:
         """Call `do` on the first rank and return its result on all ranks."""
-        done = self.agreed(do, by=self.is_first)
+        done = self.run_or_stop_all(do, on=self.is_first)
         return self.gather(done)[0]  # type: ignore[return-value]
 
     def one_then_all(self, do: Callable[[], T]) -> T:
         """Call `do` on every rank, on the first rank of each machine before the others, so that these find its caches."""
-        early = self.agreed(do, by=self.is_first_here)
-        late = self.agreed(do, by=not self.is_first_here)
+        early = self.run_or_stop_all(do, on=self.is_first_here)
+        late = self.run_or_stop_all(do, on=not self.is_first_here)
         return early if self.is_first_here else late  # type: ignore[return-value]
 
     def with_separate_channel(self) -> "Ranks":
@@ -119,6 +177,13 @@ class Ranks:
         if self.count == 1:
             return self
         return replace(self, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+
+
+def make_ranks(device: torch.device, shape: MeshShape, *, is_first_here: bool = True) -> Ranks:
+    """Arrange the ranks of the process group as a mesh of this shape."""
+    used = shape.dimensions()
+    mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    return Ranks(mesh=mesh, device=device, shape=shape, number=dist.get_rank(), is_first_here=is_first_here)
 
 
 def compute_deterministically() -> None:
@@ -149,8 +214,7 @@ def join_process_group() -> Ranks:
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    return Ranks(mesh, device, dist.get_rank(), is_first_here=local == 0)
+    return make_ranks(device, MeshShape(shard=dist.get_world_size()), is_first_here=local == 0)
 
 
 def stay_on_loopback() -> None:

@@ -16,7 +16,7 @@ SUFFIX = ".safetensors"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 MAX_JSON_BYTES = 256 * 1024 * 1024  # the largest tokenizers are 35 MB, the largest indexes 10 MB
 MAX_NESTING = 64  # the configuration of a quantised multi-model checkpoint is 6 levels deep
-# Keys of config.json that set how many parts of a kind are built.
+# Keys of config.json that set how many layers, heads or other parts are built.
 COUNT = re.compile(r"(layer|expert|head|block|group|label|stage)s?$|depth", re.IGNORECASE)
 MAX_COUNT = 65_536
 
@@ -42,10 +42,12 @@ def read_json(path: Path) -> dict[str, Any]:
     refuse_outside(path.parent, path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: {size:,} bytes. At most {MAX_JSON_BYTES:,} bytes are read from a JSON file.")
+            raise ConfigError(
+                f"{path}: {size:,} bytes, over the limit of {MAX_JSON_BYTES:,} for a JSON file. Download it again."
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+        raise ConfigError(f"{path}: not readable as JSON: {error}. Download it again.") from None
     except RecursionError:
         raise _nesting_error(path) from None
     if not isinstance(value, dict):

@@ -18,12 +18,23 @@ from tandem.model.files.folder import (
     refuse_wrong_types,
     weight_files,
 )
-from tandem.storage.cache import content_of, fingerprint, is_checkpoint, is_run, refuse_outside
+from tandem.storage.cache import (
+    cache_dir,
+    content_of,
+    fingerprint,
+    is_checkpoint,
+    is_run,
+    refuse_outside,
+    sha256_of,
+)
 
 if TYPE_CHECKING:
     import torch
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
+LICENCE_FILES = ["README.md", "LICENSE*"]
+MODEL_KEYS = ("policy.model_name", "reference.model")  # keys that also accept a run or a checkpoint
+EXPORT_VERSION = 1  # increased whenever the same checkpoint would be exported differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig) -> ModelSource:
+    """Find the policy's model, policy.model_name."""
     refuse_revision(policy)
     return find_source("policy.model_name", policy.model_name, policy.revision)
 
@@ -76,9 +88,7 @@ def check_folder(key: str, name: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     hint = ""
-    if is_checkpoint(folder):
-        hint = " It is a checkpoint: the model of a run is in the run's subfolder model."
-    elif _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
+    if _is_adapter(folder):  # tested before the tokenizer, which an adapter folder has too
         hint = f" It is an adapter: give its base model here, and set policy.lora.adapter={name}."
     elif key == "policy.model_name" and (folder / "tokenizer.json").is_file():
         hint = f" It is a tokenizer: to use it, set policy.tokenizer.name={name}."
@@ -112,7 +122,7 @@ def find_source(key: str, name: str, revision: str | None) -> ModelSource:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{key} = {name}: {one_line(error)}.") from None
-    with suppress(ValueError):  # several language models in one: load.check_packable refuses it
+    with suppress(ValueError):  # several language models in one: architecture.check_packable refuses it
         refuse_wrong_types(f"{key} = {name}", folder, config.get_text_config())
     return ModelSource(name=name, folder=folder, config=config, key=key, stored=stored)
 
@@ -122,23 +132,29 @@ def check_path(key: str, name: str) -> None:
     if name == EMBEDDED:
         return
     refuse_run(key, name)
-    if Path(name).is_dir():
+    if is_checkpoint(Path(name)):
+        checkpoint_export(key, name)
+    elif Path(name).is_dir():
         check_folder(key, name, _folder(key, name, None))
     else:
         refuse_missing(key, name)
 
 
 def refuse_run(key: str, name: str) -> None:
-    """Refuse a run directory, and name the model folder inside it."""
+    """Refuse a run directory, and name the model folder inside it. A finished run may stand for its model."""
     if not is_run(Path(name)):
         return
     model = Path(name) / "model"
     if not model.is_dir():
+        newest = Path(name) / "checkpoints" / "latest"
+        hint = f" Or give one of its checkpoints: {key}={newest}" if key in MODEL_KEYS and newest.is_dir() else ""
         raise ConfigError(
             f"{key} = {name}: {name} is a run directory; its model will be in {model} once the run is finished. Finish it: "
-            f"tandem train --resume {name}"
+            f"tandem train --resume {name}{hint}"
         )
-    if _is_adapter(model) and key in ("policy.model_name", "reference.model"):
+    if key in MODEL_KEYS and not _is_adapter(model):
+        return
+    if key in MODEL_KEYS:
         raise ConfigError(
             f"{key} = {name}: {name} is a run directory; its model in {model} is an adapter. Give the adapter's base model "
             f"here, and set policy.lora.adapter={model}."
@@ -197,9 +213,29 @@ def _folder(key: str, name: str, revision: str | None) -> Path:
         from tandem.model.files.tiny import tiny_model
 
         return tiny_model()
+    if is_checkpoint(Path(name)):
+        folder = checkpoint_export(key, name)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{key} = {name}: a checkpoint, which has to be exported before this command can read it. Run tandem export "
+                f"{name}, and give the folder that it writes."
+            )
+        return folder
+    if is_run(Path(name)):
+        return (Path(name) / "model").resolve()
     if Path(name).is_dir():
         return Path(name).resolve()
-    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors"])
+    return download(key, name, revision, [*TOKENIZER_FILES, "*.safetensors", *LICENCE_FILES])
+
+
+def checkpoint_export(key: str, name: str) -> Path:
+    """The folder in the cache for the model of a checkpoint, named after the content of the checkpoint."""
+    manifest = Path(name) / "manifest.json"
+    if not manifest.is_file():
+        raise ConfigError(
+            f"{key} = {name}: a damaged checkpoint: its manifest.json is missing. Give another checkpoint."
+        )
+    return cache_dir() / "models" / f"checkpoint-{fingerprint(EXPORT_VERSION, sha256_of(manifest))[:16]}"
 
 
 def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Path:
@@ -223,9 +259,9 @@ def download(key: str, name: str, revision: str | None, wanted: list[str]) -> Pa
 
 
 def refuse_missing(key: str, name: str) -> None:
-    """Refuse a name that is clearly a local path, given that no such folder exists; any other may be a hub name."""
+    """Refuse a name that has the form of a local path. Call it if no such folder exists; other names may be on the hub."""
     if name.startswith(("/", "./", "../", "~")):
-        raise ConfigError(f"{key} = {name}: no such directory.")
+        raise ConfigError(f"{key} = {name}: no such directory. Check the path.")
 
 
 def _is_known(model_type: Any) -> bool:
@@ -235,5 +271,5 @@ def _is_known(model_type: Any) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """An unexpected error's type and text, as part of a sentence."""
+    """Return an unexpected error's type and text, as part of a sentence."""
     return f"{type(error).__name__}: {one_line(error)}"

@@ -1,6 +1,7 @@
 """GPU kernels that process all weights of a model in one launch.
 
-One casts them to bfloat16 with stochastic rounding (precision/rounding.py), one adds bfloat16 gradients to float32 sums.
+One kernel casts weights to bfloat16 with stochastic rounding (precision/rounding.py). Another adds bfloat16 gradients to float32
+sums.
 """
 
 from collections.abc import Sequence
@@ -124,8 +125,10 @@ class Blocks:
 
 
 class Casts:
-    """Casts source tensors into their target copies, with one kernel launch per call. Takes (source, target, start) for each
-    tensor."""
+    """Casts source tensors to their targets, with one kernel launch per call.
+
+    Takes (source, target, start) for each tensor; `start` is the hash input of its first number.
+    """
 
     def __init__(self, given: Sequence[tuple[Tensor, Tensor, int]]):
         self.given = given
@@ -144,7 +147,7 @@ class Casts:
 
 
 class Sums:
-    """Adds bfloat16 tensors to float32 ones in one launch per call. Keeps the blocks for tensors of the same sizes."""
+    """Adds bfloat16 tensors to float32 tensors, with one kernel launch per call. Reuses blocks for equal sizes."""
 
     MAX_KEPT = 64  # more than a backward has launches
 
@@ -152,7 +155,7 @@ class Sums:
         self.blocks: dict[tuple[int, ...], Blocks] = {}
 
     def __call__(self, given: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
-        """Takes (sum, gradient with the same strides, is_first) for each. A sum that is_first has no value yet."""
+        """Takes (sum, gradient, is_first) for each tensor, with equal strides. If is_first, the sum has no value yet."""
         counts = tuple(total.numel() for total, _, _ in given)
         if counts not in self.blocks:
             if len(self.blocks) == self.MAX_KEPT:

@@ -90,7 +90,10 @@ def grad_logits(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the logits, given `grads` of the log-probabilities. With the logits' dtype it overwrites them."""
+    """Return the gradient of the logits, given the gradients `grads` of the log-probabilities.
+
+    If `dtype` is that of the logits, the result overwrites the logits.
+    """
     slopes = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     _grad_logits[(len(logits), triton.cdiv(logits.shape[1], LOGITS_PER_BLOCK))](  # type: ignore[index]
         logits, slopes, targets, normalisers, grads.contiguous(), logits.shape[1], scale, softcap or 1.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.errors import ConfigError
 from tandem.model.files.folder import check_weight_file, read_json
 from tandem.model.files.source import download, refuse_run
-from tandem.storage.cache import content_of
+from tandem.storage.cache import content_of, is_checkpoint
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -60,7 +60,12 @@ def read_adapter(name: str) -> TrainedAdapter:
     refuse_run("policy.lora.adapter", name)
     folder = Path(name).resolve() if Path(name).is_dir() else download("policy.lora.adapter", name, None, ["adapter_*"])
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter.")
+        hint = (
+            f"It is a checkpoint: run tandem export {name} --adapter first."
+            if is_checkpoint(folder)
+            else "Give a folder saved by peft."
+        )
+        raise ConfigError(f"{key}: {folder} holds no {CONFIG_FILE}, so it is not an adapter. {hint}")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
             f"{key}: {folder} holds no {WEIGHTS_FILE}. Pickled weights are not read; save the adapter again with peft."
@@ -70,7 +75,9 @@ def read_adapter(name: str) -> TrainedAdapter:
     _check_plain(key, described)
     dim, alpha = described.get("r"), described.get("lora_alpha")
     if type(dim) is not int or dim < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter.")
+        raise ConfigError(
+            f"{key}: its {CONFIG_FILE} has no valid r and lora_alpha, so it is not a LoRA adapter. Save it again with peft."
+        )
     return TrainedAdapter(
         name=name,
         folder=folder,
@@ -112,7 +119,9 @@ def _read_shapes(key: str, path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
         with safe_open(path, "pt") as file:
             for name in sorted(file.keys()):
                 if not (found := WEIGHT.fullmatch(name)):
-                    raise ConfigError(f"{key}: holds {name}, which is not a weight of a LoRA adapter.")
+                    raise ConfigError(
+                        f"{key}: holds {name}, which is not a weight of a LoRA adapter. Save it again with peft."
+                    )
                 shapes.setdefault(found["module"], {})[found["side"]] = tuple(file.get_slice(name).get_shape())
     except SafetensorError as error:
         raise ConfigError(f"{key}: its weights are not readable as safetensors ({error}). Is it complete?") from None

@@ -1,8 +1,8 @@
 """Computes a linear layer and its adapter in one matrix product.
 
-peft computes the adapter's output as a second product, as wide as the layer's own, which is written, read again and added. Here
-the adapter's low numbers per token are concatenated to the input, and its second matrix to the weight, if the input is narrower
-than the output. The gradient of the input is computed in the same way if the output is narrower.
+peft computes the adapter's output as a second product, as wide as the layer's output, writes it to memory, reads it again and
+adds it. Here the adapter's low-rank activations are concatenated to the input, and its second matrix (lora_B) to the weight, if
+the input is narrower than the output. The gradient of the input is computed in the same way if the output is narrower.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ def join_adapters(model: nn.Module) -> None:
 
 
 class JoinedLinear(Linear):
-    """peft's linear layer, with weight and bias frozen."""
+    """peft's linear layer with frozen weight and bias, computed by `joined_linear`."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
         layer: Any = self.get_base_layer()
         down, up = (getattr(self, side)[name].weight for side in ("lora_A", "lora_B"))
-        return joined_linear(x, layer.weight, layer.bias, down, up, self.scaling[name])
+        return joined_linear(x, layer.weight, layer.bias, down=down, up=up, scale=self.scaling[name])
 
 
 def joined_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:

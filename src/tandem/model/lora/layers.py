@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tandem.config.sections.policy import ALL_LINEAR, Lora
 from tandem.config.sections.policy import Policy as PolicyConfig
-from tandem.data.store.pool import Died, Stalled, in_a_process
+from tandem.data.store.pool import WorkerDied, WorkerStalled, run_in_process
 from tandem.errors import ConfigError, MachineError, one_line
 from tandem.model.files.source import ModelSource, weights_fingerprint, weights_of
 from tandem.model.load import empty_model, load_policy
@@ -175,7 +175,7 @@ def rounds_frozen_weights(source: ModelSource, plan: LoraPlan | None) -> bool:
 
 
 def lora_layers(model: Any) -> list[tuple[str, Any]]:
-    """The adapted layers, with their names in the plain model."""
+    """Return the adapted layers, with their names in the plain model."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
@@ -227,7 +227,7 @@ def _inject(model: Any, plan: LoraPlan, source: ModelSource) -> None:
 
 
 def _not_adapted(error: ValueError, plan: LoraPlan, source: ModelSource) -> ConfigError:
-    """Why peft refuses the layers of a plan. In models with Mamba layers it leaves out the names that their kernels read."""
+    """Return an error that explains why peft refuses the layers of a plan."""
     start = None if plan.start is None else plan.start.name
     if found := MAMBA.match(str(error)):
         refused = set(re.findall(r"\w+", found["incompatible"]))
@@ -267,7 +267,7 @@ def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
     """Return the full names of the layers that target_modules selects and exclude_modules does not exclude."""
     layers, head = _linear_layers(model)
     known = f"Its linear layers are {listed(sorted({name.rsplit('.', 1)[-1] for name in layers}))}."
-    selected = _select(lora.target_modules, list(layers), head, source, known)
+    selected = _select(lora.target_modules, list(layers), head, source, known=known)
     for name in lora.exclude_modules:
         if not any(_ends_with(layer, name) for layer in (*layers, head or "")):
             raise ConfigError(f"policy.lora.exclude_modules: {name} matches no linear layer of {source.name}. {known}")
@@ -280,7 +280,10 @@ def _targets(model: Any, source: ModelSource, lora: Lora) -> list[str]:
     return remaining
 
 
-def _select(wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, known: str) -> list[str]:
+def _select(
+    wanted: list[str] | str, layers: list[str], head: str | None, source: ModelSource, *, known: str
+) -> list[str]:
+    """Return the layers that `wanted` selects. `known` lists the linear layers, for messages."""
     if wanted == ALL_LINEAR:
         return layers
     names = layers if head is None else [*layers, head]
@@ -317,7 +320,8 @@ def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lor
     for module, sides in start.shapes.items():
         if module not in layers:
             raise ConfigError(
-                f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}."
+                f"{key}: made for a different model: it adapts {module}, which is not a linear layer of {source.name}. Set "
+                "policy.model_name to the adapter's base model."
             )
         layer = layers[module]
         expected = {"A": (start.dim, layer.in_features), "B": (layer.out_features, start.dim)}
@@ -325,7 +329,7 @@ def _adapter_targets(start: TrainedAdapter, model: Any, source: ModelSource, lor
             if sides[side] != expected[side]:
                 raise ConfigError(
                     f"{key}: made for a different model: the shape of {module}.lora_{side} is {list(sides[side])}, but "
-                    f"{source.name} needs {list(expected[side])}."
+                    f"{source.name} needs {list(expected[side])}. Set policy.model_name to the adapter's base model."
                 )
     if {"target_modules", "exclude_modules"} & changed.keys():
         asked = _targets(model, source, lora)
@@ -346,10 +350,10 @@ def _ends_with(module: str, name: str) -> bool:
 def _match(pattern: str, modules: list[str]) -> set[str]:
     """Return the full names that a regular expression matches. Runs in a killable process: some expressions never finish."""
     try:
-        return in_a_process(
+        return run_in_process(
             lambda: {module for module in modules if re.fullmatch(pattern, module)}, PATTERN_SECONDS, PATTERN_BYTES
         )
-    except (Stalled, Died, MemoryError):
+    except (WorkerStalled, WorkerDied, MemoryError):
         raise ConfigError(
             f"policy.lora.target_modules: matching the regular expression {pattern} with the names of {len(modules)} layers "
             f"takes more than {PATTERN_SECONDS:g} seconds. Give a simpler one, or a list of names."

@@ -69,7 +69,7 @@ def first_index(parameter: nn.Parameter) -> int:
 
 
 def cast_stochastically(parameter: nn.Parameter, salt: int) -> None:
-    """Make fully_shard, which computes in bfloat16 with a float32 parameter, round it stochastically instead of to nearest."""
+    """Make fully_shard cast this float32 parameter to bfloat16 with stochastic rounding instead of rounding to nearest."""
     shard: Any = parameter._local_tensor  # type: ignore[attr-defined]
     cast = _ShardCast(weakref.ref(shard), hash_start(first_index(parameter), salt))
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.before, cast.after

@@ -1,7 +1,7 @@
 """Training on a single rank: bfloat16 copies of a policy's float32 weights, used in forward and backward.
 
-They are bit for bit what fully_shard computes with several ranks. Without fully_shard's hooks the host needs less time, which
-matters with small packs or adapters, when the GPU waits for the host.
+The copies are bit for bit equal to the weights that fully_shard casts with several ranks. Without fully_shard's hooks the host
+needs less time, which matters with small packs or adapters, when the GPU waits for the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ class WorkingCopy:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Cast the weights, and let the policy compute with the copies inside this context. The weights must not change in it."""
+        """Cast the weights, and make the policy use the copies inside this context. The weights must not change meanwhile."""
         if self.is_held:
             yield
             return
@@ -119,8 +119,8 @@ class WorkingCopy:
 def _cast_and_add(copies: list[Copy]) -> tuple[Callable[[], None], Callable[[list[tuple[Tensor, Tensor, bool]]], None]]:
     """Return a function that casts all weights to their copies, and one that adds gradients to their sums.
 
-    The second takes (sum, gradient, is_first) for each; a sum that is_first has no value yet. On a GPU each function is one
-    kernel launch, since a model has hundreds of weights.
+    The second function takes (sum, gradient, is_first) for each weight; if is_first, the sum has no value yet. On a GPU each
+    function is one kernel launch, since a model has hundreds of weights.
     """
     if all(one.weight.is_cuda for one in copies):
         from tandem.model.kernels.copies import Casts, Sums
@@ -143,7 +143,7 @@ class GradientSums:
     """Float32 sums of the gradients of a policy's bfloat16 parameters.
 
     Inside `held`, each backward's gradients are added to the sums and `.grad` stays empty, because compiled layers reject a
-    parameter whose gradient has a different dtype. After it, the sums are the parameters' gradients.
+    parameter whose gradient has a different dtype. After `held`, the sums are the parameters' gradients.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):

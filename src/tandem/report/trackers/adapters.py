@@ -1,4 +1,7 @@
-"""Sends the metrics of a run to trackers. Each tracker has a class, which imports the tracker's package when it is created."""
+"""Sends the metrics of a run to trackers (TensorBoard, W&B, MLflow).
+
+Each tracker's package is imported when the tracker is opened.
+"""
 
 import hashlib
 import json
@@ -28,7 +31,7 @@ NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w.\-:/ ]")
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The facts about a run that are needed to open its trackers."""
+    """The facts about a run that its trackers need when they are opened."""
 
     run: str  # the run directory
     log_dir: str
@@ -53,7 +56,10 @@ class Tracker(Protocol):
 
 
 class Tensorboard:
-    """Writes TensorBoard event files. If a run is resumed, the events of repeated steps replace the earlier ones."""
+    """Writes TensorBoard event files.
+
+    When a run is resumed, TensorBoard discards the earlier events of the steps that are repeated.
+    """
 
     def __init__(self, opening: Opening):
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -90,7 +96,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """Writes to a W&B run. A resumed training run writes to the same W&B run. W&B ignores steps that it already has."""
+    """Writes to a W&B run. A resumed training run continues the same W&B run. W&B ignores steps that it already has."""
 
     def __init__(self, opening: Opening):
         import wandb
@@ -126,7 +132,10 @@ class Wandb:
 
 
 class Mlflow:
-    """Writes to an MLflow run. A resumed training run writes to the same one, except metrics that MLflow already has."""
+    """Writes to an MLflow run.
+
+    A resumed training run continues the same MLflow run, and skips metrics that MLflow already has.
+    """
 
     def __init__(self, opening: Opening):
         from mlflow import MlflowClient
@@ -172,7 +181,10 @@ class Mlflow:
             self._client.log_batch(self._id, metrics=new)
 
     def _has(self, name: str, step: int) -> bool:
-        """Whether MLflow already has this metric at this step from before the run was resumed. It would show both values."""
+        """Return whether MLflow already has this metric at this step.
+
+        A resumed run skips such metrics, because MLflow would show both values.
+        """
         if self._reached is None:
             return False
         if name not in self._reached:
@@ -185,7 +197,7 @@ class Mlflow:
 
 
 def refuse_other_database(uri: str) -> None:
-    """Refuse an SQLite database that is not MLflow's, because MLflow would add its tables to it."""
+    """Raise ValueError if `uri` is an SQLite database of another program. MLflow would add tables to such a database."""
     from sqlalchemy import make_url
 
     if not uri.startswith("sqlite"):
@@ -206,7 +218,10 @@ TRACKERS: dict[str, Callable[[Opening], Tracker]] = {"tensorboard": Tensorboard,
 
 
 class TrackerRuns:
-    """The file trackers.json in a run directory, with the ID and a hash of the address of the run in each tracker."""
+    """The file trackers.json in a run directory.
+
+    For each tracker, the file stores the ID of the run in the tracker, and a hash of the tracker's address.
+    """
 
     def __init__(self, run: str):
         self._path = Path(run) / "trackers.json"
@@ -222,7 +237,10 @@ class TrackerRuns:
             file.write(text)
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file; empty if it is damaged, so that trackers start new runs."""
+        """Return the content of the file.
+
+        If the file is missing or damaged, return an empty dict, so that trackers start new runs.
+        """
         try:
             kept = read_json(self._path)
         except ValueError:
@@ -231,12 +249,12 @@ class TrackerRuns:
 
 
 def _digest(where: str) -> str:
-    """Hash an address. The address itself is not stored, because it may contain a password."""
+    """Return a hash of an address. The address is not stored, because it may contain a password."""
     return hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested mappings: {"a": {"b": 1}} -> ("a.b", 1)."""
+    """Flatten nested mappings to pairs (key, value). Example: {"a": {"b": 1}} yields ("a.b", 1)."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
 """The process that runs the trackers. It reads messages as lines of JSON, and answers each message with one line.
 
-Trackers may hang, print, replace signal handlers and delay the exit of their process. In a separate process this does not
-affect the run. The run can always kill this process (tracking.py).
+A tracker may hang, print, replace signal handlers or delay the exit of its process. In this separate process, none of that
+affects the training run, which can always kill this process (tracking.py).
 """
 
 import json
@@ -47,14 +47,14 @@ def _read(messages: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
 
 
 class TrackerGroup:
-    """All trackers of a run. A tracker that keeps failing is dropped, and the others continue."""
+    """All trackers of a run. A tracker that fails several times in a row is dropped; the remaining trackers continue."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tracker] = {}
         self._failed: dict[str, str] = {}
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Handle a message; return the errors of trackers that failed, and the place of a tracker that was opened."""
+        """Handle a message. Return the errors of trackers that failed, and the address of a tracker if the message opened one."""
         self._failed = {}
         if "opening" in message:
             return {

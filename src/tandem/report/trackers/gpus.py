@@ -1,4 +1,4 @@
-"""Samples GPU utilisation and memory in a thread, writes gpu.jsonl, and keeps the newest summary for trackers."""
+"""Samples GPU utilisation and memory in a thread, writes summaries to gpu.jsonl, and keeps the newest summary for trackers."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def sample_gpus() -> dict[str, float]:
-    """Return the utilisation in percent, and the used and total memory in GiB, of every visible GPU, like nvidia-smi."""
+    """Return the utilisation in percent, the used memory and the total memory in GiB of every visible GPU."""
     found: dict[str, float] = {}
     for number in range(torch.cuda.device_count()):
         found[f"gpu.{number}.util"] = float(torch.cuda.utilization(number))
@@ -25,7 +25,7 @@ def sample_gpus() -> dict[str, float]:
 
 
 class GpuMonitor:
-    """Samples the GPUs every collection_interval; writes a summary every flush_interval."""
+    """Samples the GPUs every `collection_interval` seconds, and writes a summary every `flush_interval` seconds."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GpuMonitor:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Return the newest summary, once; empty if there is no new one."""
+        """Return the newest summary. Each summary is returned only once; without a new summary, return an empty dict."""
         newest, self._newest = self._newest, {}
         return newest
 
@@ -71,9 +71,10 @@ class GpuMonitor:
 
 
 def summarise(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean utilisation and the peak memory.
+    """Return the mean utilisation and the peak memory over all samples.
 
-    [{"gpu.0.util": 50, "gpu.0.mem_gb": 1}, {"gpu.0.util": 100, "gpu.0.mem_gb": 3}] -> {"gpu.0.util": 75, "gpu.0.mem_gb": 3}
+    Example: [{"gpu.0.util": 50, "gpu.0.mem_gb": 1}, {"gpu.0.util": 100, "gpu.0.mem_gb": 3}] gives
+    {"gpu.0.util": 75, "gpu.0.mem_gb": 3}.
     """
     names = samples[0] if samples else {}
     return {

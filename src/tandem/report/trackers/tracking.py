@@ -1,4 +1,4 @@
-"""Sends the records of metrics.jsonl to every tracker of the run, in a background thread and a separate process."""
+"""Sends the records of metrics.jsonl to the trackers of the run. A background thread passes them to a separate process."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ CHILD = (sys.executable, "-P", "-m", "tandem.report.trackers.child")
 
 
 def check_packages(logger: Logger) -> None:
-    """Refuse a tracker whose package is not installed."""
+    """Raise ConfigError if the package of an enabled tracker is not installed."""
     for name in logger.enabled:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a plain folder of that name has no origin
@@ -43,9 +43,9 @@ def check_packages(logger: Logger) -> None:
 
 
 class Feed:
-    """Queues records, and sends them to the trackers' process in a thread, so that training never waits.
+    """Sends records to the process of the trackers. A thread takes the records from a queue, so that training never waits.
 
-    Counts the records that are lost.
+    Records that do not reach the trackers are counted.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Feed:
         self._thread.start()
 
     def put(self, step: int, metrics: Metrics) -> None:
-        """Queue a record for the trackers, or count it as lost if the queue is full."""
+        """Queue a record for the trackers. If the queue is full, the record is lost and counted as such."""
         if not self._left:  # the user was warned when the last one was switched off
             return
         self._num_put += 1
@@ -96,7 +96,7 @@ class Feed:
             self._queue.put({"step": step, "metrics": metrics})
 
     def close(self) -> None:
-        """Wait for pending records up to CLOSE_SECONDS, and warn about those that were not delivered."""
+        """Wait up to CLOSE_SECONDS for queued records to be sent, and warn about records that were not sent."""
         self._queue.put({"close": True})
         self._thread.join(CLOSE_SECONDS)
         names = ", ".join(self._left)
@@ -111,7 +111,7 @@ class Feed:
             self._warn(f"{names} did not finish within {CLOSE_SECONDS:g} seconds of the run's end and was stopped.")
 
     def _deliver(self) -> None:
-        """Send one message after another, and wait for each answer. Runs in the thread."""
+        """Send the queued messages one by one, and wait for the answer to each. Runs in the thread."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -153,7 +153,7 @@ HARDWARE = "hardware"
 
 
 class Tracking:
-    """Passes every record of the training loop to the trackers. Does nothing without trackers."""
+    """Passes every record of the training loop to the trackers. Without trackers, this class does nothing."""
 
     def __init__(self, feed: Feed | None = None, gpus: GpuMonitor | None = None):
         self._feed, self._gpus = feed, gpus
@@ -185,7 +185,8 @@ def start_tracking(
 ) -> Tracking:
     """Open the enabled trackers in the background.
 
-    config: the text of config.yaml. step: the step that the run resumes from. records: the records in metrics.jsonl so far.
+    `config`: the text of config.yaml. `step`: the step that the run resumes from. `records`: the records already in
+    metrics.jsonl.
     """
     log_dir = run / "logs" if logger.log_dir is None else Path(logger.log_dir) / run.resolve().name
     feed = gpus = None
@@ -209,9 +210,11 @@ def start_tracking(
 
 
 def tracker_metrics(record: dict[str, Any]) -> tuple[int, Metrics]:
-    """Return the step of a record and its metrics, named `split/name`; durations and speeds are named `timing/split/name`.
+    """Return the step of a record, and its metrics under the names that trackers show.
 
-    {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} -> 3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}
+    A metric is named `split/name`; a duration or speed is named `timing/split/name`.
+    Example: {"step": 3, "split": "train", "loss": 0.5, "step_seconds": 2.0} gives
+    3, {"train/loss": 0.5, "timing/train/step_seconds": 2.0}.
     """
     split = record["split"]
     return record["step"], {

@@ -1,4 +1,4 @@
-"""Saves the state of a run as `checkpoints/step_N`, and loads it after verifying SHA-256 sums."""
+"""Saves the state of a run in the folder `checkpoints/step_N`, and loads it after verifying the SHA-256 of every file."""
 
 import json
 import os
@@ -33,7 +33,7 @@ TENSOR_FILES = ("rank_*.safetensors", "worker_*.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of everything a run resumes from, to be written while training continues."""
+    """A copy of everything that is needed to resume a run. The copy is written to disk while training continues."""
 
     parts: HostCopy
     progress: Progress
@@ -42,7 +42,10 @@ class Snapshot:
 
 
 class Saver:
-    """Writes checkpoints in a background thread, one at a time, and keeps the best ones and the latest."""
+    """Writes checkpoints in a background thread, one at a time.
+
+    Keeps the latest checkpoint and the best ones, and removes the rest.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Saver:
         ranking: Ranking,
         took: Callable[[float], None],
     ):
-        """took: called with the seconds that each checkpoint took to write."""
+        """`took`: a function that is called after each checkpoint with the seconds it took to write."""
         self.folder, self._keep, self._ranking, self._took = folder, keep, ranking, took
         self._ranks, self._copier = ranks.with_separate_channel(), copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -67,16 +70,16 @@ class Saver:
     def start(
         self, tensors: dict[str, Any], progress: Progress, fingerprints: dict[str, str], config: str, *, ranked: bool
     ) -> None:
-        """Start writing. The previous checkpoint must be done, because copies share the same host memory.
+        """Start writing a checkpoint. The previous checkpoint must be complete, because all copies use the same host memory.
 
-        ranked: whether the metric that ranks this checkpoint is known. If not, no checkpoint is removed yet.
+        `ranked`: whether the metric that ranks this checkpoint is already measured. If not, no checkpoint is removed.
         """
         assert self._writing is None
         snapshot = Snapshot(self._copier.copy(self._parts_of_rank(tensors)), progress, fingerprints, config)
         self._writing = self._thread.submit(self._write, snapshot, ranked)
 
     def check(self) -> None:
-        """Raise the error of a write that failed in the background. Does not wait for a write in progress."""
+        """Raise the error of a write that failed in the background. Does not wait for a write that is still in progress."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -90,7 +93,10 @@ class Saver:
         self._copier.close()
 
     def _parts_of_rank(self, tensors: dict[str, Any]) -> dict[str, Part]:
-        """Return the parts that this rank saves: its shards and, on the first rank, tensors that are not sharded."""
+        """Return the parts that this rank saves: its shards and random states.
+
+        The first rank also saves tensors that are not sharded.
+        """
         return {
             name: part_of(tensor)
             for name, tensor in tensors.items()
@@ -104,14 +110,17 @@ class Saver:
         self._took(time.perf_counter() - started)
         if ranked:
             spared = snapshot.progress.spared
-            ranks.agreed(lambda: prune(self.folder, self._keep, self._ranking, spared), by=ranks.is_first)
+            ranks.run_or_stop_all(lambda: prune(self.folder, self._keep, self._ranking, spared), on=ranks.is_first)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
-    """Write `step_N` under a temporary name. Each rank writes its parts; the first renames the folder and updates `latest`."""
+    """Write a checkpoint as `step_N`, under a temporary name until it is complete.
+
+    Each rank writes its own parts. The first rank then renames the folder, and makes the link `latest` point to it.
+    """
     place = folder / f"step_{snapshot.progress.step}"
     if ranks.from_first(lambda: _is_saved(place)):  # by a run that stopped at this step
-        ranks.agreed(lambda: point(folder / "latest", place), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: point(folder / "latest", place), on=ranks.is_first)
         return
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(place, "checkpoint")))
@@ -133,8 +142,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, ranks: Ranks) -> None:
             stack.close()
             point(folder / "latest", place)
 
-        digests = dict(ranks.gather((name, ranks.agreed(write, by=True) or "")))
-        ranks.agreed(complete, by=ranks.is_first)
+        digests = dict(ranks.gather((name, ranks.run_or_stop_all(write, on=True) or "")))
+        ranks.run_or_stop_all(complete, on=ranks.is_first)
 
 
 def load_checkpoint(
@@ -145,9 +154,10 @@ def load_checkpoint(
     fingerprints: dict[str, str],
     ranks: Ranks,
 ) -> Progress:
-    """Load a verified checkpoint into policy, optimizer, scheduler and random state.
+    """Load a verified checkpoint into the policy, the optimizer, the scheduler and the random number generators.
 
-    The state of the scheduler is not saved: it depends only on the step, so a new scheduler is stepped to the saved step.
+    Return the progress of the run. The state of the scheduler is not saved, because it depends only on the step: the new
+    scheduler is stepped to the saved step.
     """
     version = intact_manifest(place).get("format_version")
     if version != FORMAT_VERSION:
@@ -159,8 +169,8 @@ def load_checkpoint(
     for name, then in saved.fingerprints.items():
         if fingerprints.get(name) != then:
             raise CheckpointError(
-                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume exactly. "
-                "Restore it, or start again with --fresh."
+                f"{place}: the {name} changed since this checkpoint was saved, so the run cannot resume from it. "
+                "Undo the change, or start again with --fresh."
             )
     tensors = state_tensors(policy, optimizer, ranks.number)
     kept = names_in(place / "tensors")
@@ -169,8 +179,8 @@ def load_checkpoint(
     missing = tensors.keys() - kept
     if missing and all(name.startswith("optimizer.") for name in missing):
         raise CheckpointError(
-            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it "
-            "exactly. Start again with --fresh."
+            f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so no run can resume from it. "
+            "Start again with --fresh."
         )
     fill_parts(place / "tensors", {name: part_of(tensor) for name, tensor in tensors.items()})
     _set_random_states(tensors, ranks.number, place)
@@ -181,13 +191,16 @@ def load_checkpoint(
 
 
 def load_weights(place: Path, policy: Policy) -> None:
-    """Load only the trained weights of a checkpoint."""
+    """Load the trained weights of a checkpoint into the policy, without optimizer states or random states."""
     weights = {f"policy.{name}": part_of(parameter) for name, parameter in policy.trained()}
     fill_parts(place / "tensors", weights)
 
 
 def state_tensors(policy: Policy, optimizer: Any | None, rank: int) -> dict[str, Any]:
-    """Return all tensors that a run resumes from, by name: trained weights, optimizer states, this rank's random states."""
+    """Return all tensors that are needed to resume a run, as a dict from name to tensor.
+
+    These are the trained weights, the optimizer states and this rank's random states.
+    """
     tensors: dict[str, Any] = {f"{RANDOM}cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[f"{RANDOM}cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -212,7 +225,10 @@ def _set_random_states(tensors: dict[str, Any], rank: int, place: Path) -> None:
 
 
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files all match their SHA-256, and a description of each newer, damaged one."""
+    """Return the newest checkpoint whose files all match their SHA-256.
+
+    Newer checkpoints are damaged; also return a description of each.
+    """
     damaged = []
     for place in sorted(checkpoints(folder), key=step_of, reverse=True):
         try:
@@ -229,9 +245,9 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
-    """Remove all checkpoints but the latest and the `keep` best by the tracked metric (without one, the newest); update `best`.
+    """Remove all checkpoints except the latest one and the `keep` best ones by the tracked metric. Update the link `best`.
 
-    spared: checkpoints up to this step are kept as well.
+    Without a tracked metric, the newest checkpoints count as the best. `spared`: checkpoints up to this step are never removed.
     """
     places = sorted(checkpoints(folder), key=step_of, reverse=True)
     ranked = sorted(places, key=lambda place: ranking.rank(step_of(place)))
@@ -242,14 +258,17 @@ def prune(folder: Path, keep: int, ranking: Ranking, spared: int = 0) -> None:
 
 
 def set_newer_aside(place: Path) -> None:
-    """Rename the damaged checkpoints that are newer than `place`. The run resumes from `place` and saves those steps again."""
+    """Rename the damaged checkpoints that are newer than `place`.
+
+    The run resumes from `place` and will save these steps again under the same names.
+    """
     for newer in checkpoints(place.parent):
         if step_of(newer) > step_of(place) and not newer.is_symlink():
             newer.rename(free_path(newer.parent, f"{newer.name}.damaged"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, intact or damaged. Folders without the files of a checkpoint are left out."""
+    """Return the checkpoints in a folder, intact or damaged. A folder `step_N` without the files of a checkpoint is left out."""
     return [path for path in folder.glob("step_*") if step_in(path.name) is not None and _is_checkpoint(path)]
 
 
@@ -260,7 +279,10 @@ def step_of(place: Path) -> int:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    """Whether a folder has the files of a checkpoint, or an intact manifest that lists them, for the step in its name."""
+    """Return whether a folder is a checkpoint of the step in its name.
+
+    The folder must have the files of a checkpoint, or an intact manifest that lists these files.
+    """
     files = (path for pattern in TENSOR_FILES for path in place.glob(f"tensors/{pattern}"))
     names = {f"tensors/{path.name}" for path in files}
     if (place / "state.json").is_file():
@@ -271,7 +293,7 @@ def _is_checkpoint(place: Path) -> bool:
 
 
 def _listed_files(place: Path) -> set[str]:
-    """Return the files that the manifest lists; none if it is damaged."""
+    """Return the files that the checkpoint's manifest lists; an empty set if the manifest is damaged."""
     try:
         return set(intact_manifest(place)["files"])
     except ValueError:
@@ -287,7 +309,10 @@ def _saved_step(place: Path) -> int | None:
 
 
 def _holds_nothing_else(place: Path) -> bool:
-    """Whether a checkpoint contains only files that its manifest lists. With a user's file inside, it is never removed."""
+    """Return whether a checkpoint contains only files that its manifest lists.
+
+    A checkpoint with a user's file is never removed.
+    """
     listed = {"manifest.json", *_listed_files(place)} if not place.is_symlink() else set()
     folders = {str(parent) for name in listed for parent in Path(name).parents}
     for path in place.rglob("*"):
@@ -299,7 +324,7 @@ def _holds_nothing_else(place: Path) -> bool:
 
 
 def _is_saved(place: Path) -> bool:
-    """Whether the checkpoint already exists; refuse any other file or folder with that name."""
+    """Return whether the checkpoint already exists. Raise CheckpointError if another file or folder has its name."""
     if not os.path.lexists(place):
         return False
     if not _is_checkpoint(place):
@@ -309,13 +334,14 @@ def _is_saved(place: Path) -> bool:
             read_manifest(place)
         except ValueError as error:
             raise CheckpointError(
-                f"{error}. {place} is a link to it, but this run saves a checkpoint under that name. Remove the link."
+                f"{error}. {place} is a link to this damaged checkpoint, but this run saves a checkpoint under that "
+                "name. Remove the link."
             ) from None
     return True
 
 
 def refuse_taken_names(folder: Path, num_steps: int) -> None:
-    """Refuse other files and folders at the paths where a run of `num_steps` will save checkpoints. Needs no weights."""
+    """Raise CheckpointError if a run of `num_steps` steps would save a checkpoint under the name of another file or folder."""
     for name in ("best", "latest"):
         _refuse_other_than_pointer(folder / name)
     newest = max(map(step_of, checkpoints(folder)), default=0)
@@ -339,11 +365,13 @@ def _refuse_other_than_pointer(path: Path) -> None:
         )
     target = str(path.readlink())
     if step_in(target) is None:
-        raise CheckpointError(f"{path}: a link to {target}, not to a checkpoint next to it (step_N). Remove the link.")
+        raise CheckpointError(
+            f"{path}: a link to {target}, not to a checkpoint (step_N) in the same folder. Remove the link."
+        )
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to `target` in the same folder, atomically."""
+    """Atomically make `link` a symbolic link to `target`, which is in the same folder."""
     fail_point(f"checkpoint.{link.name}")
     _refuse_other_than_pointer(link)
     aside = temporary_path(link)

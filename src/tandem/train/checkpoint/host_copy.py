@@ -1,4 +1,4 @@
-"""Copies tensors to the host while training continues to change them."""
+"""Copies tensors to host memory, so that a checkpoint can be written while training changes the tensors."""
 
 import mmap
 import sys
@@ -19,23 +19,24 @@ PIECE_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Parts on the host. Copies from a GPU may still be in progress."""
+    """Copies of tensor parts in host memory. A copy from a GPU may still be in progress."""
 
     parts: dict[str, Part]
     arrival: torch.cuda.Event | None = None
 
     def arrived(self) -> dict[str, Part]:
-        """Wait for the copy, and return the parts."""
+        """Wait until the copy is complete, and return the parts."""
         if self.arrival is not None:
             self.arrival.synchronize()
         return self.parts
 
 
 class HostCopier:
-    """Copies asynchronously: a GPU starts the next step at once, and only the optimizer update waits for the copy.
+    """Copies tensors to the host asynchronously.
 
-    Copies to pinned memory are many times faster, but pinning takes seconds. So memory is pinned ahead of time in another
-    thread and reused. A copy must be written to disk before the next one is made.
+    The GPU starts the next step at once; only the optimizer update waits for the copy.
+    Copies to pinned memory are many times faster, but pinning takes seconds. Therefore another thread pins the memory in advance,
+    and the memory is reused for every copy. A copy must be written to disk before the next copy starts.
     """
 
     def __init__(self, device: torch.device, optimizer: Optimizer):
@@ -46,7 +47,7 @@ class HostCopier:
         optimizer.register_step_pre_hook(self._hold_update)
 
     def reserve(self, parts: dict[str, Part]) -> None:
-        """Start allocating memory for copies of these parts."""
+        """Start allocating host memory for copies of these parts, in the background."""
         if self._stream is not None:
             self._memory = self._thread.submit(PinnedMemory, {name: part.tensor for name, part in parts.items()})
 
@@ -67,7 +68,7 @@ class HostCopier:
         return HostCopy({name: replace(part, tensor=places[name]) for name, part in parts.items()}, self._arrival)
 
     def close(self) -> None:
-        """Release the memory. No copy may be in use."""
+        """Release the memory. No copy may still be in use."""
         self._thread.shutdown()
         if (
             self._memory is not None and self._memory.exception() is None
@@ -81,9 +82,10 @@ class HostCopier:
 
 
 class PinnedMemory:
-    """Pinned host memory, to which a GPU can write directly, with a place for each tensor.
+    """Pinned host memory, which a GPU can write to directly. `places` holds a tensor in this memory for each given tensor.
 
-    torch's own pinned memory is not used: it is rounded up to a power of two, and allocating it blocks all other use of the GPU.
+    torch's own pinned memory is not used: its size is rounded up to a power of two, and allocating it blocks all other use of the
+    GPU.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -132,5 +134,5 @@ def _driver() -> Any:
 
 
 def _paged_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, rounded up to whole pages."""
+    """Return the size of a tensor in bytes, rounded up to whole pages."""
     return -(-tensor.numel() * tensor.element_size() // PAGE_BYTES) * PAGE_BYTES

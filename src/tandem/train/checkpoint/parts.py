@@ -1,7 +1,7 @@
-"""Writes the shards of each rank to a file, and loads them again, also with another number of ranks.
+"""Writes each rank's shards to a file, and loads them again. The number of ranks may differ between writing and loading.
 
-The files are in the safetensors format, but not written by the safetensors library: the code here hardly blocks other Python
-threads, so it can run during training. A tensor is sharded by rows: each part holds consecutive rows.
+The files are in the safetensors format, but are not written by the safetensors library: the code here hardly blocks other Python
+threads, so it can run during training. Tensors are sharded by rows, so each part holds consecutive rows.
 """
 
 import hashlib
@@ -34,13 +34,16 @@ SLICE_BYTES = 16 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a tensor that this rank holds: all of it, or consecutive rows that start at row `first`."""
+    """The part of a tensor that this rank holds: the whole tensor, or consecutive rows that start at row `first`."""
 
     tensor: Tensor
     first: int = 0
 
     def fill(self, stored: Any, first: int) -> None:
-        """Copy the rows that this part has in common with a stored part that starts at row `first`."""
+        """Copy rows from a stored part, which starts at row `first` of the tensor, into this part.
+
+        Only rows that are in both parts are copied.
+        """
         low = max(self.first, first)
         high = min(self.first + len(self.tensor), first + stored.get_shape()[0])
         if low < high:
@@ -58,7 +61,7 @@ def part_of(tensor: Any) -> Part:
 
 
 def write_parts(file: Path, parts: dict[str, Part]) -> str:
-    """Write parts that are on the host; return the SHA-256 of the file."""
+    """Write parts in host memory to a file, and return the SHA-256 of the file."""
     # Wide dtypes first, so that every tensor is aligned to its item size, as readers expect.
     names = sorted(parts, key=lambda name: -parts[name].tensor.element_size())
     header: dict[str, Any] = {"__metadata__": {FIRST_ROWS: json.dumps({name: parts[name].first for name in names})}}
@@ -86,12 +89,12 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return the names of the tensors in the files of a folder."""
+    """Return the names of all tensors in the files of a folder."""
     return {name for _, stored in _open_files(folder) for name in stored.keys()}  # noqa: SIM118 - not a mapping
 
 
 def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
-    """Fill this rank's parts in place from all files of a folder; refuse the checkpoint if rows are missing."""
+    """Fill this rank's parts in place from the files of a checkpoint. Raise CheckpointError if rows are missing."""
     filled: dict[str, list[range]] = {name: [] for name in parts}
     for file, stored in _open_files(folder):
         first_rows = _first_rows(file, stored)
@@ -103,24 +106,26 @@ def fill_parts(folder: Path, parts: dict[str, Part]) -> None:
             reached = max(reached, rows.stop) if rows.start <= reached else reached
         if reached < part.first + _num_rows(part):
             raise CheckpointError(
-                f"{folder}: the tensor {name} is incomplete, so no run can resume from it. {OTHER_CHECKPOINT_HINT}"
+                f"{folder}: the tensor {name} is incomplete, so no run can resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
             )
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Open each file of a folder in turn; raise CheckpointError if a file is damaged."""
+    """Yield each file of a folder and its open reader. Raise CheckpointError if a file is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             if not file.is_file():
-                raise SafetensorError("not a file")
+                raise SafetensorError("it is not a file")
             with safe_open(file, framework="pt") as stored:
                 yield file, stored
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: {error}, so no run can resume from it. {OTHER_CHECKPOINT_HINT}") from None
+            raise CheckpointError(
+                f"{file}: {error}, so no run can resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
+            ) from None
 
 
 def _first_rows(file: Path, stored: Any) -> dict[str, int]:
-    """Return the first row that a file holds of each tensor."""
+    """Return a dict from the name of each tensor in a file to the first row of the tensor that the file holds."""
     try:
         found = json.loads((stored.metadata() or {})[FIRST_ROWS])
     except (ValueError, KeyError, RecursionError):
@@ -128,19 +133,20 @@ def _first_rows(file: Path, stored: Any) -> dict[str, int]:
     names = set(stored.keys())
     if not isinstance(found, dict) or not all(type(row) is int and row >= 0 for row in found.values()):
         raise CheckpointError(
-            f"{file}: the header does not list which rows the file holds, so no run can resume from it. {OTHER_CHECKPOINT_HINT}"
+            f"{file}: the header does not list which rows the file holds, so no run can resume from this checkpoint. "
+            f"{OTHER_CHECKPOINT_HINT}"
         )
     return {name: row for name, row in found.items() if name in names}
 
 
 def _fill(file: Path, stored: Any, name: str, part: Part, first: int) -> range:
-    """Copy the rows of a part that a file holds; return the range of rows in the file."""
+    """Copy the rows of a part that the file holds into the part. Return the range of rows that the file holds."""
     piece, own = stored.get_slice(name), part.tensor
     shape = piece.get_shape()
     if piece.get_dtype() != DTYPES[own.dtype] or len(shape) != own.ndim or shape[1:] != list(own.shape[1:]):
         raise CheckpointError(
-            f"{file}: the tensor {name} has shape {shape} and dtype {piece.get_dtype()}, which does not match this run, so it "
-            f"cannot resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
+            f"{file}: the tensor {name} has shape {shape} and dtype {piece.get_dtype()}, which does not match the model of this "
+            f"run, so the run cannot resume from this checkpoint. {OTHER_CHECKPOINT_HINT}"
         )
     if own.ndim:
         part.fill(piece, first)

@@ -1,4 +1,4 @@
-"""Ranks checkpoints by the tracked metric, from the lines of metrics.jsonl."""
+"""Ranks checkpoints by the tracked metric, which is read from metrics.jsonl."""
 
 import json
 import math
@@ -10,17 +10,17 @@ from tandem.config.tracked import TrackedMetric
 
 
 class Ranking:
-    """Ranks each step by the tracked metric, as last measured at or before that step.
+    """Ranks each step by the latest value of the tracked metric that was measured at or before that step.
 
-    Ranks are computed from the lines of metrics.jsonl. So a checkpoint may be saved before the validation that ranks it, and a
-    resumed run may rank by another metric. If the pairs of a validation set change, only values on the new pairs count.
-    The model before the first step is not ranked, because there is no checkpoint of it.
+    Values come from the lines of metrics.jsonl, not from checkpoints. So a checkpoint may be saved before the validation that
+    ranks it, and a resumed run may rank by another metric. If the pairs of a validation set change, only values on the new pairs
+    count. The model before the first step is not ranked, because there is no checkpoint of it.
     """
 
     def __init__(
         self, tracked: TrackedMetric | None, *, higher_is_better: bool, records: Iterable[dict[str, Any]] = ()
     ):
-        """records: the lines already in metrics.jsonl."""
+        """`records`: the records already in metrics.jsonl."""
         self._tracked, self._sign = tracked, -1.0 if higher_is_better else 1.0
         self._measured: list[tuple[int, float]] = []  # (step, value), in order
         self._pairs: tuple[Any, ...] = ()  # the pairs that these values were measured on
@@ -29,7 +29,7 @@ class Ranking:
             self.note(record)
 
     def note(self, record: dict[str, Any]) -> None:
-        """Add a line of metrics.jsonl; lines of other splits are ignored."""
+        """Add a record of metrics.jsonl. Records of splits other than the tracked one are ignored."""
         if self._tracked is None or record["split"] != self._tracked.split:
             return
         if record["step"] == 0:
@@ -40,7 +40,10 @@ class Ranking:
         self._measured.append((record["step"], record.get(self._tracked.metric, math.nan)))
 
     def best_step(self) -> int | None:
-        """Return the step after which the metric was best, the first one of equal values; None if it was never finite."""
+        """Return the step at which the metric was best. Of equal values, return the first step.
+
+        Return None if no value is finite.
+        """
         best = self._best()
         return None if best is None else self._measured[best][0]
 
@@ -49,16 +52,16 @@ class Ranking:
         return math.nan if best is None else self._measured[best][1]
 
     def better_start(self) -> float | None:
-        """Return the metric before the first step if it was measured on the same pairs and is better than after any step.
+        """Return the metric of the model before the first step, if it was better than after every step; otherwise None.
 
-        Otherwise None.
+        Also return None if the metric before the first step was measured on other pairs.
         """
         pairs, value = self._start
         is_better = pairs == self._pairs and self._sign * value < self._sign * self.best_value()
         return value if is_better else None
 
     def num_since_best(self) -> int:
-        """Return how often the metric was measured after the best step."""
+        """Return how many times the metric was measured after the best step."""
         best = self._best()
         return len(self._measured) - (0 if best is None else best + 1)
 
@@ -69,20 +72,30 @@ class Ranking:
         return min(values)[1] if values else None
 
     def rank(self, step: int) -> tuple[bool, float, int]:
-        """Return the sort key of a step: lower is better. Steps before the first measurement come last, newer ones first.
+        """Return the sort key of a step: lower is better. Steps before the first measurement come last, the newest of them first.
 
-        Of several steps ranked by the same validation, the first is best, because it is closest to the validated weights.
+        Of several steps ranked by the same validation, the first is best, because its weights are closest to the validated
+        weights.
         """
-        measured = self._measured
-        until = bisect_right(measured, step, key=lambda one: one[0])
-        value = measured[until - 1][1] if until else math.nan
+        value = self.value_at(step)
         if not math.isfinite(value):
             return True, 0.0, -step
         return False, self._sign * value, step
 
+    def value_at(self, step: int) -> float:
+        """The metric as last measured at or before a step; NaN if it was not measured yet."""
+        measured = self._measured
+        until = bisect_right(measured, step, key=lambda one: one[0])
+        return measured[until - 1][1] if until else math.nan
+
+    def is_better(self, step: int, other: int) -> bool:
+        """Whether the metric is known for both steps and better for the first."""
+        value, than = self._sign * self.value_at(step), self._sign * self.value_at(other)
+        return math.isfinite(than) and value < than
+
 
 def measured_on(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key for the pairs of a validation. Validations on different pairs are not compared."""
+    """Return a key that identifies the pairs of a validation. Validations on different pairs are not compared."""
     return (record["data"], record.get("num_pairs")) if "data" in record else ()
 
 
@@ -91,7 +104,7 @@ MAX_NUMBER = 1 << 63  # larger integers do not fit in a float or a tracker
 
 
 def records_in(content: bytes) -> list[Record | None]:
-    """Return the record of each line; None for a line that is damaged or was not written by tandem."""
+    """Return the record in each line of metrics.jsonl; None for a line that is damaged or was not written by tandem."""
     return [_record(line) for line in content.splitlines()]
 
 

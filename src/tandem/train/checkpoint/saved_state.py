@@ -1,4 +1,7 @@
-"""Reads `state.json` of a checkpoint. Every value is checked, because the file may come from someone else."""
+"""Reads state.json, the file of a checkpoint that holds the progress of the run and the fingerprints of its data and models.
+
+Every value is checked, because the file may come from someone else.
+"""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +16,7 @@ MAX_COUNT = 1 << 53  # the largest accepted number of steps, batches or bytes
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run: steps done, position in the schedule, size of metrics.jsonl."""
+    """The progress of a run: steps done, position in the epoch, and size of metrics.jsonl."""
 
     step: int = 0
     epoch: int = 0
@@ -25,14 +28,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """The contents of a checkpoint other than tensors."""
+    """The contents of state.json in a checkpoint."""
 
     progress: Progress
     fingerprints: dict[str, str]
 
 
 def read_state(place: Path) -> SavedState:
-    """Read the state of a checkpoint; refuse it if its step differs from the step in the name of its folder."""
+    """Read state.json of a checkpoint.
+
+    Raise CheckpointError if a value is invalid, or if the step differs from the folder's name.
+    """
     try:
         found = read_json(place / "state.json")
         return SavedState(_progress(_mapping(found, "progress"), place), _fingerprints(found))
@@ -50,25 +56,25 @@ def _progress(found: dict[str, Any], place: Path) -> Progress:
     for name, default in known.items():
         value = found.get(name, default)
         if type(value) is not type(default) or not 0 <= value <= MAX_COUNT:
-            what = "true or false" if isinstance(default, bool) else "a count"
+            what = "true or false" if isinstance(default, bool) else "an integer from 0 to 2^53"
             raise ValueError(f"progress.{name} is not {what}")
     progress = Progress(**found)
     if progress.step != step_in(place.name):
-        raise ValueError(f"progress.step is {progress.step}, not the step in the name of the folder")
+        raise ValueError(f"progress.step is {progress.step}, but the folder is named {place.name}")
     if max(progress.epoch, progress.batch, progress.spared) > progress.step:
-        raise ValueError(f"progress has more epochs or batches than its {progress.step} steps")
+        raise ValueError(f"progress counts more epochs or batches than steps ({progress.step})")
     return progress
 
 
 def _fingerprints(found: Any) -> dict[str, str]:
     fingerprints = _mapping(found, "fingerprints")
     if not all(isinstance(value, str) for value in fingerprints.values()):
-        raise ValueError("fingerprints are not strings")
+        raise ValueError("a value of fingerprints is not a string")
     return fingerprints
 
 
 def _mapping(found: Any, name: str) -> dict[str, Any]:
     inside = found.get(name) if isinstance(found, dict) else None
     if not isinstance(inside, dict):
-        raise ValueError(f"{name} is missing or not a mapping")
+        raise ValueError(f"the key {name} is missing, or its value is not a mapping")
     return inside

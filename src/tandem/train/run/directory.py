@@ -1,4 +1,4 @@
-"""Chooses a run's directory, a new one or one to resume, and locks it for one process at a time."""
+"""Chooses the directory of a run (a new one, or one to resume), and locks it so that only one process at a time uses it."""
 
 import fcntl
 import glob
@@ -17,7 +17,7 @@ from tandem.config.schema import Config
 from tandem.config.validation import flatten
 from tandem.config.yaml_text import YamlLimitError, read_yaml_text
 from tandem.errors import CheckpointError, ConfigError
-from tandem.storage.cache import fingerprint, is_export
+from tandem.storage.cache import fingerprint, is_export, real_path
 from tandem.storage.ownership import open_own, refuse_other_than_file, refuse_other_than_folder
 from tandem.terminal.commands import override, tandem_command
 
@@ -27,7 +27,7 @@ FILES = (
     *("setup.json", "pairs.json", "report.html"),
     *("logs/gpu.jsonl", "logs/mlflow.db", "logs/trackers.log", "samples/step_*.jsonl"),
 )
-FOLDERS = ("checkpoints", "logs", "model", "samples")
+FOLDERS = ("checkpoints", "exports", "logs", "model", "samples")
 # The final names of files that a run first writes under a temporary name, as regular expressions.
 TEMPORARY_NAMES = (
     *(re.escape(name) for name in FILES if "/" not in name),
@@ -76,9 +76,10 @@ MAY_CHANGE_BY_BATCH = ("policy.packing.pack_length", "policy.packing.share_promp
 
 
 def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
-    """Return the run's directory: as given, or the newest unfinished one of the same configuration, or the next free number.
+    """Return the directory of the run.
 
-    If only checkpointing.checkpoint_dir is set, it is the run's directory.
+    If run.dir is set, this is run.dir; otherwise, checkpointing.checkpoint_dir. If neither is set, it is the newest unfinished
+    run of the same configuration, or else a new directory with the next free number. With `fresh`, it is always a new directory.
     """
     config = loaded.config
     key = "run.dir" if config.run.dir is not None else "checkpointing.checkpoint_dir"
@@ -103,6 +104,14 @@ def choose_run_dir(loaded: LoadedConfig, *, fresh: bool) -> Path:
             refuse_other_than_export(run)
             return run
     return parent / f"{stem}-{numbers[0] + 1 if numbers else 1}"
+
+
+def checkpoint_dir(config: Config, run: Path) -> Path:
+    """The checkpoint directory: inside the run directory unless both keys are set and name different places."""
+    given = config.checkpointing.checkpoint_dir
+    if given is None or config.run.dir is None or real_path(given) == real_path(run):
+        return run / "checkpoints"
+    return Path(given)
 
 
 def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
@@ -133,23 +142,26 @@ def earlier_run(run: Path, loaded: LoadedConfig) -> tuple[str, str] | None:
 
 
 def _is_raised(new: int | None, old: int | None) -> bool:
-    """Whether a limit was raised; None means no limit."""
+    """Return whether a limit was raised from `old` to `new`. None means no limit."""
     return old is not None and (new is None or new > old)
 
 
 def _numbers(parent: Path, stem: str) -> list[int]:
-    """Return the numbers of the directories stem-1, stem-2, ..., the newest first."""
+    """Return the numbers N of the existing directories named `stem-N`, the highest first."""
     numbers = [path.name[len(stem) + 1 :] for path in parent.glob(f"{glob.escape(stem)}-*")]
     return sorted((int(number) for number in numbers if _is_number(number)), reverse=True)
 
 
 def _is_number(text: str) -> bool:
-    """Whether text consists of the digits 0 to 9. Python's isdigit also accepts other digits, as in tandem-²."""
+    """Return whether the text consists of the digits 0 to 9. Python's isdigit alone also accepts other digits, as in tandem-²."""
     return text.isascii() and text.isdigit()
 
 
 def refuse_links(run: Path) -> None:
-    """Refuse a run in which a file or folder is a link or of another type, because writes would end up elsewhere."""
+    """Refuse a run directory in which a link replaces a file or folder, because the run would write to another place.
+
+    Also refuse a folder in place of a file, and a file in place of a folder.
+    """
     for name in FILES:
         for path in run.glob(name) if "*" in name else [run / name]:
             refuse_other_than_file(path)
@@ -158,18 +170,18 @@ def refuse_links(run: Path) -> None:
 
 
 def why_not_a_run(folder: Path) -> str:
-    """Explain why a folder without config.yaml is not a run."""
+    """Return the reason why a folder without config.yaml is not a run."""
     kept = sorted(folder.glob("checkpoints/step_*/config.yaml"))
     return f"its config.yaml is missing; {kept[-1]} is a copy" if kept else "it has no config.yaml, so it is not a run"
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run has exported its model, which is its last action."""
+    """Return whether the run has exported its model. The export is the last action of a run."""
     return is_export(run / "model")
 
 
 def refuse_other_than_export(run: Path) -> None:
-    """Refuse a run with a folder `model` that is not an export, because the run exports its model under that name."""
+    """Raise CheckpointError if the run's folder `model` is not an export, because the run exports its model under that name."""
     model = run / "model"
     if model.is_dir() and not is_export(model) and (model.is_symlink() or any(model.iterdir())):
         raise CheckpointError(
@@ -178,7 +190,10 @@ def refuse_other_than_export(run: Path) -> None:
 
 
 def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
-    """Refuse to resume a run under settings that would change the trained model; the message lists the differences."""
+    """Raise CheckpointError if the configuration differs from the run's in settings that would change the trained model.
+
+    The message lists the differences.
+    """
     stored = stored_config(run)
     if stored is None:
         raise CheckpointError(
@@ -200,7 +215,7 @@ def refuse_other_config(run: Path, loaded: LoadedConfig) -> None:
 
 
 def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
-    """List the differences between a run's configuration and this one that would change the trained model."""
+    """Return the differences between a run's stored configuration and the current one that would change the trained model."""
     old, new = flatten(stored), flatten(_config_now(loaded))
     by_batch = {old.get("policy.packing.mode"), new.get("policy.packing.mode")} == {"batch"}
     return [
@@ -211,16 +226,16 @@ def _differences(stored: dict[str, Any], loaded: LoadedConfig) -> list[str]:
 
 
 def _affects_weights(key: str, config: Config, *, by_batch: bool) -> bool:
-    """Whether a key affects the weights after a given step. by_batch: whether each batch is packed separately."""
+    """Return whether a key affects the trained weights. `by_batch`: whether each batch is packed separately."""
     fixed = ("data.validation_share", *(LENGTH_KEYS if config.policy.scheduler_spans_run else ()))
     return key in fixed or not key.startswith(MAY_CHANGE + (MAY_CHANGE_BY_BATCH if by_batch else ()))
 
 
 def values_from_environment(loaded: LoadedConfig) -> dict[str, str]:
-    """Return digests of the settings that come from environment variables and affect the trained weights.
+    """Return hashes of the settings that come from environment variables and affect the trained weights.
 
-    config.yaml stores such a setting as ${oc.env:NAME}, so it does not show that the variable changed. The keys of the result
-    name the settings in messages.
+    config.yaml stores such a setting as ${oc.env:NAME}, which stays the same if the variable changes. The keys of the returned
+    dict are phrases that name the settings in messages.
     """
     config, given = loaded.config, {".".join(map(str, place)) for place in loaded.from_environment}
     by_batch = config.policy.packing.mode == "batch"
@@ -239,7 +254,7 @@ def values_from_environment(loaded: LoadedConfig) -> dict[str, str]:
 
 
 def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool) -> None:
-    """Refuse to start a new run in a checkpoint_dir that holds the checkpoints of another run."""
+    """Raise CheckpointError if a new run would use a checkpoint_dir that holds the checkpoints of another run."""
     if has_checkpoints and folder != run / "checkpoints" and not (run / "metrics.jsonl").exists():
         raise CheckpointError(
             f"checkpointing.checkpoint_dir = {folder}: it contains checkpoints of another run, and {run} is a new one. Choose "
@@ -248,16 +263,16 @@ def refuse_others_checkpoints(run: Path, folder: Path, *, has_checkpoints: bool)
 
 
 def may_be_extended(run: Path, loaded: LoadedConfig) -> bool:
-    """Whether a setting that decides where a finished run ends has changed. Only then may there be steps left to train."""
+    """Return whether a setting that decides where a finished run ends has changed. Otherwise there are no steps left to train."""
     old, new = flatten(stored_config(run) or {}), flatten(_config_now(loaded))
     return any(old.get(key) != new.get(key) for key in (*LENGTH_KEYS, "dpo.early_stopping_patience"))
 
 
 @contextmanager
 def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
-    """Lock the directory for this process; refuse a second process. A process that dies releases its lock.
+    """A context in which the directory is locked for this process. Raise CheckpointError if another process has locked it.
 
-    key: the setting that names the directory.
+    A process that dies releases its lock. `key`: the setting that names the directory.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -274,7 +289,7 @@ def locked(run: Path, key: str = "run.dir") -> Iterator[None]:
             ) from None
         if not re.fullmatch("[0-9]*", _read_lock(lock)):
             raise CheckpointError(
-                f"{run}/lock: not written by tandem, which stores its process id there. Move it elsewhere."
+                f"{run}/lock: not written by tandem, which stores its process id in a file of that name. Move the file elsewhere."
             )
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -296,12 +311,12 @@ def stored_config(run: Path) -> dict[str, Any] | None:
 
 
 def _config_now(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return the current configuration as it would be read from a run's config.yaml."""
+    """Return the current configuration in the form in which it would be read from config.yaml."""
     return _with_defaults(yaml.safe_load(loaded.as_yaml()))
 
 
 def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
-    """Fill in defaults, because an earlier version of tandem may have written the file without newer keys."""
+    """Fill in defaults for missing keys. An earlier version of tandem may have written the file without newer keys."""
     try:
         return Config.model_validate(stored).model_dump()
     except ValidationError:  # a value from the environment, or a key that was removed

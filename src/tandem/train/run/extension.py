@@ -1,7 +1,8 @@
-"""Extends a finished run by more steps from its last checkpoint, or refuses to.
+"""Extends a finished run by more steps, starting from its last checkpoint.
 
-A run with a folder `model` is finished. An extension first loads the last checkpoint, then renames that folder, then writes
-the new configuration. If it is killed in between, the run is either still finished or resumes as an unfinished one.
+A run with a folder `model` is finished. An extension first loads the last checkpoint, then renames the folder `model`, then
+writes the new configuration. If the process is killed in between, the run is either still finished, or can be resumed like an
+unfinished run.
 """
 
 import shutil
@@ -20,7 +21,7 @@ OTHER_RUN_HINT = "Choose another run.dir, or --fresh without --resume."
 
 
 def last_step(run: Path) -> int:
-    """Return the number of steps that a finished run trained."""
+    """Return how many steps a finished run has trained."""
     steps = [record["step"] for record in _records(run / "metrics.jsonl") if record["split"] == "train"]
     if not steps:
         raise CheckpointError(
@@ -30,7 +31,10 @@ def last_step(run: Path) -> int:
 
 
 def check_extension(run: Path, setup: Setup) -> int | None:
-    """Return the step from which a finished run is extended; None if it already has the requested number of steps."""
+    """Return the last step of a finished run, from which the run is extended.
+
+    Return None if the run already has the requested number of steps. Raise CheckpointError if the run cannot be extended.
+    """
     trained, asked = last_step(run), setup.plan.num_steps
     place = setup.checkpoint_dir(run) / f"step_{trained}"
     if asked < trained:
@@ -47,14 +51,14 @@ def check_extension(run: Path, setup: Setup) -> int | None:
     if not any(name.startswith("optimizer.") for name in _tensors_in(place, run, trained)):
         raise CheckpointError(
             f"{place}: saved without optimizer states (checkpointing.save_optimizer=false), so the run cannot be extended "
-            f"from {trained} to {asked} steps exactly. {OTHER_RUN_HINT}"
+            f"from {trained} to {asked} steps. {OTHER_RUN_HINT}"
         )
     _refuse_to_stop_again(run, setup, place)
     return trained
 
 
 def refuse_shortening(run: Path, setup: Setup) -> None:
-    """Refuse an unfinished run that has already trained more steps than requested."""
+    """Raise CheckpointError if an unfinished run has already trained more steps than requested."""
     trained, asked = max(map(step_of, checkpoints(setup.checkpoint_dir(run))), default=0), setup.plan.num_steps
     if trained > asked:
         raise CheckpointError(
@@ -64,7 +68,7 @@ def refuse_shortening(run: Path, setup: Setup) -> None:
 
 
 def _tensors_in(place: Path, run: Path, trained: int) -> set[str]:
-    """Return the names of the tensors in the last checkpoint; refuse an unreadable checkpoint before weights load."""
+    """Return the names of the tensors in the last checkpoint. Raise CheckpointError if the checkpoint cannot be read."""
     try:
         found = names_in(place / "tensors")
     except (OSError, CheckpointError):
@@ -82,7 +86,7 @@ def _damaged(run: Path, trained: int) -> str:
 
 
 def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
-    """Refuse to extend a run that stopped early and would stop again before its first new step."""
+    """Raise CheckpointError if the run stopped early, and its extension would stop again before the first new step."""
     patience = setup.config.dpo.early_stopping_patience
     if patience is None:
         return
@@ -100,9 +104,9 @@ def _refuse_to_stop_again(run: Path, setup: Setup, place: Path) -> None:
 
 
 def _saved_bytes(place: Path) -> int | None:
-    """Return the size of metrics.jsonl when a checkpoint was saved.
+    """Return how many bytes metrics.jsonl had when a checkpoint was saved.
 
-    None if the checkpoint is damaged, which is reported when it is loaded.
+    Return None if the checkpoint is damaged; the damage is reported when the checkpoint is loaded.
     """
     try:
         saved = read_json(place / "state.json")["progress"]["metrics_bytes"]
@@ -112,9 +116,9 @@ def _saved_bytes(place: Path) -> int | None:
 
 
 def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
-    """Rename the old export to `model.step_N`, write the new configuration, and return the new name of the export.
+    """Rename the old export to `model.step_N`, write the new configuration, and return the new path of the export.
 
-    trained: the number of steps of the finished run. resumed: the step of the checkpoint that was loaded.
+    `trained`: how many steps the finished run has trained. `resumed`: the step of the checkpoint that was loaded.
     """
     if resumed != trained:
         raise CheckpointError(_damaged(run, trained))
@@ -126,9 +130,10 @@ def begin_extension(run: Path, trained: int, resumed: int, config: str) -> Path:
 
 
 def exported_step(run: Path, num_steps: int) -> int:
-    """Return the step whose weights a finished run exported: the step at which metrics.jsonl has a validation of the export.
+    """Return the step whose weights a finished run exported.
 
-    Without validation sets it is the last step trained; if metrics.jsonl is lost, `num_steps`.
+    This is the step at which metrics.jsonl has a validation of the export. Without validation sets, it is the last step trained.
+    If metrics.jsonl is lost, it is `num_steps`.
     """
     records = _records(run / "metrics.jsonl")
     exported = [one["step"] for one in records if one["split"].startswith("exported-")]
@@ -142,6 +147,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _records(metrics: Path, num_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the undamaged records in the first `num_bytes` of metrics.jsonl."""
+    """Return the undamaged records in the first `num_bytes` bytes of metrics.jsonl. `num_bytes` None: in the whole file."""
     content = metrics.read_bytes()[:num_bytes] if metrics.is_file() else b""
     return [record for record in records_in(content) if record is not None]

@@ -16,19 +16,17 @@ from tandem.config.sections.section import EMBEDDED
 from tandem.data.store.opening import is_prepared
 from tandem.data.store.selection import Preferences
 from tandem.data.text.template import QUESTION, Template
-from tandem.export import export_adapter, export_model
-from tandem.model.files.source import find_model
-from tandem.model.lora.files import read_adapter
-from tandem.model.policy import Policy
+from tandem.export.card import CARD, CardFacts, data_sets, model_card
+from tandem.export.folder import ExportForm, export_form, reload, write_export
 from tandem.report.per_pair import PerPairFile
 from tandem.report.verdicts import Verdict, judge
 from tandem.storage.cache import write_atomically
 from tandem.terminal.commands import key_of, override, python_command, tandem_command, with_override
+from tandem.train.checkpoint.checkpoints import checkpoints, step_of
 from tandem.train.memory import GIB
 from tandem.train.metrics import PairTable
-from tandem.train.run.early_stopping import EarlyStop, is_exhausted, restore_best
+from tandem.train.run.early_stopping import RestoredStep, is_exhausted, restore_best
 from tandem.train.start.build import Training
-from tandem.train.start.references import load_sharded
 from tandem.train.validation import ValidationReport, measure, validate
 
 REAL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # small enough for any machine
@@ -47,7 +45,7 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         after = [validate(t.policy, one, t.stopping.check) for one in t.validation_sets]
         t.show_on_page(after)
     text = json.dumps([asdict(one) for one in verdicts], indent=2)
-    t.ranks.agreed(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), by=t.ranks.is_first)
+    t.ranks.run_or_stop_all(lambda: write_atomically(t.run / "verdicts.json", text, "verdicts"), on=t.ranks.is_first)
     if per_pair is not None:
         write_per_pair(t, per_pair)
     model = t.run / "model"
@@ -58,19 +56,20 @@ def finish(t: Training, before: list[ValidationReport], loaded: LoadedConfig, pe
         t.reporter.validations(
             f"\nValidation of step {stop.exported_step}" if stop else "\nValidation after training", after
         )
-    dtype = _export(t, model, after)
+    form = _export(t, model, after, loaded)
     t.reporter.say("\nVerdict")
     for verdict in verdicts:
         t.reporter.say(f"  {verdict.split}: {verdict.text}")
     t.page.finish()
-    _report_results(t, model, dtype, per_pair, stop)
+    _report_results(t, model, form, per_pair, stop)
+    _suggest_better_checkpoint(t, loaded)
     # If training made the model worse, no next command is suggested: the verdict says what to change.
     if not any(verdict.name in ("diverged", "only_hurt") for verdict in verdicts):
         _suggest_next(t, model, loaded)
 
 
 def _verdicts_on_export(of_run: list[Verdict], t: Training, step: int) -> list[Verdict]:
-    """The verdicts on the exported step, which is not the last; includes that the run diverged later."""
+    """Return verdicts on the exported step, which is before the last step. If the run diverged later, include that verdict."""
     until = [record for record in t.metrics.records() if record["step"] <= step]
     later = [verdict for verdict in of_run if verdict.name == "diverged"]
     return [*later, *(verdict for verdict in judge(until, t.setup.config) if verdict not in later)]
@@ -86,41 +85,56 @@ def _report_memory(t: Training) -> None:
         )
 
 
-def _export(t: Training, folder: Path, after: list[ValidationReport]) -> torch.dtype:
-    """Export the model, or the adapters alone; return the dtype of the export."""
-    setup, export = t.setup, t.setup.config.export
-    alone = setup.lora is not None and not export.merge_lora
-    own = torch.float32 if alone else setup.source.dtype
-    dtype = own if export.dtype == "auto" else getattr(torch, export.dtype)
-    how: dict[str, Any] = {"dtype": dtype, "rounding": export.rounding}
-    how["measure"] = lambda written: _measure_export(t, written, dtype, after)
-    if alone:
-        assert setup.lora is not None
-        # A local folder is named by its absolute path, so that the adapter finds it from anywhere.
-        local = setup.source.folder == Path(setup.source.name).resolve() or setup.source.name == EMBEDDED
-        base = str(setup.source.folder) if local else setup.source.name
-        export_adapter(t.policy, setup.lora, base, setup.config.policy.revision, setup.template, folder, t.ranks, **how)
-    else:
-        config, adapted = setup.source.config, setup.lora is not None
-        export_model(t.policy, config, setup.template, folder, t.ranks, adapted=adapted, **how)
-    return dtype
+def _export(t: Training, folder: Path, after: list[ValidationReport], loaded: LoadedConfig) -> ExportForm:
+    """Export the model, or the adapters alone, with a model card; return the form of the export."""
+    setup = t.setup
+    form = export_form(setup.config.export, setup.source, setup.lora)
+
+    def measure_and_describe(written: Path) -> None:
+        exported = _measure_export(t, written, form, after)
+
+        def write_card() -> None:
+            facts = CardFacts(
+                loaded=loaded,
+                source=setup.source,
+                step=t.progress.step,
+                dtype=form.dtype_name,
+                is_adapter=form.is_adapter,
+                data=data_sets(loaded, setup.plan.sets),
+                records=t.metrics.records(),
+                exported=exported,
+            )
+            (written / CARD).write_text(model_card(facts), encoding="utf-8")
+
+        t.ranks.run_or_stop_all(write_card, on=t.ranks.is_first)
+
+    write_export(
+        t.policy,
+        form,
+        folder,
+        t.ranks,
+        source=setup.source,
+        lora=setup.lora,
+        revision=setup.config.policy.revision,
+        template=setup.template,
+        measure=measure_and_describe,
+    )
+    return form
 
 
 def _report_results(
-    t: Training, model: Path, dtype: torch.dtype, per_pair: Path | None, stop: EarlyStop | None
+    t: Training, model: Path, form: ExportForm, per_pair: Path | None, stop: RestoredStep | None
 ) -> None:
     """Print where everything is."""
     config = t.setup.config
     t.reporter.end(f"Done. Everything is in {t.run}")
-    alone = t.setup.lora is not None and not config.export.merge_lora
-    what, layout = ("adapter", "in peft's layout") if alone else ("model", "in the Hugging Face layout")
     best = (
-        "the best checkpoint"
+        ", the best checkpoint"
         if stop and stop.helped
-        else "the best checkpoint, but worse than the model before training"
+        else ", the best checkpoint, but worse than the model before training"
     )
-    of_step = f": step {stop.exported_step}, {best}" if stop else ""
-    t.reporter.say(f"  {model}  the aligned {what} ({_spelled(dtype)}), {layout}{of_step}")
+    of_step = f"step {t.progress.step}{best if stop else ''}"
+    t.reporter.say(f"  {model}  the aligned {form.what} ({form.dtype_name}), {form.layout}: {of_step}")
     if config.logger.report:
         t.reporter.say(f"  {t.run}/report.html  curves, pairs and settings, to open in a browser")
     t.reporter.say(f"  {t.run}/metrics.jsonl  every step and validation")
@@ -132,8 +146,20 @@ def _report_results(
         t.reporter.say(f"  {t.saver.folder}/latest  the newest checkpoint")
 
 
+def _suggest_better_checkpoint(t: Training, loaded: LoadedConfig) -> None:
+    """If a checkpoint is better than the exported step, print the command that exports it."""
+    tracked, exported = t.setup.tracked, t.progress.step
+    kept = map(step_of, checkpoints(t.saver.folder)) if tracked else ()
+    best = min(kept, key=t.ranking.rank, default=exported)
+    if tracked is None or not t.ranking.is_better(best, exported):
+        return
+    values = f"{t.ranking.value_at(best):.4f}; step {exported}: {t.ranking.value_at(exported):.4f}"
+    t.reporter.say(f"\nStep {best} is better by {tracked.split} {tracked.metric} ({values}). To export it:")
+    t.reporter.command(tandem_command("export", str(t.run), "--checkpoint", f"step_{best}", *loaded.options))
+
+
 def _suggest_next(t: Training, model: Path, loaded: LoadedConfig) -> None:
-    """Print a next command: after a run of the embedded model, the same with a real one; otherwise how to use the model."""
+    """Print a command to try next: for the embedded model, the same run with a real model; otherwise, how to use the model."""
     if t.setup.config.policy.model_name != EMBEDDED:
         t.reporter.say("\nNext: use it.")
         t.reporter.command(using(model, t.setup.template))
@@ -218,25 +244,15 @@ def write_per_pair(t: Training, path: Path) -> None:
             pass
 
 
-def _measure_export(t: Training, model: Path, dtype: torch.dtype, after: list[ValidationReport]) -> None:
-    """Validate the exported folder and compare it with the model in memory: rounding must not undo the training."""
+def _measure_export(
+    t: Training, model: Path, form: ExportForm, after: list[ValidationReport]
+) -> list[ValidationReport]:
+    """Validate the exported model, and print its metrics next to those of the model in memory, to show the effect of rounding."""
     if not after:
-        return
-    exported = _reload(t, model)
+        return []
+    exported = reload(t.setup, form, model, t.ranks)
     reports = [validate(exported, validation) for validation in t.validation_sets]
     for report in reports:
         t.write(replace(report, split=report.split.replace("validation-", "exported-")))
-    t.reporter.change("\nExported model", ("in memory", f"exported ({_spelled(dtype)})"), after, reports)
-
-
-def _reload(t: Training, model: Path) -> Policy:
-    setup = t.setup
-    if setup.lora is not None and not setup.config.export.merge_lora:
-        lora = replace(setup.lora, start=read_adapter(str(model)))
-        return load_sharded(setup, setup.source, t.ranks, lora)
-    config = t.setup.config.policy.model_copy(update={"model_name": str(model), "revision": None})
-    return load_sharded(t.setup, find_model(config), t.ranks)
-
-
-def _spelled(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    t.reporter.change("\nExported model", ("in memory", f"exported ({form.dtype_name})"), after, reports)
+    return reports

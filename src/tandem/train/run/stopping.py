@@ -1,4 +1,4 @@
-"""Turns signals and a time limit into a request to stop. The training loop checks for it wherever it can save."""
+"""Turns signals and a time limit into a request to stop. The training loop checks for requests where it can save a checkpoint."""
 
 import os
 import signal
@@ -18,10 +18,13 @@ REASONS = (*((one.name, code) for one, code in SIGNALS.items()), OUT_OF_TIME)
 
 
 class Stopping:
-    """Whether the run should stop, why, and with which exit code."""
+    """Records whether the run should stop, why, and with which exit code."""
 
     def __init__(self, must_save_by: float | None = None, highest: Callable[[int], int] = lambda number: number):
-        """highest: returns the maximum over all ranks. Ranks stop together, so all must check equally often."""
+        """`must_save_by`: seconds until the time limit.
+
+        `highest`: returns the maximum of a number over all ranks, so that ranks stop together.
+        """
         self._deadline = None if must_save_by is None else time.monotonic() + must_save_by
         self._longest = {"step": 0.0, "save": 0.0}
         self._reason: tuple[str, int] | None = None
@@ -32,7 +35,7 @@ class Stopping:
         self._reason = self._reason or (reason, exit_code)
 
     def took(self, what: str, seconds: float) -> None:
-        """Record how long a step or a save took, to know whether another one of each fits before the deadline."""
+        """Record how long a step or a save took, to estimate whether another step and another save end before the time limit."""
         self._longest[what] = max(self._longest[what], seconds)
 
     def is_wanted(self) -> bool:
@@ -44,7 +47,7 @@ class Stopping:
         return agreed > 0
 
     def check(self) -> None:
-        """Raise StoppedError if the run should stop; called where everything can be saved."""
+        """Raise StoppedError if the run should stop. Every rank must call this, at points where the state can be saved."""
         if self.is_wanted():
             assert self._reason is not None
             raise StoppedError(*self._reason)
@@ -53,8 +56,8 @@ class Stopping:
     def stopping_at_once(self) -> Iterator[None]:
         """A context in which a signal stops the run immediately. For work that is repeated at the next start anyway.
 
-        An error after a signal is reported as a stop: a signal to all processes of a run also ends torch's compile processes,
-        and the compilation then fails.
+        An error after a signal is reported as a stop. The reason: a signal to all processes of a run also ends torch's compile
+        processes, and the compilation then fails.
         """
         self.stops_at_once = True
         try:
@@ -71,10 +74,11 @@ class Stopping:
 def stopped_by_signals(
     stopping: Stopping, *, alone: bool = True, prints: bool = True, saves: bool = True
 ) -> Iterator[None]:
-    """A context in which Ctrl-C, SIGTERM and similar signals request a stop; a second signal ends the process at once.
+    """A context in which Ctrl-C, SIGTERM and similar signals request a stop. A second signal ends the process at once.
 
-    alone: whether there is only one rank. With several ranks, a second signal is ignored, because torchrun forwards signals that
-    the ranks have already received. prints: whether this rank prints the message. saves: whether the run saves checkpoints.
+    `alone`: whether there is only one rank. With several ranks, a second signal is ignored, because torchrun forwards signals
+    that the ranks have already received. `prints`: whether this rank prints the message. `saves`: whether the run saves
+    checkpoints.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
@@ -106,7 +110,7 @@ def stopped_by_signals(
 
 @contextmanager
 def terminated_cleanly() -> Iterator[None]:
-    """A context in which SIGTERM unwinds the process like Ctrl-C, so that temporary folders and worker processes are removed."""
+    """A context in which SIGTERM raises an exception, as Ctrl-C does, so that temporary folders and processes are removed."""
 
     def unwind(number: int, _: Any) -> None:
         raise Terminated

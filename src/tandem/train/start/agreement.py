@@ -1,4 +1,4 @@
-"""Checks before training that all ranks derived the same values from the configuration.
+"""Checks before training that all ranks computed the same values from the configuration.
 
 Each rank computes rows, packs and batches independently. If two ranks differed, some pairs would be trained twice and others
 never, or the ranks would wait for each other forever.
@@ -42,7 +42,10 @@ MAX_SHOWN = 3  # differences in a message; the most likely causes come first
 
 
 def derived(setup: Setup, run: Path) -> dict[str, str]:
-    """Return all values that affect training and are derived before weights load, by name. Long values are hashed."""
+    """Return a dict of all values that are computed before weights load and affect training. Long values are hashed.
+
+    The keys of the dict are phrases that name the values in messages.
+    """
     facts: dict[str, Any] = {
         "the version of tandem": __version__,
         "the version of torch": torch.__version__,
@@ -85,7 +88,10 @@ def _is_shared(key: str) -> bool:
 
 
 def _digest_of_batches(batches: Batches) -> str:
-    """Return a digest of the batches of the first epoch. Later epochs follow from the same settings."""
+    """Return a hash of the batches of the first epoch.
+
+    Later epochs are computed from the same settings, so they need no comparison.
+    """
     epoch = batches.epoch(0)
     ends = np.cumsum([len(batch.preferences) for batch in epoch])
     bounds = [batch.bounds for batch in epoch if batch.bounds is not None]
@@ -100,7 +106,7 @@ def _digest(*parts: Any) -> str:
 
 
 def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RanksDifferError on all ranks if the facts differ between ranks. facts: returns the facts of this rank."""
+    """Raise RanksDifferError on all ranks if a value differs between ranks. `facts`: returns this rank's values."""
     if ranks.count == 1:
         return
     of_ranks = ranks.gather(facts())
@@ -114,11 +120,11 @@ def refuse_different_ranks(ranks: Ranks, facts: Callable[[], dict[str, str]]) ->
                 "with the same command, data, model and versions of tandem, torch and transformers."
             )
 
-    ranks.agreed(compare, by=ranks.is_first)
+    ranks.run_or_stop_all(compare, on=ranks.is_first)
 
 
 def differences(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Describe what differs between ranks: "the precision: float32 on rank 0; bfloat16 on ranks 1, 2"."""
+    """Describe each value that differs between ranks, as in "the precision: float32 on rank 0; bfloat16 on ranks 1, 2"."""
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     found = []
     for name in names:

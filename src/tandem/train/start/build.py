@@ -1,4 +1,4 @@
-"""Builds a Training from a Setup: loads weights, reference and optimizer, audits them, and restores the newest checkpoint."""
+"""Builds a Training from a Setup: loads and audits the model, makes the optimizer, and restores the newest checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ from tandem.train.validation import ValidationReport, ValidationSet, validate
 
 @dataclass(slots=True)
 class Training:
-    """The state of a run during training. It also validates, records metrics and saves."""
+    """The state of a run during training. Its methods validate, record metrics and save checkpoints."""
 
     setup: Setup
     run: Path
@@ -79,7 +79,7 @@ class Training:
         return self.context.ranks
 
     def validate(self) -> list[ValidationReport]:
-        """Validate on every set and record the results. A validation that is interrupted records nothing."""
+        """Validate on every set and record the results. If a validation is interrupted, nothing is recorded."""
         started = time.perf_counter()
         reports = [validate(self.policy, one, self.stopping.check) for one in self.validation_sets]
         for report in reports:
@@ -105,19 +105,19 @@ class Training:
         self.page.refresh()
 
     def show_samples(self, samples: Samples) -> None:
-        """Generate the policy's answers, print them next to the reference's, and store both in samples/step_N.jsonl."""
+        """Generate the policy's answers, print them below the reference's, and store all answers in samples/step_N.jsonl."""
         taken = samples.take(self.policy, self.ranks.device)
         step = self.progress.step
-        self.ranks.agreed(lambda: write_samples(self.run / "samples", step, taken), by=self.ranks.is_first)
+        self.ranks.run_or_stop_all(lambda: write_samples(self.run / "samples", step, taken), on=self.ranks.is_first)
         self.reporter.samples(step, taken)
 
     def write(self, report: ValidationReport) -> None:
-        """Record a validation in metrics.jsonl."""
+        """Record the result of a validation in metrics.jsonl."""
         measured = {"num_pairs": report.num_pairs, "data": report.data}
         self.record({"step": self.progress.step, "split": report.split, **report.metrics, **measured})
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl and pass it to the ranking, the trackers and the reporter."""
+        """Write a record to metrics.jsonl, and pass it to the ranking, the trackers and the reporter."""
         self.metrics.write(record)
         self.ranking.note(record)
         self.tracking.log(record)
@@ -126,8 +126,8 @@ class Training:
     def save(self, metrics_bytes: int | None = None, *, ranked: bool = True) -> None:
         """Start saving a checkpoint of the current state.
 
-        metrics_bytes: how many bytes of metrics.jsonl belong to the checkpoint; None: all of them.
-        ranked: False if the validation that ranks this checkpoint has not run yet.
+        `metrics_bytes`: how many bytes of metrics.jsonl belong to the checkpoint; None: all bytes.
+        `ranked`: False if the validation that ranks this checkpoint has not run yet.
         """
         checkpointing = self.setup.config.checkpointing
         if not checkpointing.enabled:
@@ -141,14 +141,14 @@ class Training:
         self.page.refresh()
 
     def saved_tensors(self) -> dict[str, Any]:
-        """The tensors that a checkpoint contains."""
+        """Return the tensors that a checkpoint contains."""
         optimizer = self.optimizer if self.setup.config.checkpointing.save_optimizer else None
         return state_tensors(self.policy, optimizer, self.ranks.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The audited policy and its references, before training."""
+    """The audited policy and the references, before training."""
 
     policy: Policy
     weights: str  # the fingerprint of the start model
@@ -193,7 +193,7 @@ def build(
         run=run,
         policy=policy,
         context=contexts["train"],
-        validation_sets=_validation_sets(setup, contexts),
+        validation_sets=validation_sets(setup, contexts),
         optimizer=optimizer,
         scheduler=scheduler,
         fingerprints=fingerprints,
@@ -249,14 +249,15 @@ def _extend(run: Path, trained: int, progress: Progress, config: str, ranks: Ran
 
 
 def _fingerprints(setup: Setup, ranks: Ranks, weights: str) -> dict[str, str]:
-    """Fingerprints of the training data and of the models. weights: the fingerprint of the start model."""
+    """Return fingerprints of the training data and of the models. `weights`: the fingerprint of the start model."""
     found = {"training data": setup.plan.train.store.fingerprint, "start model": weights}
     if (other := setup.reference_source) is not None:
         found["reference model"] = ranks.one_then_all(lambda: weights_fingerprint(other))
     return found
 
 
-def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
+def validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[ValidationSet]:
+    """The validation sets of a run. contexts: by split."""
     dpo = setup.config.dpo
     return [
         ValidationSet(
@@ -271,7 +272,7 @@ def _validation_sets(setup: Setup, contexts: dict[str, StepContext]) -> list[Val
 
 
 def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporter) -> MetricsFile | NoMetricsFile:
-    """Open metrics.jsonl, cut back to the checkpoint that the run resumes from."""
+    """Open metrics.jsonl. Lines that were written after the checkpoint from which the run resumes are removed."""
     if progress.step == 0 and _has_steps(run / "metrics.jsonl"):
         reporter.warn(
             f"{run} has steps in metrics.jsonl, but no checkpoint to resume from: it starts from the beginning."
@@ -289,7 +290,7 @@ def _metrics_file(run: Path, progress: Progress, ranks: Ranks, reporter: Reporte
 def _tracking(
     setup: Setup, run: Path, config: str, progress: Progress, metrics: MetricsFile, reporter: Reporter
 ) -> Tracking:
-    """Open the trackers. Only the first rank records metrics, and a finished run records nothing."""
+    """Open the trackers. Only the first rank opens trackers, and a finished run opens none."""
     if isinstance(metrics, NoMetricsFile) or is_finished(run):
         return Tracking()
     return start_tracking(
@@ -313,16 +314,16 @@ def _restore_newest(
     ranks: Ranks,
     reporter: Reporter,
 ) -> Progress:
-    """Load the newest intact checkpoint and return its progress; without checkpoints the run starts from the beginning."""
+    """Load the newest intact checkpoint and return its progress. Without checkpoints, return the progress of a new run."""
     place, damaged = ranks.from_first(lambda: newest_verified(folder))
     names = ("step_[0-9]+", "latest", "best")
-    ranks.agreed(lambda: remove_abandoned(folder, *names, is_held=True), by=ranks.is_first)
+    ranks.run_or_stop_all(lambda: remove_abandoned(folder, *names, is_held=True), on=ranks.is_first)
     for problem in damaged:
         reporter.warn(f"{problem}. Falling back to an earlier checkpoint.")
     if place is None:
         return Progress()
     progress = load_checkpoint(place, policy, optimizer, scheduler, fingerprints, ranks)
-    ranks.agreed(lambda: set_newer_aside(place), by=ranks.is_first)
+    ranks.run_or_stop_all(lambda: set_newer_aside(place), on=ranks.is_first)
     reporter.say(f"Resuming from {place}")
     return progress
 
@@ -332,7 +333,7 @@ def _has_steps(metrics: Path) -> bool:
 
 
 def _compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check: Callable[[], None]) -> None:
-    """Run forward and backward on a row of each length, so that layers are compiled before the first step."""
+    """Run a forward and backward pass on a row of each length, so that layers are compiled before the first step."""
     packer = setup.plan.train
     smallest = int(np.argmin(packer.sizes))
     lengths = [length for length in packer.lengths if length >= packer.sizes[smallest]] if setup.compiles else []
@@ -348,9 +349,9 @@ def _compile_row_lengths(setup: Setup, policy: Policy, reporter: Reporter, check
 
 
 def _forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Forecast:
-    """Measure the GPU memory of the longest rows of the first batch; refuse the run if a step would not fit.
+    """Measure the GPU memory of the longest rows of the first batch. Raise OutOfMemoryError if a step would not fit.
 
-    The rows run twice, because gradients are already allocated in most of a step.
+    The rows run twice, because most rows of a step run with gradients already allocated.
     """
     packer = setup.plan.train
     first = setup.plan.batches.epoch(0)[0]
@@ -373,7 +374,7 @@ def _forecast_memory(setup: Setup, policy: Policy, reporter: Reporter) -> Foreca
 
 
 def _samples(setup: Setup, policy: Policy, references: dict[str, Reference], ranks: Ranks) -> Samples | None:
-    """Choose the prompts to print answers to, and generate the reference's answers before the first update of the policy."""
+    """Choose the prompts whose answers are printed. Generate the reference's answers before the first update of the policy."""
     count, tokenizer = setup.config.logger.num_val_samples_to_print, setup.template.tokenizer
     if not count:
         return None

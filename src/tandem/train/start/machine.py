@@ -6,8 +6,10 @@ import torch
 
 from tandem.config.schema import Config
 from tandem.errors import ConfigError, MachineError
+from tandem.model.architecture import architecture_of
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource
-from tandem.model.load import check_varlen, has_experts
+from tandem.model.load import check_varlen
 from tandem.model.lora.layers import LoraPlan, plan_lora
 
 
@@ -19,6 +21,7 @@ class Machine:
     precision: str
     lora: LoraPlan | None
     compiles: bool
+    mesh: MeshShape = SINGLE_RANK_MESH  # of all ranks
 
 
 def this_device() -> torch.device:
@@ -26,15 +29,21 @@ def this_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def check_machine(config: Config, source: ModelSource, device: torch.device) -> Machine:
-    """Choose precision, adapters and compilation for this device; refuse settings that it does not support."""
+def check_machine(
+    config: Config, source: ModelSource, device: torch.device, mesh: MeshShape = SINGLE_RANK_MESH
+) -> Machine:
+    """Choose precision, adapters and compilation for this device.
+
+    Raise an error for settings that the device does not support.
+    """
     precision = config.policy.precision
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
     check_varlen(source, config.policy, precision, device)
     _check_weights(config, precision)
     lora = plan_lora(source, config.policy.lora, device, precision)
-    return Machine(device, precision, lora, _compiles(config, device, precision, source))
+    compiles = _compiles(config, device, precision, source)
+    return Machine(device=device, precision=precision, lora=lora, compiles=compiles, mesh=mesh)
 
 
 def _check_weights(config: Config, precision: str) -> None:
@@ -57,7 +66,7 @@ def _check_weights(config: Config, precision: str) -> None:
 def _compiles(config: Config, device: torch.device, precision: str, source: ModelSource) -> bool:
     wanted = config.policy.compile
     # In float32, transformers splits the rows of experts by sizes that only the device knows, which cannot be compiled.
-    uncompilable = precision == "float32" and has_experts(source.config)
+    uncompilable = precision == "float32" and architecture_of(source.config).has_experts
     if wanted is True and uncompilable:
         raise (MachineError if config.policy.precision == "auto" else ConfigError)(
             f"policy.compile = true: the experts of {source.name} cannot be compiled in float32. "

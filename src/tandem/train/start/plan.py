@@ -1,6 +1,6 @@
-"""Plans the steps of a run from its sets: which preferences each step trains on, and how many steps there are.
+"""Plans the steps of a run: which preferences each step trains on, and how many steps there are.
 
-The schedule is the same on every machine; row lengths also depend on the device (setup.py).
+The schedule is the same on every machine. Row lengths also depend on the device, so setup.py chooses them.
 """
 
 import math
@@ -23,7 +23,7 @@ MAX_STEPS = 10_000_000  # limit for a run, because its steps are counted one by 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which preferences each step trains on, the number of steps in the run, and the number of pairs in those steps."""
+    """The batch of each step, the number of steps in the run, and the number of pairs in all of these steps."""
 
     batches: Batches
     num_steps: int
@@ -32,7 +32,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a run derives from its data: the sets, how they are packed, and the schedule of steps."""
+    """Everything that is computed from the data of a run: the sets, how they are packed, and the schedule of steps."""
 
     sets: Sets
     train: Packer
@@ -44,12 +44,12 @@ class Plan:
     highest_rate: float  # the highest learning rate that the schedule reaches in those steps
 
     def packers(self) -> dict[str, Packer]:
-        """The packers of the training set and every validation set, by split."""
+        """Return the packers of the training set and of every validation set, as a dict from split to packer."""
         return {"train": self.train, **{f"validation-{name}": packer for name, packer in self.validation.items()}}
 
 
 def plan_steps(sets: Sets, config: Config) -> Schedule:
-    """Return the batches of every step; refuse a training set that is smaller than one batch."""
+    """Return the schedule of the run. Raise DataError if the training set is smaller than one batch."""
     _check_weights(sets, config)
     size = config.policy.train_global_batch_size
     batches = Batches(
@@ -77,7 +77,10 @@ def plan_steps(sets: Sets, config: Config) -> Schedule:
 
 
 def _check_weights(sets: Sets, config: Config) -> None:
-    """Refuse a set if its weight leaves no preference in an epoch, such as weight 0.1 for a set of 3 preferences."""
+    """Raise DataError if the weight of a set is so low that an epoch has none of its preferences.
+
+    Example: weight 0.1 for a set of 3 preferences.
+    """
     for span, given in zip(sets.spans, config.data.training_sets, strict=False):
         size = span.end - span.start
         if size and round(span.weight * size) == 0:
@@ -88,7 +91,7 @@ def _check_weights(sets: Sets, config: Config) -> None:
 
 
 def _pairs_per_step(batches: Batches, config: Config) -> list[int]:
-    """Return the number of pairs in each step; refuse a run of more than MAX_STEPS steps before they are counted."""
+    """Return the number of pairs in each step. Raise ConfigError if the run would have more than MAX_STEPS steps."""
     epochs, most = config.dpo.max_num_epochs, config.dpo.max_num_steps
     first = [batch.num_pairs for batch in batches.epoch(0)]
     is_same_set = batches.packs is None and not batches.spans
@@ -105,9 +108,10 @@ def _pairs_per_step(batches: Batches, config: Config) -> list[int]:
 
 
 def _suggest_smaller_batch(batches: Batches, config: Config) -> str:
-    """Suggest the largest power of two as batch size that gives enough steps; for very few pairs, 1 and more epochs.
+    """Suggest the largest power of two as batch size that gives enough steps.
 
-    45 pairs, 1 epoch: batches of 2, 22 steps. 8 pairs: batches of 1, 3 epochs, 24 steps.
+    If even batch size 1 gives too few steps, also suggest more epochs. Examples for a run of 1 epoch: for 45 pairs, suggest
+    batches of 2, which give 22 steps. For 8 pairs, suggest batches of 1 and 3 epochs, which give 24 steps.
     """
     # Batches of whole packs are large, so packing by batch is suggested too.
     mode = "policy.packing.mode=batch " if config.policy.packing.mode == "dataset" else ""
@@ -136,10 +140,10 @@ def _check_packs(batches: Batches, train: Packer) -> None:
 
 
 def shown_path(given: DatasetFields) -> str:
-    """Return the path of a set as it is shown in messages."""
+    """Return the path of a set as messages show it."""
     return "the bundled pairs" if given.data_path == EMBEDDED else given.data_path or given.dataset_name
 
 
 def shown_pairs(num_pairs: int) -> str:
-    """Format a number of pairs: 1200 -> "1,200 pairs"."""
+    """Format a number of pairs: 1200 gives "1,200 pairs"."""
     return f"{num_pairs:,} pair{'s' if num_pairs != 1 else ''}"

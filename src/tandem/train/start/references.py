@@ -1,4 +1,7 @@
-"""Audits the policy and makes the reference of every set. Audits come first, so that results of a wrong model are not cached."""
+"""Audits the policy and makes the reference of every set.
+
+The audit comes first, so that values of a wrong model are not cached.
+"""
 
 import json
 from collections.abc import Callable
@@ -39,7 +42,7 @@ REFERENCES_FILE = "references.json"
 
 
 def load_sharded(setup: Setup, source: ModelSource, ranks: Ranks, lora: LoraPlan | None = None) -> Policy:
-    """Load a model; apply activation checkpointing, sharding and compilation to its layers as configured."""
+    """Load a model, and apply activation checkpointing, sharding and compilation to its layers as configured."""
     policy = (
         load_policy(source, setup.config.policy, ranks.device, dtype=setup.weights_dtype)
         if lora is None
@@ -61,9 +64,17 @@ def make_references(
     weights: str,
     reporter: Reporter,
     check: Callable[[], None],
+    *,
+    only_validation: bool = False,
 ) -> dict[str, Reference]:
-    """Return the reference for the training set and every validation set, by split. weights: fingerprint of the start model."""
+    """Return the references of the training set and of every validation set, as a dict from split to reference.
+
+    `weights`: the fingerprint of the start model. `check`: called during long computations; it may raise to stop the run. `only_validation`:
+    leave out the training set, and write nothing to the run.
+    """
     packers = setup.plan.packers()
+    if only_validation:
+        del packers["train"]
     if not setup.uses_reference:
         return dict.fromkeys(packers, NoReference())
     other = setup.reference_source
@@ -71,7 +82,7 @@ def make_references(
 
     @cache
     def load() -> Policy:
-        """Load the reference as a separate model, and audit it if it is not the start model."""
+        """Load the reference as a separate model. Audit the reference if it is not the start model."""
         loaded = freeze(load_sharded(setup, source, ranks, lora))
         if other is not None:
             audit_model(setup, loaded, other, ranks, reporter=reporter)
@@ -82,8 +93,8 @@ def make_references(
     if other is not None:
         weights = ranks.one_then_all(lambda: weights_fingerprint(other))
     folder = Path(setup.config.reference.cache_dir or cache_dir() / "reference")
-    ranks.agreed(lambda: remove_abandoned(folder, ".+", is_held=False), by=ranks.is_first_here)
-    places = _places_of_references(setup, run, folder, weights, ranks, reporter)
+    ranks.run_or_stop_all(lambda: remove_abandoned(folder, ".+", is_held=False), on=ranks.is_first_here)
+    places = _places_of_references(setup, packers, run, folder, weights, ranks, reporter)
     references: dict[str, Reference] = {}
     for name, packer in packers.items():
         with reporter.progress(f"Reference, {name}", len(packer.store)) as done:
@@ -102,19 +113,26 @@ def make_references(
                 # Packed as in a validation, so that the first validation finds policy and reference exactly equal.
                 portions=None if packer is setup.plan.train else portions(packer, setup.validation_batch_size),
             )
-    ranks.agreed(
-        lambda: write_atomically(run / REFERENCES_FILE, json.dumps(places, indent=1), "references"), by=ranks.is_first
-    )
+    text = json.dumps(places, indent=1)
+    is_writer = ranks.is_first and not only_validation
+    ranks.run_or_stop_all(lambda: write_atomically(run / REFERENCES_FILE, text, "references"), on=is_writer)
     return references
 
 
 def _places_of_references(
-    setup: Setup, run: Path, folder: Path, weights: str, ranks: Ranks, reporter: Reporter
+    setup: Setup,
+    packers: dict[str, Packer],
+    run: Path,
+    folder: Path,
+    weights: str,
+    ranks: Ranks,
+    reporter: Reporter,
 ) -> dict[str, str]:
-    """Return the cache folder of each set's reference. A resumed run keeps the folders it started with if they still exist.
+    """Return the name of the cache folder for the reference of each set.
 
-    A folder's name depends on everything that affects the values, if only by rounding. Some of that may change when a run is
-    resumed: the version of transformers, attention, shared prompts.
+    The name depends on everything that affects the cached values, even if only by rounding. Some of this may change when a run is
+    resumed: the version of transformers, the attention implementation, shared prompts. A resumed run therefore keeps the folders
+    that it started with, if they still exist.
     """
     policy = setup.config.policy
     rounded = setup.reference_source is None and rounds_frozen_weights(setup.source, setup.lora)
@@ -124,7 +142,6 @@ def _places_of_references(
         "precision": f"{setup.precision}, {setup.weights_dtype} weights{', frozen in bfloat16' if rounded else ''}",
         "attention": "unpacked" if policy.packing.mode == "none" else attention_kind(policy, setup.device),
     }
-    packers = setup.plan.packers()
     places = {
         name: reference_name(weights, packer.store.tokens_fingerprint, arrangement=packer.arrangement, **computed)
         for name, packer in packers.items()
@@ -136,8 +153,8 @@ def _places_of_references(
             continue
         # If the old folder is gone, the values are not recomputed under its name: its name describes other settings.
         num_values = int(packer.store.num_scored_tokens.sum())
-        intact = ranks.agreed(
-            lambda place=folder / before, num=num_values: is_intact(place, num), by=ranks.is_first_here
+        intact = ranks.run_or_stop_all(
+            lambda place=folder / before, num=num_values: is_intact(place, num), on=ranks.is_first_here
         )
         if not ranks.highest(intact is False):  # on any machine
             places[name] = before
@@ -150,7 +167,10 @@ def _places_of_references(
 
 
 def _started_with(run: Path) -> dict[str, str]:
-    """Return the cache folders of the references that a run started with, by set; empty if the file is missing or damaged."""
+    """Return the cache folders of the references that a run started with, as a dict from split to folder name.
+
+    The dict is empty if the file is missing or damaged.
+    """
     try:
         found = read_json(run / REFERENCES_FILE)
     except ValueError:
@@ -160,7 +180,7 @@ def _started_with(run: Path) -> dict[str, str]:
 
 
 def audit_model(setup: Setup, policy: Policy, source: ModelSource, ranks: Ranks, reporter: Reporter) -> Audit:
-    """Check that packed and plain forward passes of a model agree: of the policy, or of a separate reference model."""
+    """Check that packed and plain forward passes of a model agree. The model is the policy or a separate reference model."""
     model = f"{source.key} = {source.name}"
     with policy.computing():
         found = audit(policy, setup.plan.train, ranks, precision=setup.precision, model=model)
@@ -184,7 +204,7 @@ def audit_start(
     ranks: Ranks,
     reporter: Reporter,
 ) -> None:
-    """Check that policy and reference agree if the reference is the start model; report the start model's loss on the data."""
+    """Check that policy and reference agree, if the reference is the start model. Print the start model's loss on the data."""
     is_start_model = setup.uses_reference and setup.reference_source is None
     if is_start_model:
         with policy.computing():
@@ -210,7 +230,7 @@ def _why_not_compared(setup: Setup) -> str:
 
 
 def _chosen_nats(packer: Packer, reference: CachedReference) -> float:
-    """Mean loss per token of the best completions under the start model, over at most 10,000 preferences."""
+    """Return the mean loss per token of the best completions under the start model, over at most 10,000 preferences."""
     total = tokens = 0.0
     for index in range(min(len(packer.store), 10_000)):
         preference = packer.store[index]

@@ -1,4 +1,4 @@
-"""Checks a configuration against its model, data and machine, and returns the Setup of a run. No weights are loaded."""
+"""Checks a configuration against the model, the data and the machine, and returns the Setup of a run. No weights are loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,20 +8,28 @@ import torch
 
 from tandem.config.losses import needs_reference
 from tandem.config.schema import Config
-from tandem.config.tracked import TrackedMetric, check_direction, check_early_stopping, tracked_metric
+from tandem.config.tracked import (
+    TrackedMetric,
+    check_direction,
+    check_early_stopping,
+    check_exported_best,
+    tracked_metric,
+)
 from tandem.data.store.selection import Preferences
 from tandem.data.store.sets import ProgressBar, Sets, no_bar, open_sets
 from tandem.data.text.template import Template, make_template
 from tandem.data.text.tokenizer import check_export, load_tokenizer
 from tandem.errors import ConfigError
+from tandem.model.architecture import check_packable
 from tandem.model.checks.positions import check_positions
 from tandem.model.distributed.layers import check_layers
+from tandem.model.distributed.process_group import SINGLE_RANK_MESH, MeshShape
 from tandem.model.files.source import ModelSource, find_model, find_source, find_tokenizer
-from tandem.model.load import attention_kind, check_packable
+from tandem.model.load import attention_kind
 from tandem.model.lora.layers import LoraPlan
-from tandem.packing.packer import SINGLE_RANK, Packer, Share, make_packer
+from tandem.packing.packer import SINGLE_RANK, Packer, RankShare, make_packer
 from tandem.report.trackers.tracking import check_packages
-from tandem.storage.cache import check_cache_dir, check_writable, real_path
+from tandem.storage.cache import check_cache_dir, check_writable
 from tandem.train.memory import (
     RowLength,
     auto_row_length,
@@ -31,13 +39,14 @@ from tandem.train.memory import (
     refuse_large_masks,
 )
 from tandem.train.optimizer import check_scheduler, highest_rate
+from tandem.train.run.directory import checkpoint_dir
 from tandem.train.start.machine import Machine, check_machine
 from tandem.train.start.plan import Plan, Schedule, plan_steps
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that is known before any weights load: the model, how it is computed, and the plan for the data."""
+    """Everything that is known before weights load: the model, how the model is computed, and the plan for the data."""
 
     config: Config
     device: torch.device
@@ -51,20 +60,20 @@ class Setup:
 
     @property
     def tracked(self) -> TrackedMetric | None:
-        """The metric that ranks checkpoints; None if the newest ones are kept."""
+        """The metric that ranks checkpoints; None if the newest checkpoints are kept instead of the best ones."""
         named = self.config.checkpointing.metric_name
         return tracked_metric(named, list(self.plan.validation)) if named or self.config.dpo.validates else None
 
     def checkpoint_dir(self, run: Path) -> Path:
-        """Return the checkpoint directory. It is in the run directory, unless run.dir and checkpoint_dir are set and differ."""
-        given = self.config.checkpointing.checkpoint_dir
-        if given is None or self.config.run.dir is None or real_path(given) == real_path(run):
-            return run / "checkpoints"
-        return Path(given)
+        """Return the checkpoint directory.
+
+        This is `checkpoints` in the run directory, unless run.dir and checkpointing.checkpoint_dir are both set and differ.
+        """
+        return checkpoint_dir(self.config, run)
 
     @property
     def validation_batch_size(self) -> int:
-        """Number of validation pairs that are packed together."""
+        """The number of validation pairs that are packed together."""
         return self.config.dpo.val_global_batch_size or self.config.policy.train_global_batch_size
 
     @property
@@ -87,14 +96,15 @@ def set_up(
     config: Config,
     device: torch.device,
     bar: ProgressBar = no_bar,
-    share: Share = SINGLE_RANK,
+    share: RankShare = SINGLE_RANK,
     memory: int | None = None,
+    mesh: MeshShape = SINGLE_RANK_MESH,
 ) -> Setup:
     """Tokenise the data and run every check that does not need the weights.
 
-    share: the part of each batch that this rank gets. memory: the smallest device memory of all ranks, in bytes, so that every
-    rank chooses the same row length; None: the memory of this device.
-    Ranks run this at different times, so nothing in it may wait for another rank.
+    `share`: the part of each batch that this rank computes. `memory`: the smallest device memory of all ranks, in bytes, so that
+    every rank chooses the same row length; None: the memory of this device.
+    Ranks call this function at different times, so nothing in it may wait for another rank.
     """
     check_packages(config.logger)
     given = config.reference.cache_dir
@@ -102,13 +112,13 @@ def set_up(
         check_writable(Path(given), f"reference.cache_dir = {given}:", "Choose another reference.cache_dir.")
     attention_kind(config.policy, device)
     source = check_model(config)
-    machine = check_machine(config, source, device)
+    machine = check_machine(config, source, device, mesh)
     return fit_to_machine(open_inputs(config, source, bar), machine, share, memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The model, the data and the schedule of a run, which are the same on every machine."""
+    """The model, the data and the schedule of a run. They are the same on every machine."""
 
     config: Config
     source: ModelSource
@@ -128,7 +138,7 @@ def check_model(config: Config) -> ModelSource:
 
 
 def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) -> Inputs:
-    """Tokenise and check the sets, and plan the steps over them."""
+    """Tokenise and check the sets, and plan the steps of the run."""
     folder = find_tokenizer(config.policy, source)
     tokenizer = load_tokenizer(folder)
     check_export(tokenizer, folder, source.config)
@@ -147,17 +157,19 @@ def open_inputs(config: Config, source: ModelSource, bar: ProgressBar = no_bar) 
     )
 
 
-def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Setup:
-    """Choose row lengths for the device and return the setup; refuse a run that does not fit in memory.
+def fit_to_machine(
+    inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None
+) -> Setup:
+    """Choose row lengths for the device and return the Setup. Raise an error if the run does not fit in memory.
 
-    memory: as in set_up.
+    `memory`: as in `set_up`.
     """
     config, source = inputs.config, inputs.source
     plan = fit_plan(inputs, machine, share, memory)
     compiles = machine.compiles
-    if compiles or share.num_ranks > 1 or config.policy.activation_checkpointing != "none":
+    if compiles or machine.mesh.num_ranks > 1 or config.policy.activation_checkpointing != "none":
         models = [one for one in (source, inputs.reference_source) if one is not None]
-        compiles = all(check_layers(one, config.policy, share.num_ranks) for one in models) and compiles
+        compiles = all(check_layers(one, config.policy, machine.mesh.num_ranks) for one in models) and compiles
     return Setup(
         config=config,
         device=machine.device,
@@ -171,13 +183,15 @@ def fit_to_machine(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK,
     )
 
 
-def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memory: int | None = None) -> Plan:
-    """Choose row lengths for the device and plan the packing; refuse a run that does not fit in memory. memory: as in set_up.
+def fit_plan(inputs: Inputs, machine: Machine, share: RankShare = SINGLE_RANK, memory: int | None = None) -> Plan:
+    """Choose row lengths for the device and plan the packing. Raise an error if the run does not fit in memory.
 
-    Of the model, only its size is used. So `inputs` may contain other sets, to plan the training of the same model on them.
+    `memory`: as in `set_up`. Only the size of the model is used, so `inputs` may contain other sets, to plan the training of the
+    same model on these sets.
     """
     config, source, device, schedule = inputs.config, inputs.source, machine.device, inputs.schedule
-    need = estimate_memory(source, config.policy, machine.lora, machine.precision, share.num_ranks, device)
+    sizes = {"lora": machine.lora, "precision": machine.precision, "mesh": machine.mesh}
+    need = estimate_memory(source, config.policy, device, **sizes)
     usual = auto_row_length(need, config.policy, device, memory)
     train, validation = _packers(inputs.sets, config, source, usual=usual, share=share)
     for packer in (train, *validation.values()):
@@ -198,9 +212,12 @@ def fit_plan(inputs: Inputs, machine: Machine, share: Share = SINGLE_RANK, memor
 
 
 def _packers(
-    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: Share
+    sets: Sets, config: Config, source: ModelSource, usual: RowLength, share: RankShare
 ) -> tuple[Packer, dict[str, Packer]]:
-    """Return the packers of the training set and of each validation set. All use the same row lengths, so layers compile once."""
+    """Return the packer of the training set, and a dict from name to packer for the validation sets.
+
+    All packers use the same row lengths where possible, so that layers are compiled only once.
+    """
     packing, pairs = config.policy.packing, config.policy.train_global_batch_size
     shared = {"seed": config.run.seed, "share": share, "hidden_size": source.config.get_text_config().hidden_size}
     rows = {"usual_auto": usual.tokens, "shortest_auto": usual.shortest}
@@ -213,7 +230,7 @@ def _packers(
 
 
 def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
-    """Check settings that refer to the sets: the tracked metric, validation samples, and the vocabulary."""
+    """Check the settings that refer to sets (the tracked metric and the validation samples), and the token ids in the sets."""
     tracked = tracked_metric(config.checkpointing.metric_name, list(sets.validation))
     check_direction(tracked, higher_is_better=config.checkpointing.higher_is_better)
     if config.checkpointing.metric_name and tracked and tracked.split != "train" and not config.dpo.validates:
@@ -222,6 +239,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
             "metric would never be measured. Set dpo.val_period, dpo.val_at_start or dpo.val_at_end, or track train:loss."
         )
     check_early_stopping(config.dpo, tracked, saves=config.checkpointing.enabled)
+    check_exported_best(config.export.checkpoint, config.dpo, tracked, saves=config.checkpointing.enabled)
     if config.logger.num_val_samples_to_print and not sets.validation:
         raise ConfigError(
             f"logger.num_val_samples_to_print = {config.logger.num_val_samples_to_print}, but there is no validation set to "
@@ -232,7 +250,7 @@ def _check_sets(sets: Sets, config: Config, source: ModelSource) -> None:
 
 
 def _find_reference(config: Config, source: ModelSource, tokenizer: Any) -> ModelSource | None:
-    """Return the source of reference.model; refuse a model that does not have the policy's vocabulary."""
+    """Return the source of reference.model. Raise ConfigError if its vocabulary differs from the policy's."""
     name = config.reference.model
     if name is None:
         return None

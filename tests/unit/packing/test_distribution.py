@@ -1,4 +1,4 @@
-"""The packs of a batch, shared out to workers."""
+"""Packs of a batch are assigned to ranks in rounds."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.packing.binning import Bins
-from tandem.packing.distribution import Round, row_cost, share_out
+from tandem.packing.distribution import Round, assign_to_ranks, row_cost
 from tandem.packing.layout import lay_out
 from tandem.packing.packer import Packer, row_lengths
 
@@ -19,11 +19,11 @@ def bins(*members: list[int]) -> Bins:
     return Bins(np.concatenate([np.array(bin) for bin in members]), np.cumsum([0, *map(len, members)]))
 
 
-def shared(
-    of: Bins, sizes: Sequence[int], ranks: int, *, lengths=(2, 4, 6, 8), costs=None, tightly=False
+def assigned(
+    of: Bins, sizes: Sequence[int], ranks: int, *, lengths=(2, 4, 6, 8), costs=None, repack=False
 ) -> list[Round]:
     cost = np.array(sizes if costs is None else costs, np.float64)
-    return share_out(of, np.array(sizes, np.int64), cost, lengths=lengths, num_ranks=ranks, tightly=tightly)
+    return assign_to_ranks(of, np.array(sizes, np.int64), cost, lengths=lengths, num_ranks=ranks, repack=repack)
 
 
 def plain(rounds: list[Round]) -> list[tuple[int, list[list[int]]]]:
@@ -32,7 +32,7 @@ def plain(rounds: list[Round]) -> list[tuple[int, list[list[int]]]]:
 
 @st.composite
 def batches(draw) -> tuple[Packer, np.ndarray, int]:
-    """A packer, the preferences of a batch (a few longer than a row), and workers: from one to more than preferences."""
+    """A packer, the preferences of a batch (a few longer than a row), and ranks: from one to more than preferences."""
     sizes = draw(st.lists(st.one_of(st.integers(1, 512), st.integers(1, 60), st.just(700)), min_size=1, max_size=60))
     algorithm = draw(st.sampled_from(ALGORITHMS))
     lengths = draw(st.sampled_from([row_lengths(512), (128, 288, 416, 480, 512)]))
@@ -41,119 +41,119 @@ def batches(draw) -> tuple[Packer, np.ndarray, int]:
     return packer, chosen, draw(st.integers(1, 40))
 
 
-def rounds_of(packer: Packer, chosen: np.ndarray, ranks: int, *, tightly: bool = False) -> list[Round]:
+def rounds_of(packer: Packer, chosen: np.ndarray, ranks: int, *, repack: bool = False) -> list[Round]:
     costs, rows = packer.sizes + packer.sizes**2 / 1000, {"lengths": packer.lengths, "num_ranks": ranks}
-    return share_out(packer.bins(chosen), packer.sizes, costs, **rows, tightly=tightly)
+    return assign_to_ranks(packer.bins(chosen), packer.sizes, costs, **rows, repack=repack)
 
 
 # By hand
 
 
-def test_what_is_left_over_is_spread_over_all_workers():
-    found = shared(bins([0], [1], [2, 3]), [8, 8, 5, 3], 2)
+def test_remaining_packs_are_spread_over_all_ranks():
+    found = assigned(bins([0], [1], [2, 3]), [8, 8, 5, 3], 2)
     assert plain(found) == [(8, [[0], [1]]), (6, [[2], [3]])]
 
 
 def test_largest_goes_first_to_the_least_loaded():
-    # 5 4 3 2 1 1 for three workers: 5 | 4 | 3, then 2 after 3 (5 in all), 1 after 4 (5), and the last after the first
-    found = shared(bins([0, 2], [1, 3, 4, 5]), [5, 4, 3, 2, 1, 1], 3)
+    # 5 4 3 2 1 1 for three ranks: 5 | 4 | 3, then 2 after 3 (5 in all), 1 after 4 (5), and the last after the first
+    found = assigned(bins([0, 2], [1, 3, 4, 5]), [5, 4, 3, 2, 1, 1], 3)
     assert plain(found) == [(6, [[0, 5], [1, 4], [2, 3]])]
 
 
-def test_workers_without_anything_get_an_empty_pack():
-    assert plain(shared(bins([0, 1]), [5, 3], 4)) == [(6, [[0], [1], [], []])]
+def test_ranks_without_anything_get_an_empty_pack():
+    assert plain(assigned(bins([0, 1]), [5, 3], 4)) == [(6, [[0], [1], [], []])]
     empty = lay_out([], [], length=256)
     assert (empty.token_ids.shape, empty.num_tokens, empty.num_pairs) == ((1, 256), 0, 0)
 
 
-def test_packs_of_like_cost_stand_in_one_round_and_the_costliest_goes_to_the_one_with_the_least():
+def test_a_round_has_packs_of_similar_cost_and_the_rank_with_the_lowest_total_gets_the_most_expensive():
     # 12 and 10 make one round, 9 and 8 the other, which comes first as it was packed first. After 9 | 8 the 12 goes to the
-    # second worker.
-    found = shared(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[9, 8, 10, 12])
+    # second rank.
+    found = assigned(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[9, 8, 10, 12])
     assert plain(found) == [(8, [[0], [1]]), (8, [[2], [3]])]
-    found = shared(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[8, 12, 9, 10])
+    found = assigned(bins([0], [1], [2], [3]), [8] * 4, 2, costs=[8, 12, 9, 10])
     assert plain(found) == [(8, [[2], [0]]), (8, [[3], [1]])]
 
 
-def test_what_a_worker_has_so_far_counts_over_all_rounds():
+def test_the_total_cost_of_a_rank_counts_all_rounds():
     # 12 | 11, then 4 | 10 (16 and 21 in all), then 3 | 1
-    found = shared(bins([0], [1], [2], [3], [4], [5]), [8] * 6, 2, costs=[12, 11, 10, 4, 3, 1])
+    found = assigned(bins([0], [1], [2], [3], [4], [5]), [8] * 6, 2, costs=[12, 11, 10, 4, 3, 1])
     assert plain(found) == [(8, [[0], [1]]), (8, [[3], [2]]), (8, [[4], [5]])]
 
 
 def test_the_cheapest_packs_are_those_left_over():
     # 2, 8 and 8 tokens: the two of 8 make a full round, so that rows of 2 do for the rest
-    assert plain(shared(bins([0], [1], [2, 3]), [2, 8, 5, 3], 2)) == [(8, [[1], [2, 3]]), (2, [[0], []])]
+    assert plain(assigned(bins([0], [1], [2, 3]), [2, 8, 5, 3], 2)) == [(8, [[1], [2, 3]]), (2, [[0], []])]
 
 
-def test_a_full_round_is_spread_anew_where_its_rows_get_shorter_for_it():
+def test_a_full_round_is_spread_again_if_its_rows_get_shorter():
     # 8 and 2 tokens take rows of 8; as 5 and 3 + 2 rows of 6
-    assert plain(shared(bins([0, 1], [2]), [5, 3, 2], 2)) == [(6, [[0], [1, 2]])]
+    assert plain(assigned(bins([0, 1], [2]), [5, 3, 2], 2)) == [(6, [[0], [1, 2]])]
     # 8 and 5 tokens do not get shorter: 5 + 3 either way, so they stay as packed
-    assert plain(shared(bins([1, 0], [2]), [3, 5, 5], 2)) == [(8, [[1, 0], [2]])]
+    assert plain(assigned(bins([1, 0], [2]), [3, 5, 5], 2)) == [(8, [[1, 0], [2]])]
 
 
 def test_packs_that_cannot_be_spread_within_a_row_stay_as_they_are():
-    # Six of 5, six of 4 and nine of 3 tokens fill nine rows of 9. Spread over ten workers, 5 4 4 3 3 ... comes to 5 + 3
+    # Six of 5, six of 4 and nine of 3 tokens fill nine rows of 9. Spread over ten ranks, 5 4 4 3 3 ... comes to 5 + 3
     # (six times), 4 + 4 (twice) and 4 + 3 (twice) with one 3 left, which makes 10.
     sizes = [5, 4] * 6 + [3] * 9
     packed = [[2 * i, 2 * i + 1] for i in range(6)] + [[12 + 3 * i, 13 + 3 * i, 14 + 3 * i] for i in range(3)]
-    assert plain(shared(bins(*packed), sizes, 10, lengths=(3, 6, 9))) == [(9, [*packed, []])]
+    assert plain(assigned(bins(*packed), sizes, 10, lengths=(3, 6, 9))) == [(9, [*packed, []])]
     # One 3 fewer, and they can.
     packed[-1].pop()
-    [(length, packs)] = plain(shared(bins(*packed), sizes[:-1], 10, lengths=(3, 6, 9)))
+    [(length, packs)] = plain(assigned(bins(*packed), sizes[:-1], 10, lengths=(3, 6, 9)))
     assert (length, sorted(sum(sizes[i] for i in pack) for pack in packs)) == (9, [7, 7, 8, 8, 8, 8, 8, 8, 8, 8])
 
 
-def test_a_preference_longer_than_a_row_has_a_worker_to_itself():
-    # 11 tokens take several rows of 8; the others, 3 + 2 + 2, go to the second worker
-    assert plain(shared(bins([1, 2, 3], [0]), [11, 3, 2, 2], 2)) == [(8, [[0], [1, 2, 3]])]
-    assert plain(shared(bins([1, 2, 3], [0]), [11, 3, 2, 2], 4)) == [(8, [[0], [1], [2], [3]])]
+def test_a_preference_longer_than_a_row_is_alone_on_its_rank():
+    # 11 tokens take several rows of 8; the others, 3 + 2 + 2, go to the second rank
+    assert plain(assigned(bins([1, 2, 3], [0]), [11, 3, 2, 2], 2)) == [(8, [[0], [1, 2, 3]])]
+    assert plain(assigned(bins([1, 2, 3], [0]), [11, 3, 2, 2], 4)) == [(8, [[0], [1], [2], [3]])]
 
 
-@pytest.mark.parametrize("tightly", [False, True])
-def test_nothing_is_shared_out_in_no_rounds(tightly):
-    assert shared(Bins(np.zeros(0, np.int64), np.zeros(1, np.int64)), [], 3, tightly=tightly) == []
+@pytest.mark.parametrize("repack", [False, True])
+def test_no_packs_make_no_rounds(repack):
+    assert assigned(Bins(np.zeros(0, np.int64), np.zeros(1, np.int64)), [], 3, repack=repack) == []
 
 
 SIXTEENTHS = (4, 9, 13, 15, 16)
 
 
-def test_the_last_rounds_are_packed_anew_in_shorter_rows():
+def test_the_last_rounds_are_repacked_in_shorter_rows():
     # 12 + 4 and 1 take rows of 16 and 4, 12 + 1 and 4 only of 13 and 4
     packed = bins([0, 1], [2])
-    assert plain(shared(packed, [12, 4, 1], 1, lengths=SIXTEENTHS)) == [(16, [[0, 1]]), (4, [[2]])]
-    assert plain(shared(packed, [12, 4, 1], 1, lengths=SIXTEENTHS, tightly=True)) == [(13, [[0, 2]]), (4, [[1]])]
+    assert plain(assigned(packed, [12, 4, 1], 1, lengths=SIXTEENTHS)) == [(16, [[0, 1]]), (4, [[2]])]
+    assert plain(assigned(packed, [12, 4, 1], 1, lengths=SIXTEENTHS, repack=True)) == [(13, [[0, 2]]), (4, [[1]])]
     # 10 + 6 and 3 stay: neither 10 + 3 and 6 (13 and 9) nor 6 + 3 and 10 (9 and 13) is shorter
-    assert plain(shared(packed, [10, 6, 3], 1, lengths=SIXTEENTHS, tightly=True)) == [(16, [[0, 1]]), (4, [[2]])]
+    assert plain(assigned(packed, [10, 6, 3], 1, lengths=SIXTEENTHS, repack=True)) == [(16, [[0, 1]]), (4, [[2]])]
 
 
-def test_a_round_that_is_not_needed_any_more_is_left_out():
+def test_a_round_that_is_no_longer_needed_is_removed():
     # 6 and 6 in two rows of 9: of 13 and 4 the first holds both
-    assert plain(shared(bins([0], [1]), [6, 6], 1, lengths=SIXTEENTHS, tightly=True)) == [(13, [[0, 1]])]
+    assert plain(assigned(bins([0], [1]), [6, 6], 1, lengths=SIXTEENTHS, repack=True)) == [(13, [[0, 1]])]
 
 
-def test_every_worker_has_rows_of_the_shorter_length():
-    # two workers: 12 + 4 | 11 + 5, then 1 | 2
+def test_every_rank_has_rows_of_the_shorter_length():
+    # two ranks: 12 + 4 | 11 + 5, then 1 | 2
     packed = bins([0, 1], [2, 3], [4], [5])
-    found = shared(packed, [12, 4, 11, 5, 1, 2], 2, lengths=(4, 5, 13, 16), tightly=True)
+    found = assigned(packed, [12, 4, 11, 5, 1, 2], 2, lengths=(4, 5, 13, 16), repack=True)
     assert plain(found) == [(13, [[0, 4], [2, 5]]), (5, [[3], [1]])]
 
 
-def test_of_rows_with_the_same_sum_the_more_equal_are_taken():
+def test_of_row_lengths_with_the_same_total_the_more_equal_are_chosen():
     # 9 + 6, 9 + 6 and 3, in rows of 15 15 4 as packed, are 33 tokens; 16 13 4 come to 33 as well, and 15 9 9
-    found = shared(bins([0, 1], [2, 3], [4]), [9, 6, 9, 6, 3], 1, lengths=SIXTEENTHS, tightly=True)
+    found = assigned(bins([0, 1], [2, 3], [4]), [9, 6, 9, 6, 3], 1, lengths=SIXTEENTHS, repack=True)
     assert [length for length, _ in plain(found)] == [15, 9, 9]
 
 
-def test_only_the_last_three_rounds_are_packed_anew():
+def test_only_the_last_three_rounds_are_repacked():
     packed = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
-    found = shared(bins(*packed), [8, 8] * 3 + [12, 4, 1], 1, lengths=SIXTEENTHS, tightly=True)
+    found = assigned(bins(*packed), [8, 8] * 3 + [12, 4, 1], 1, lengths=SIXTEENTHS, repack=True)
     assert plain(found) == [(16, [[0, 1]]), (16, [[2, 3]]), (16, [[4, 5]]), (13, [[6, 8]]), (4, [[7]])]
 
 
 def test_a_preference_longer_than_a_row_is_never_packed_with_others():
-    found = shared(bins([0, 1], [2], [3]), [12, 4, 1, 30], 1, lengths=SIXTEENTHS, tightly=True)
+    found = assigned(bins([0, 1], [2], [3]), [12, 4, 1, 30], 1, lengths=SIXTEENTHS, repack=True)
     assert plain(found) == [(16, [[3]]), (13, [[0, 2]]), (4, [[1]])]
 
 
@@ -162,30 +162,30 @@ def test_a_preference_longer_than_a_row_is_never_packed_with_others():
 
 @settings(deadline=None)
 @given(batches(), st.booleans())
-def test_every_preference_goes_to_one_worker_once(batch, tightly):
+def test_every_preference_goes_to_exactly_one_rank(batch, repack):
     packer, chosen, ranks = batch
-    packs = [pack for round in rounds_of(packer, chosen, ranks, tightly=tightly) for pack in round.packs]
+    packs = [pack for round in rounds_of(packer, chosen, ranks, repack=repack) for pack in round.packs]
     assert sorted(np.concatenate(packs).tolist()) == chosen.tolist()
 
 
 @settings(deadline=None)
 @given(batches())
-def test_rows_packed_tightly_hold_their_preferences_and_are_never_more_or_longer_in_sum(batch):
+def test_repacked_rounds_hold_their_preferences_and_are_not_more_or_longer_in_total(batch):
     packer, chosen, ranks = batch
-    loosely, tightly = (rounds_of(packer, chosen, ranks, tightly=how) for how in (False, True))
-    assert len(tightly) <= len(loosely)
-    assert sum(round.length for round in tightly) <= sum(round.length for round in loosely)
-    for round in tightly:
+    as_packed, repacked = (rounds_of(packer, chosen, ranks, repack=how) for how in (False, True))
+    assert len(repacked) <= len(as_packed)
+    assert sum(round.length for round in repacked) <= sum(round.length for round in as_packed)
+    for round in repacked:
         assert len(round.packs) == ranks and any(map(len, round.packs))
         assert round.length == max(packer.row_length(pack) for pack in round.packs)
         longest = round.length == packer.length
         assert all(packer.sizes[pack].sum() <= round.length or (len(pack) == 1 and longest) for pack in round.packs)
-    assert [round.length for round in tightly] == sorted((round.length for round in tightly), reverse=True)
+    assert [round.length for round in repacked] == sorted((round.length for round in repacked), reverse=True)
 
 
 @settings(deadline=None)
 @given(batches())
-def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_all(batch):
+def test_every_round_has_a_pack_for_each_rank_in_the_shortest_rows_that_hold_all(batch):
     packer, chosen, ranks = batch
     found = rounds_of(packer, chosen, ranks)
     assert len(found) == -(-len(packer.bins(chosen)) // ranks)
@@ -198,7 +198,7 @@ def test_every_round_has_a_pack_for_each_worker_in_the_shortest_rows_that_hold_a
 
 @settings(deadline=None)
 @given(batches())
-def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
+def test_ranks_differ_by_no_more_than_packs_of_one_round_do(batch):
     packer, chosen, ranks = batch
     costs = packer.sizes + packer.sizes**2 / 1000
     table = np.array([[costs[p].sum() for p in round.packs] for round in rounds_of(packer, chosen, ranks)])
@@ -207,7 +207,7 @@ def test_workers_differ_by_no_more_than_packs_of_one_round_do(batch):
 
 @settings(deadline=None)
 @given(batches())
-def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_they_fill_the_longest_rows(batch):
+def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_ranks_or_they_fill_the_longest_rows(batch):
     packer, chosen, ranks = batch
     for round in rounds_of(packer, chosen, ranks):
         if any(len(pack) == 0 for pack in round.packs):
@@ -216,7 +216,7 @@ def test_a_pack_is_empty_only_where_there_are_fewer_preferences_than_workers_or_
 
 @settings(deadline=None)
 @given(batches())
-def test_one_worker_gets_the_packs_of_the_packer_in_its_order(batch):
+def test_one_rank_gets_the_packs_of_the_packer_in_its_order(batch):
     packer, chosen, _ = batch
     in_order = sorted(packer.bins(chosen), key=packer.row_length, reverse=True)
     assert plain(rounds_of(packer, chosen, 1)) == [(packer.row_length(bin), [bin.tolist()]) for bin in in_order]

@@ -66,15 +66,16 @@ def export_model(
     *,
     dtype: torch.dtype,
     rounding: str,
+    max_shard_size: str,
     measure: Callable[[Path], None],
     adapted: bool = False,
 ) -> None:
     """Write `folder`, which `AutoModelForCausalLM` and `AutoTokenizer` can load, including the chat template.
 
     `config` is the start model's configuration, so that settings which training disabled (dropout) are enabled again. Every rank
-    contributes its shard of the weights; the first rank writes them. All ranks `measure` the written model before it gets its
-    final name, which is the last step of a run. `adapted`: the policy has adapters, which are added to the weights in float32
-    before rounding.
+    contributes its shard of the weights; the first rank writes them, in files of at most `max_shard_size`. All ranks `measure`
+    the written model before it gets its final name, which is the last step of a run. `adapted`: the policy has adapters, which
+    are added to the weights in float32 before rounding.
     """
     full = _full_tensors(policy)
     round_one = _rounding_function(dtype, rounding)
@@ -82,7 +83,7 @@ def export_model(
     def write(aside: Path) -> None:
         tensors = merge_adapters(policy.model, full) if adapted else full
         state = {name: round_one(name, tensors[name]) for name in sorted(tensors)}
-        _save(policy.model, config, state, aside, dtype)
+        _save(policy, config, state, aside, dtype, max_shard_size)
         _save_tokenizer(template, aside)
 
     _publish(folder, write, measure, ranks)
@@ -118,9 +119,9 @@ def _publish(folder: Path, write: Callable[[Path], None], measure: Callable[[Pat
     with ExitStack() as stack:
         aside = ranks.from_first(lambda: stack.enter_context(published(folder, "model")))
 
-        ranks.agreed(lambda: write(aside), by=ranks.is_first)
+        ranks.run_or_stop_all(lambda: write(aside), on=ranks.is_first)
         measure(aside)
-        ranks.agreed(stack.close, by=ranks.is_first)
+        ranks.run_or_stop_all(stack.close, on=ranks.is_first)
 
 
 def _rounding_function(dtype: torch.dtype, rounding: str) -> Callable[[str, Tensor], Tensor]:
@@ -152,17 +153,17 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def _save(model: Any, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
+def _save(
+    policy: Policy, config: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB"
+) -> None:
     config = copy.deepcopy(config)
     config.dtype = dtype
     if hasattr(config, "quantization_config"):  # some quantised weights (MXFP4) are loaded and trained as plain ones
         del config.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    empty.generation_config = model.generation_config
-    empty.save_pretrained(str(folder), state_dict=state)
+        empty = policy.architecture.auto_class.from_config(config, dtype=dtype, attn_implementation="eager")
+    empty.generation_config = policy.model.generation_config
+    empty.save_pretrained(str(folder), state_dict=state, max_shard_size=max_shard_size)
 
 
 def _save_tokenizer(template: Template, folder: Path) -> None:

@@ -1,0 +1,74 @@
+"""Converts an exported model to GGUF with llama.cpp's own converter, which the user installs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.config.sections.section import expand_home
+from tandem.errors import ConfigError, TandemError, full_disk
+from tandem.isolation import SAFE_PATH, isolated_environment
+from tandem.storage.ownership import temporary_path
+
+CONVERTER = "convert_hf_to_gguf.py"
+VARIABLE = "LLAMA_CPP"
+OUTPUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SHOWN_CHARACTERS = 500  # of the converter's last words
+
+
+def find_converter(given: str | Path | None = None) -> Path:
+    """The converter: in the folder or file that --llama-cpp or LLAMA_CPP names, or on the PATH."""
+    named = [("--llama-cpp", given), (VARIABLE, os.environ.get(VARIABLE))]
+    for origin, place in named:
+        if not place:
+            continue
+        path = Path(expand_home(str(place)))
+        path = path / CONVERTER if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(
+                f"{origin} = {place}: there is no {CONVERTER}. Give a checkout of llama.cpp, or the path of that file."
+            )
+        return path
+    if (found := shutil.which(CONVERTER)) is not None:
+        return Path(found)
+    raise ConfigError(
+        f"--gguf: {CONVERTER} was not found. It is part of llama.cpp: clone https://github.com/ggml-org/llama.cpp, and give its "
+        f"folder by --llama-cpp DIR or {VARIABLE}=DIR."
+    )
+
+
+def gguf_file(folder: Path, dtype: str) -> Path:
+    return folder / f"model-{OUTPUT_TYPES[dtype]}.gguf"
+
+
+def convert(folder: Path, converter: Path, dtype: str) -> Path:
+    """Write the model in `folder` as one GGUF file next to its weights, and return that file. An existing one is kept."""
+    target = gguf_file(folder, dtype)
+    if target.is_file():
+        return target
+    aside = temporary_path(target)
+    outputs = ["--outfile", str(aside), "--outtype", OUTPUT_TYPES[dtype]]
+    # The converter imports modules of its own folder, which PYTHONSAFEPATH would hide; the working directory is not searched.
+    environment = {name: value for name, value in isolated_environment().items() if name not in SAFE_PATH}
+    try:
+        done = subprocess.run(
+            [sys.executable, str(converter), str(folder), *outputs],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode or not aside.is_file() or not aside.stat().st_size:
+            said = " ".join((done.stderr or done.stdout).split())[-SHOWN_CHARACTERS:]
+            if full := full_disk(OSError(said)):
+                raise full
+            raise TandemError(
+                f"{converter} failed (exit code {done.returncode}): {said or 'it wrote no file'}. The export in {folder} is "
+                "complete; only the GGUF file is missing."
+            )
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    return target

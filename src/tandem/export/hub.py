@@ -1,0 +1,90 @@
+"""Uploads an export folder to the Hugging Face hub, or lists what would be uploaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError, TandemError
+
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """The files of a folder, as they are or would be on the hub."""
+
+    repository: str
+    files: dict[str, int]  # size in bytes, by name
+    address: str | None  # None: nothing was uploaded
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def check_repository(name: str, *, dry_run: bool) -> None:
+    """Refuse a name that the hub does not accept, and an upload that cannot work, before anything is exported."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+        is_valid = name.count("/") == 1
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"--push-to-hub {name}: not the name of a repository. Write OWNER/NAME.")
+    if dry_run:
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"--push-to-hub {name}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it, or add --dry-run."
+        )
+    if get_token() is None:
+        raise ConfigError(
+            f"--push-to-hub {name}: there is no token for the hub. Set HF_TOKEN to one that may write, or run `hf auth login`."
+        )
+
+
+def uploaded_files(folder: Path) -> dict[str, int]:
+    """The files of an export folder that belong on the hub: all but hidden ones."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {path.name: path.stat().st_size for path in paths}
+
+
+def push(folder: Path, repository: str, *, step: int, dry_run: bool, api: Any = None) -> Upload:
+    """Upload a folder in one commit. A repository that does not exist is created as a private one.
+
+    api: the client of the hub; None: huggingface_hub's.
+    """
+    files = uploaded_files(folder)
+    if dry_run:
+        return Upload(repository, files, None)
+    if api is None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        api = HfApi()
+    try:
+        # A public repository cannot be taken back; making a private one public takes one click.
+        api.create_repo(repository, private=True, exist_ok=True, repo_type="model")
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=[_literal(name) for name in files],
+            commit_message=f"Step {step}, exported with tandem",
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TandemError(
+            f"--push-to-hub {repository}: the hub refused the upload ({type(error).__name__}: {reason}). The export in {folder} "
+            "is complete; the same command uploads it again."
+        ) from None
+    return Upload(repository, files, f"https://huggingface.co/{repository}")
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches exactly this name."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in name)

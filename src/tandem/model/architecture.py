@@ -1,0 +1,226 @@
+"""What tandem knows about the models of transformers: every special case of a model type or class is in this module.
+
+`architecture_of` describes a model from its configuration and class, before weights load. The functions below it find parts of a
+loaded or empty model. `check_packable` refuses models that cannot be trained exactly.
+
+Where support for more models belongs:
+- A multimodal checkpoint with a text model inside: `auto_class` chooses the class that loads it, `trunk_of` returns its text
+  model, and `architecture_of` describes the configuration of the text model.
+- Recurrent layers in packs: a layer whose state can be forked gets its own value of `Mixing`; `check_packable` then refuses only
+  the rest (`Architecture.recurrent`), and the audit counts the calls of each kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from tandem.config.sections.policy import Policy as PolicyConfig
+from tandem.errors import ConfigError
+from tandem.model.files.source import ModelSource
+from tandem.model.head import Head, HeadRule, LanguageModelHead
+
+# How a layer mixes tokens: attention to all earlier tokens; to those in a sliding window; or a state carried along the row.
+Mixing = Literal["full", "window", "recurrent"]
+
+# A setting whose name contains one of these adds randomness in training mode.
+RANDOM_SETTINGS = ("dropout", "pdrop", "layerdrop", "jitter")
+# Settings like them that are not random. PhiMoE: a margin that its router uses in evaluation mode too.
+NOT_RANDOM = {"phimoe": ("router_jitter_noise",)}
+# Model types whose attention has sinks: one more score per head that takes part in the softmax.
+TYPES_WITH_SINKS = ("gpt_oss",)
+# Model types with a table of positions that is neither an embedding nor a buffer.
+TYPES_WITH_HIDDEN_TABLE = ("ctrl", "mpt")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What training needs to know about a model, apart from its sizes."""
+
+    model_type: str  # of the text model
+    auto_class: Any  # the auto class of transformers that builds, loads and exports the model
+    model_class: Any  # the class that it chooses
+    num_layers: int
+    layers: tuple[Mixing, ...] | None  # None: the configuration does not list its layers
+    recurrent: tuple[str, ...]  # the kinds of recurrent layers, as the configuration names them
+    window: int | None  # the sliding window of the configuration
+    caps_scores: bool  # attention scores are soft-capped
+    has_sinks: bool
+    has_experts: bool
+    hides_positions: bool  # has a table of positions that cannot be found among its modules
+    random_settings: dict[str, float]  # nonzero settings that would add randomness in training mode
+    is_encoder: bool  # the configuration says that tokens see later ones
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers if self.layers is None else len(self.layers) - self.layers.count("recurrent")
+
+    @property
+    def plain_attention(self) -> str:
+        """The attention of transformers that unpacked training uses. Its SDPA path silently ignores a soft-cap of scores."""
+        return "eager" if self.caps_scores or not self.model_class._supports_sdpa else "sdpa"
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class of transformers that builds, loads and exports a model with this configuration."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM
+
+
+def architecture_of(config: Any, model_class: Any = None) -> Architecture:
+    """Describe a model. Without a `model_class`, KeyError if transformers has no causal language model of this type."""
+    text = config.get_text_config()
+    auto = auto_class(config)
+    model_class = model_class or auto._model_mapping[type(config)]
+    kinds = getattr(text, "layer_types", None) or []
+    recurrent = tuple(sorted({kind for kind in kinds if _mixing(kind) == "recurrent"}))
+    if not recurrent and getattr(model_class, "_is_stateful", False):
+        recurrent = (text.model_type,)
+    window = getattr(text, "sliding_window", None)
+    return Architecture(
+        model_type=text.model_type,
+        auto_class=auto,
+        model_class=model_class,
+        num_layers=text.num_hidden_layers,
+        layers=tuple(_mixing(kind) for kind in kinds) or None,
+        recurrent=recurrent,
+        window=window if isinstance(window, int) else None,
+        caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
+        has_sinks=text.model_type in TYPES_WITH_SINKS,
+        has_experts=any(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS),
+        hides_positions=text.model_type in TYPES_WITH_HIDDEN_TABLE,
+        random_settings=_random_settings(text),
+        is_encoder=getattr(text, "is_decoder", None) is False,
+    )
+
+
+def check_architecture(source: ModelSource) -> Architecture:
+    """Describe a model; refuse one that is not a causal language model in transformers."""
+    try:
+        text = source.config.get_text_config()
+        if any(getattr(text, name, None) is None for name in REQUIRED_SIZES):
+            raise KeyError
+        return architecture_of(source.config)
+    except (KeyError, ValueError):  # ValueError: several language models in one
+        raise ConfigError(
+            f"{source.key} = {source.name}: model type {source.config.model_type!r} is not a causal language model in "
+            "transformers. Choose a model that generates text."
+        ) from None
+
+
+def _mixing(kind: str) -> Mixing:
+    """How a layer mixes tokens, from its kind in the configuration. Falcon-H1's `hybrid` layers have a recurrent part too."""
+    if "attention" not in kind or "linear" in kind:
+        return "recurrent"
+    return "window" if "sliding" in kind else "full"
+
+
+def _random_settings(text: Any) -> dict[str, float]:
+    left_out = NOT_RANDOM.get(text.model_type, ())
+    return {
+        name: value
+        for name, value in text.to_dict().items()
+        if any(part in name for part in RANDOM_SETTINGS) and name not in left_out
+        if isinstance(value, float) and value > 0
+    }
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the part of a causal language model below its head."""
+    # In Llama 4's text model, `base_model_prefix` does not match the attribute's name.
+    return model.base_model if model.base_model is not model else model.model
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated layers of the trunk. Call it only if `has_layer_list`."""
+    return list(trunk_of(model).layers)
+
+
+def has_layer_list(model: Any) -> bool:
+    """Whether the trunk has its repeated layers in the usual place, where `decoder_layers` finds them."""
+    return isinstance(getattr(trunk_of(model), "layers", None), nn.ModuleList)
+
+
+def windows_of(model: Any) -> set[int | None]:
+    """Return the sliding windows of a model's layers, and None."""
+    config = model.config.get_text_config()
+    found = [getattr(config, "sliding_window", None), *(getattr(m, "sliding_window", None) for m in model.modules())]
+    return {None, *(window for window in found if isinstance(window, int) and window > 0)}
+
+
+def head_of(model: Any, *, chunk: int) -> Head:
+    """Return the head that a loaded model is trained with. chunk: scored tokens whose logits exist at the same time."""
+    return LanguageModelHead(rule=head_rule(model), chunk=chunk)
+
+
+def head_rule(model: Any) -> HeadRule:
+    """Return how this model scales and caps its logits. The audit catches models with a rule that is missing here."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    if isinstance(given := getattr(model, "logit_scale", None), int | float):  # Cohere
+        scale = float(given)
+    elif isinstance(given := getattr(config, "logits_scaling", None), int | float):  # Granite divides by it
+        scale = float(given) if config.model_type == "hyperclovax" else 1 / float(given)
+    elif isinstance(given := getattr(config, "lm_head_multiplier", None), int | float):  # Falcon-H1
+        scale = float(given)
+    return HeadRule(scale, next((cap for name in LOGIT_CAPS if (cap := getattr(config, name, None))), None))
+
+
+def check_packable(source: ModelSource, policy: PolicyConfig) -> None:
+    """Refuse a model that is not causal, or that cannot be packed because a mask does not separate its sequences.
+
+    Called before any weights load.
+    """
+    architecture = check_architecture(source)
+    _ = source.dtype  # raises if it is not a floating-point dtype
+    _refuse_row_dependent_positions(source, policy)
+    if policy.packing.mode == "none":
+        return
+    if architecture.recurrent:
+        raise ConfigError(
+            f"{source.key} = {source.name}: its recurrent layers ({', '.join(architecture.recurrent)}) carry state along a row, "
+            "so packed sequences would leak into each other. Train it unpacked: policy.packing.mode=none."
+        )
+    if not architecture.model_class._can_set_attn_implementation():
+        raise fixed_attention_error(source)
+    config = source.config.get_text_config()
+    if getattr(config, "index_topk", None):
+        raise ConfigError(
+            f"{source.key} = {source.name}: its attention selects the tokens that it attends to (index_topk), which packing "
+            "does not support. Train it unpacked: policy.packing.mode=none."
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and policy.max_total_sequence_length > chunk:
+        raise ConfigError(
+            f"{source.key} = {source.name}: its attention works in chunks of {chunk} tokens, which packing does not support. Set "
+            f"policy.max_total_sequence_length={chunk} or less, or policy.packing.mode=none."
+        )
+
+
+def _refuse_row_dependent_positions(source: ModelSource, policy: PolicyConfig) -> None:
+    """Refuse RoPE scaling that depends on the longest position in a batch, packed or not: one sequence would change another."""
+    config = source.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    model_limit = getattr(config, "max_position_embeddings", None)
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # some models: one per type of layer
+    for kind in kinds:
+        # The scaling of longrope changes at the first of these limits, that of dynamic at the second.
+        original = min((one for one in (kind.get("original_max_position_embeddings"), model_limit) if one), default=0)
+        if kind.get("rope_type") in ("dynamic", "longrope") and policy.max_total_sequence_length > original:
+            raise ConfigError(
+                f"{source.key} = {source.name}: beyond {original} tokens its {kind['rope_type']} position scaling depends on the "
+                "longest sequence computed at the same time, so training would not be exact. Set "
+                f"policy.max_total_sequence_length={original} or less."
+            )
+
+
+def fixed_attention_error(source: ModelSource) -> ConfigError:
+    name = check_architecture(source).model_class.__name__
+    return ConfigError(
+        f"{source.key} = {source.name}: the attention of {name} in transformers cannot be replaced, so packed sequences would "
+        "attend to each other. Train it unpacked: policy.packing.mode=none."
+    )
