@@ -39,6 +39,7 @@ MAX_REJECT_BYTES = 64 * MIB
 MAX_ENTRIES = 10_000  # of a folder
 # Keys that only say where a run is; every run has other values.
 PLACES = ("run.dir", "run.name", "config_version")
+MAX_NUMBER = 1e300  # a larger number, or one that is not finite, is damaged
 NORMAL_95 = 1.959964  # standard errors of a 95 % interval
 
 
@@ -222,14 +223,17 @@ def wilson(share: float, num: float) -> Interval:
     square = NORMAL_95**2
     middle = (share + square / (2 * num)) / (1 + square / num)
     half = NORMAL_95 / (1 + square / num) * math.sqrt(share * (1 - share) / num + square / (4 * num * num))
-    return Interval(share, max(0.0, middle - half), min(1.0, middle + half))
+    # At 0 and 1 the interval ends there, but for rounding.
+    low, high = 0.0 if share == 0 else middle - half, 1.0 if share == 1 else middle + half
+    return Interval(share, max(0.0, low), min(1.0, high))
 
 
 def number_in(record: Mapping[str, Any], name: str) -> float | None:
     """A finite number of a record, or None."""
     value = record.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
+        return None
+    return float(value)
 
 
 def _result(split: str, records: Sequence[Record]) -> Result:

@@ -292,9 +292,8 @@ def data(run: Run, charts: Sequence[Chart]) -> Markup:
         "longest",
         "sharing saves",
     ]
-    notes = [
-        callout("warn", "", warning) for one in sets for warning in one.get("warnings", []) if isinstance(warning, str)
-    ]
+    warnings = [text for one in sets if isinstance(found := one.get("warnings"), list) for text in found]
+    notes = [callout("warn", "", text) for text in warnings if isinstance(text, str)]
     return section(
         "data",
         "Data",
@@ -313,7 +312,8 @@ def _preflights(run: Run) -> list[dict[str, Any]]:
 def _row(one: Mapping[str, Any]) -> list[str]:
     counts = one.get("counts")
     counts = counts if isinstance(counts, dict) else {}
-    left_out = [sum(n for n in (counts.get(kind) or {}).values() if type(n) is int) for kind in ("bad", "filtered")]
+    reasons = [found if isinstance(found := counts.get(kind), dict) else {} for kind in ("bad", "filtered")]
+    left_out = [sum(count for count in one.values() if type(count) is int) for one in reasons]
     totals = [number_in(counts, "rows"), number_in(counts, "accepted"), *left_out]
     totals += [number_in(one, name) for name in ("num_pairs", "prompt_tokens", "completion_tokens", "longest")]
     saved = number_in(one, "shared_saving")

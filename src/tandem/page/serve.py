@@ -54,7 +54,7 @@ def _written(path: Path) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: "PageServer"
+    server: "PageServer"  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30  # seconds for a request to arrive
     server_version, sys_version = "tandem", ""
 

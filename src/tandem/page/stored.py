@@ -101,7 +101,7 @@ def example_pack(setup: "Setup") -> dict[str, Any] | None:
     packer, batches = setup.plan.train, setup.plan.batches.epoch(0)
     if not batches:
         return None
-    pack = next(iter(packer.alone().micro_batches(batches[0].preferences, batches[0].bounds)))
+    pack = next(iter(packer.for_single_rank().micro_batches(batches[0].preferences, batches[0].bounds)))
     return picture(pack, packer, setup.template.tokenizer)
 
 
