@@ -112,14 +112,18 @@ def _tiles(run: Run) -> Markup:
             note = f"{percent(after.low)} to {percent(after.high)}, {last['num_pairs']:,} pairs"
             tiles.insert(0, _tile("Accuracy", _change(before, last, "accuracy", percent), note, main=True))
         tiles += [
-            _tile("Loss", _change(before, last, "loss", number), split),
-            _tile("Margin", _change(before, last, "rewards_margin_mean", number), "chosen minus rejected reward"),
+            _tile("Loss", _change(before, last, "loss", _brief), split),
+            _tile("Margin", _change(before, last, "rewards_margin_mean", _brief), "chosen minus rejected reward"),
         ]
         if (far := number_in(last, "kl_per_token")) is not None:
             tiles.append(_tile("Distance", number(far, 3), "nats per token from the reference"))
     if run.steps and (speed := number_in(run.steps[-1], "tokens_per_second")) is not None:
         tiles.append(_tile("Speed", number(speed, 3), "tokens per second, last step"))
     return tag("dl", *tiles, class_="tiles")
+
+
+def _brief(value: float) -> str:
+    return number(value, 3)
 
 
 def _steps(run: Run) -> str:

@@ -96,7 +96,7 @@ function readOut(plot, root, chart, series, { xs, x, y, box, width, state }) {
     });
     tip.replaceChildren(html('b', {}, `step ${formatted(step, 'step')}`), ...rows.filter(Boolean));
     const shrink = root.clientWidth / width || 1;
-    placeTip(tip, plot, x(step) * shrink, root.offsetTop || 0);
+    placeTip(tip, plot, x(step) * shrink, topOf(root, plot));
     for (const other of charts) if (other.markStep) other.markStep(step);
   };
   const hide = () => {
@@ -162,7 +162,7 @@ function histogramChart(plot, chart, state) {
     });
     const title = `${chart.x} ${formatted(from)} to ${formatted(from + chart.width)}`;
     tip.replaceChildren(html('b', {}, title), ...rows);
-    placeTip(tip, plot, (x(from) * root.clientWidth) / width, root.offsetTop || 0);
+    placeTip(tip, plot, (x(from) * root.clientWidth) / width, topOf(root, plot));
   };
   const follow = (event) => {
     const bounds = root.getBoundingClientRect();
@@ -195,7 +195,7 @@ function barChart(plot, chart) {
     at = Math.max(0, Math.min(chart.bars.length - 1, index));
     const bar = chart.bars[at];
     tip.replaceChildren(html('b', {}, `${bar.label} tokens: ${formatted(bar.value, chart.format)}`), html('p', {}, bar.note));
-    placeTip(tip, plot, (left * root.clientWidth) / width, (root.offsetTop || 0) + at * row + row);
+    placeTip(tip, plot, (left * root.clientWidth) / width, topOf(root, plot) + at * row + row);
   };
   const follow = (event) => {
     const bounds = root.getBoundingClientRect();
@@ -244,7 +244,7 @@ function packChart(plot, chart) {
     tip.replaceChildren(html('b', {}, `${segment.role}, ${segment.tokens} tokens`), html('div', {}, String(segment.place || '')), html('p', {}, String(segment.text || '')));
     const first = drawn[at][0];
     const shrink = root.clientWidth / width || 1;
-    placeTip(tip, plot, Number(first.getAttribute('x')) * shrink, (root.offsetTop || 0) + (Number(drawn[at][drawn[at].length - 1].getAttribute('y')) + row + 2) * shrink);
+    placeTip(tip, plot, Number(first.getAttribute('x')) * shrink, topOf(root, plot) + (Number(drawn[at][drawn[at].length - 1].getAttribute('y')) + row + 2) * shrink);
   };
   const follow = (event) => {
     const bounds = root.getBoundingClientRect();

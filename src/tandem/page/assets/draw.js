@@ -37,6 +37,7 @@ function ticksBetween(low, high, count) {
 function formatted(value, kind, step) {
   if (value === null || value === undefined || !Number.isFinite(value)) return '–';
   if (kind === 'percent') {
+    if (step === undefined && value > 1 - 1e-9) return '100 %';
     const digits = step === undefined ? 1 : Math.max(0, -Math.floor(Math.log10(step * 100) + 1e-9));
     return `${(100 * value).toFixed(Math.min(digits, 3))} %`.replace('-', '−');
   }
@@ -117,6 +118,11 @@ function makeTip(plot) {
   tip.hidden = true;
   plot.append(tip);
   return tip;
+}
+
+// How far below the top of its plot a chart begins: below the legend.
+function topOf(root, plot) {
+  return root.getBoundingClientRect().top - plot.getBoundingClientRect().top;
 }
 
 function placeTip(tip, plot, x, y) {
